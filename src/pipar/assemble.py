@@ -1,0 +1,87 @@
+"""Putting the two programs together with what they compute with; the same for both worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipar.compute import Compute
+from pipar.device import Device, DevicePart, Samples
+from pipar.events import EpochResult, Observer
+from pipar.job import Job
+from pipar.ledger import Ledger
+from pipar.link.channel import Channel, Transport
+from pipar.protocol.orders import Orders
+from pipar.server import Learner, Server, Training
+from pipar.trace import COMPUTE, CORE, IO, SERVER, UPLINK, Recorder, Span
+
+#: Makes lanes of these names that leave their spans with this recorder.
+MakeCompute = Callable[[Sequence[str], Recorder], Compute]
+
+
+def assemble_server(
+    job: Job,
+    learner: Learner,
+    validation: Sequence[tuple[int, Any]],
+    *,
+    pool: MakeCompute,
+    background: MakeCompute,
+    emit: Callable[[EpochResult, list[Span]], None],
+    observe: Observer,
+) -> Server:
+    """Return the server of a job, ready to admit its devices."""
+    keep = job.traced_devices()
+    recorder, beside = Recorder(SERVER, keep), Recorder(SERVER, keep)
+    ledger = Ledger(job.links, job.bounds(), job.cores, recorder=recorder, background=beside, emit=emit)
+    training = Training(
+        method=job.method,
+        epochs=job.config.run.epochs,
+        patience=job.config.run.patience,
+        orders=job.orders(),
+        links=job.links,
+        validation=validation,
+    )
+    return Server(
+        training,
+        learner,
+        pool=pool([f"{CORE} {number}" for number in range(job.cores)], recorder),
+        background=background(["validation"], beside),
+        recorder=recorder,
+        ledger=ledger,
+        keep_spans=keep,
+        observe=observe,
+    )
+
+
+async def run_device(
+    job: Job,
+    name: str,
+    samples: Samples,
+    build_part: Callable[[Orders], DevicePart],
+    transport: Transport,
+    *,
+    compute: MakeCompute,
+    observe: Observer,
+) -> None:
+    """Run one device of a job over a transport, from hello to the end."""
+    recorder = Recorder(name, job.traced_devices())
+    link = job.links[name]
+    channel = Channel(transport, recorder, UPLINK)
+    channel.shape(link.up_bps, link.latency_s)
+    lanes = compute([COMPUTE], recorder), compute([IO], recorder)
+    device = Device(
+        name,
+        samples,
+        build_part,
+        channel=channel,
+        compute=lanes[0],
+        io=lanes[1],
+        recorder=recorder,
+        observe=observe,
+    )
+    try:
+        await device.train()
+    finally:
+        await channel.close()
+        for lane in lanes:
+            lane.close()

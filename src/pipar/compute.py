@@ -1,0 +1,139 @@
+"""The compute seam: run this work's function on this lane, and leave its span in the trace.
+
+In the real world a lane is a thread (torch releases the interpreter lock). In the virtual world the function
+runs inline and the clock advances by what the cost model says. The result is published at the end of the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from pipar.clock import sleep_until
+from pipar.stages import Work
+from pipar.trace import Recorder
+
+#: Work and its function; the first function of a job takes nothing, each other one the result of the one before.
+Step = tuple[Work, Callable[..., Any]]
+
+
+class Compute(Protocol):
+    """Some lanes that serve jobs first come first served; a job stays on one lane."""
+
+    async def run(self, *steps: Step) -> Any:
+        """Run the steps one behind the other and return the last one's result."""
+
+    def close(self) -> None: ...
+
+
+def work_label(work: Work) -> tuple[str, int, int, int]:
+    """Return what a span says of its work."""
+    return work.kind, work.epoch, work.iteration, work.micro_batch
+
+
+class VirtualCompute:
+    """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue."""
+
+    def __init__(self, lanes: Sequence[str], recorder: Recorder, seconds: Callable[[Work], float]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._recorder = recorder
+        self._seconds = seconds
+        self._free = [(self._loop.time(), number, lane) for number, lane in enumerate(lanes)]
+        self._idle_kind = "u" if len(lanes) and lanes[0].startswith("core") else ""
+
+    async def run(self, *steps: Step) -> Any:
+        now = self._loop.time()
+        free_at, number, lane = self._free[0]
+        start = max(now, free_at)
+        if self._idle_kind:
+            _, epoch, iteration, micro_batch = work_label(steps[0][0])
+            device = steps[0][0].device
+            self._recorder.waited(lane, self._idle_kind, epoch, iteration, micro_batch, free_at, start, device)
+        value: tuple[Any, ...] = ()
+        for work, function in steps:
+            value = (function(*value),)
+            end = start + self._seconds(work)
+            self._recorder.busy(lane, *work_label(work), start, end, work.device)
+            start = end
+        heapq.heapreplace(self._free, (start, number, lane))
+        await sleep_until(start)
+        return value[0]
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadCompute:
+    """Lanes that are threads. A speed below 1 is emulated by sleeping in proportion to the CPU time used,
+
+    not to the time passed: what a busy host takes away is not multiplied.
+    """
+
+    def __init__(self, lanes: Sequence[str], recorder: Recorder, *, speed: float = 1.0, nice: int = 0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._recorder = recorder
+        self._speed = speed
+        self._nice = nice
+        self._unnamed = list(reversed(lanes))
+        self._thread = threading.local()
+        self._idle_kind = "u" if len(lanes) and lanes[0].startswith("core") else ""
+        self._pool = ThreadPoolExecutor(len(lanes), initializer=self._start_thread)
+
+    def _start_thread(self) -> None:
+        self._thread.lane = self._unnamed.pop()
+        self._thread.free_at = self._loop.time()
+        if self._nice:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+
+    async def run(self, *steps: Step) -> Any:
+        job = _Job(steps, self._loop.time())
+        await self._loop.run_in_executor(self._pool, self._execute, job)
+        self._record(job)
+        return job.value[0]
+
+    def _execute(self, job: _Job) -> None:
+        job.lane, job.free_at = self._thread.lane, self._thread.free_at
+        clock = self._loop.time
+        for _, function in job.steps:
+            start, used = clock(), time.thread_time()
+            job.value = (function(*job.value),)
+            if self._speed < 1:
+                used = time.thread_time() - used
+                time.sleep(max(0.0, used / self._speed - (clock() - start) if used else 0.0))
+            job.times.append((start, clock()))
+        self._thread.free_at = job.times[-1][1]
+
+    def _record(self, job: _Job) -> None:
+        # In the loop's thread: the recorder is not shared between threads.
+        first = job.steps[0][0]
+        if self._idle_kind:
+            _, epoch, iteration, micro_batch = work_label(first)
+            waited_until = max(job.free_at, job.submitted_at)
+            self._recorder.waited(
+                job.lane, self._idle_kind, epoch, iteration, micro_batch, job.free_at, waited_until, first.device
+            )
+        for (work, _), (start, end) in zip(job.steps, job.times, strict=True):
+            self._recorder.busy(job.lane, *work_label(work), start, end, work.device)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Job:
+    """One job on its way through a thread."""
+
+    __slots__ = ("free_at", "lane", "steps", "submitted_at", "times", "value")
+
+    def __init__(self, steps: tuple[Step, ...], submitted_at: float) -> None:
+        self.steps = steps
+        self.submitted_at = submitted_at
+        self.times: list[tuple[float, float]] = []
+        self.value: tuple[Any, ...] = ()
+        self.lane = ""
+        self.free_at = submitted_at

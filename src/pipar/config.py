@@ -1,0 +1,295 @@
+"""The configuration: TOML sections as frozen records, every key with a default, errors in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from pipar.errors import ConfigError
+from pipar.units import format_rate, parse_duration, parse_rate
+
+NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
+MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _refuse_bool(value: Any) -> Any:
+    # TOML's true would pass for the number 1.
+    if isinstance(value, bool):
+        raise ValueError("is not a number")
+    return value
+
+
+def _plan_number(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError("is neither 'auto' nor a whole number")
+
+
+Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
+
+
+class Link(_Section):
+    """The two directions of one device's connection, each with its own rate; None is no limit."""
+
+    up_bps: float | None = Field(default=None, gt=0)
+    down_bps: float | None = Field(default=None, gt=0)
+    latency_s: float = Field(default=0.0, ge=0)
+
+
+def _parse_link(value: Any) -> Any:
+    if isinstance(value, Link):
+        return value
+    if isinstance(value, str):
+        if value not in NAMED_LINKS:
+            raise ValueError(f"is not a link; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
+        up, down = NAMED_LINKS[value]
+        return Link(up_bps=up, down_bps=down)
+    if isinstance(value, Mapping) and set(value) <= {"up", "down", "latency"}:
+        return Link(
+            up_bps=_parse_limit(value.get("up", "unlimited")),
+            down_bps=_parse_limit(value.get("down", "unlimited")),
+            latency_s=parse_duration(value.get("latency", 0)),
+        )
+    raise ValueError('is not a link; write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}')
+
+
+def _parse_limit(text: str | float) -> float | None:
+    return None if text == "unlimited" else parse_rate(text)
+
+
+class RunSection(_Section):
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
+    epochs: Positive = 5
+    batch_size: Positive = 100
+    seed: NotNegative = 0
+    patience: Positive | None = None
+    trace: Literal["auto", "full", "sampled", "off"] = "auto"
+
+
+class ModelSection(_Section):
+    name: Literal[MODELS] = "vgg5"  # type: ignore[valid-type]
+    factory: str | None = None
+    norm: Literal["batch", "group", "none"] = "group"
+    dtype: Literal["float32", "float64"] = "float32"
+
+
+class OptimizerSection(_Section):
+    name: Literal["sgd"] = "sgd"
+    learning_rate: Fraction = 0.01
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    momentum_at_aggregation: Literal["reset", "keep"] = "reset"
+
+
+class DataSection(_Section):
+    name: Literal[DATASETS] = "digits"  # type: ignore[valid-type]
+    factory: str | None = None
+    path: str | None = None
+    partition: Literal["iid", "dirichlet", "shards"] = "iid"
+    alpha: Fraction = 0.5
+    shards_per_device: Positive = 2
+    samples_per_device: Positive | list[Positive] | None = None
+    validation: NotNegative | None = None
+    test: NotNegative | None = None
+    augment: bool = False
+    shape: tuple[Positive, Positive, Positive] | None = None  # of synthetic images
+    classes: Positive | None = None  # of synthetic images, or what a factory's labels go up to
+
+
+class PlanSection(_Section):
+    split_point: PlanNumber = "auto"
+    micro_batches: PlanNumber = "auto"
+    schedule: Literal["all-forward", "1f1b"] = "all-forward"
+    window: Positive = 3
+
+
+class WireSection(_Section):
+    encoding: Literal["auto", "raw"] = "auto"
+
+
+class ServerSection(_Section):
+    cores: Positive | None = None
+    speed: Fraction = 1.0
+    profile: str | None = None
+    listen: str = Field(default="127.0.0.1:0", pattern=r"^.+:[0-9]{1,5}$")
+    aggregator: Literal["fedavg"] = "fedavg"
+
+
+class DeviceSection(_Section):
+    name: str = Field(default="device", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    count: Positive = 1
+    link: Annotated[Link, BeforeValidator(_parse_link)] = Link(up_bps=10e6, down_bps=25e6)
+    speed: Fraction = 0.05
+    profile: str | None = None
+    split_point: PlanNumber | None = None
+    micro_batches: PlanNumber | None = None
+
+
+class Config(_Section):
+    """A whole configuration; `Config()` is what an empty file means."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    data: DataSection = DataSection()
+    plan: PlanSection = PlanSection()
+    wire: WireSection = WireSection()
+    server: ServerSection = ServerSection()
+    devices: tuple[DeviceSection, ...] = Field(default=(DeviceSection(count=4),), min_length=1)
+
+    @model_validator(mode="after")
+    def _sizes_match_devices(self) -> Config:
+        sizes = self.data.samples_per_device
+        count = sum(group.count for group in self.devices)
+        if isinstance(sizes, list) and len(sizes) != count:
+            raise ValueError(f"data.samples_per_device lists {len(sizes)} sizes for {count} devices")
+        names = [spec.name for spec in device_specs(self)]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two devices are called '{twice}'; give each group of devices its own name")
+        return self
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device, after its group was counted out; "auto" where the planner is to choose."""
+
+    name: str
+    link: Link
+    speed: float
+    profile: str | None
+    split_point: int | Literal["auto"]
+    micro_batches: int | Literal["auto"]
+
+
+def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
+    """Return every device in name order: names are padded, so that device-02 stands before device-10."""
+    counts: dict[str, int] = {}
+    for group in config.devices:
+        counts[group.name] = counts.get(group.name, 0) + group.count
+    taken = dict.fromkeys(counts, 0)
+    specs = []
+    for group in config.devices:
+        for _ in range(group.count):
+            taken[group.name] += 1
+            specs.append(_device_spec(config, group, taken[group.name], counts[group.name]))
+    return tuple(sorted(specs, key=lambda spec: spec.name))
+
+
+def _device_spec(config: Config, group: DeviceSection, number: int, count: int) -> DeviceSpec:
+    alone = count == 1 and group.name != "device"
+    return DeviceSpec(
+        name=group.name if alone else f"{group.name}-{number:0{len(str(count))}d}",
+        link=group.link,
+        speed=group.speed,
+        profile=group.profile,
+        split_point=config.plan.split_point if group.split_point is None else group.split_point,
+        micro_batches=config.plan.micro_batches if group.micro_batches is None else group.micro_batches,
+    )
+
+
+def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+    """Return the configuration of a TOML file (None: the defaults) with `section.key=value` settings over it."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"Cannot read the configuration {path}: {error.strerror}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    for setting in settings:
+        _apply(tree, setting)
+    return config_from(tree)
+
+
+def config_from(tree: Mapping[str, Any]) -> Config:
+    """Return the configuration that nested dictionaries say, or raise one sentence about the first mistake."""
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def dump_config(config: Config) -> str:
+    """Return TOML that `load_config` reads back as the same configuration."""
+    tree = config.model_dump(exclude_none=True)
+    for group, dumped in zip(config.devices, tree["devices"], strict=True):
+        dumped["link"] = {
+            "up": format_rate(group.link.up_bps),
+            "down": format_rate(group.link.down_bps),
+            "latency": group.link.latency_s,
+        }
+    return tomli_w.dumps(tree)
+
+
+def _apply(tree: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        raise ConfigError(f"'{setting}' is not a setting; write --set section.key=value, as in run.epochs=3.")
+    value = _toml_value(text.strip())
+    if section == "devices":
+        # A device key is set for every group: "all devices on wifi". The default group has four devices.
+        for group in tree.setdefault("devices", [{"count": 4}]):
+            group[name] = value
+    else:
+        tree.setdefault(section, {})
+        if isinstance(tree[section], dict):
+            tree[section][name] = value
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a word without quotes is a string: --set run.method=fl
+
+
+def _sentence(error: ValidationError) -> str:
+    """Turn the first of pydantic's errors into one sentence: what was given, what is allowed."""
+    first = error.errors()[0]
+    # pydantic adds the names of its own validators to the place; a person wants section and key.
+    where = ".".join(
+        part for part in first["loc"][:3] if isinstance(part, str) and part.isidentifier() and part != "auto"
+    )
+    given, kind = first.get("input"), first["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(first["loc"])
+    if kind == "literal_error":
+        allowed = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        return f"{where} = {given!r} is not known; allowed are {allowed}."
+    if kind == "value_error":
+        cause = str(first["ctx"]["error"])
+        return f"{where} = {given!r} {cause}." if where else f"{cause[0].upper()}{cause[1:]}."
+    message = first["msg"].replace("Input should", "should").replace("Tuple should", "should")
+    return f"{where} = {given!r} is not allowed: it {message}." if where else f"{message}."
+
+
+def _unknown_key(location: tuple[int | str, ...]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, str):
+            section = DeviceSection if part == "devices" else section.model_fields[part].annotation
+    known = list(section.model_fields)
+    key = str(location[-1])
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    place = f"[{location[0]}]" if len(location) > 1 else "the configuration"
+    return f"'{key}' is not a key of {place}: {hint}Allowed are {', '.join(known)}."

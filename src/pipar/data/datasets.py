@@ -1,0 +1,394 @@
+"""Images in memory: what a dataset is, and how each known one (or the user's own) becomes one."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipar import keyed
+from pipar.data import formats
+from pipar.data.catalog import DatasetInfo, dataset_info, locate
+from pipar.data.formats import Labels, Pixels
+from pipar.errors import DataError
+from pipar.factory import load_factory
+
+Indices = NDArray[np.int64]
+
+# What is held out for validation and test does not depend on the run's seed: runs stay comparable.
+_HELD_OUT_SEED = 0
+_SYNTHETIC_CHUNK = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Samples and labels. uint8 samples are normalised by `mean` and `std` (of pixels / 255); floats are used as is."""
+
+    images: Tensor = field(repr=False)
+    labels: Tensor = field(repr=False)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    flip: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.images.shape[1:])
+
+    def take(self, rows: Indices) -> Images:
+        """Return a copy of these rows only."""
+        at = torch.from_numpy(np.asarray(rows, np.int64))
+        return Images(self.images[at], self.labels[at], self.mean, self.std, self.flip)
+
+    def normalised(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return samples of this set as the network takes them: (pixel / 255 - mean) / std in `dtype`."""
+        if samples.dtype != torch.uint8:
+            return samples.to(dtype)
+        broadcast = (-1,) + (1,) * (samples.ndim - 2)
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
+        std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
+        return samples.to(dtype).mul_((1 / (255 * std)).to(dtype)).sub_((mean / std).to(dtype))
+
+    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all samples in order, normalised, `size` at a time: what validation and test run over."""
+        for at in range(0, len(self), size):
+            yield self.normalised(self.images[at : at + size], dtype), self.labels[at : at + size]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A training set for the devices and two held-out sets for the server; a held-out set may be empty."""
+
+    name: str
+    train: Images
+    validation: Images
+    test: Images
+    classes: int
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.train.shape
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of a dataset is wanted; None leaves the choice to the dataset."""
+
+    path: Path | None = None
+    seed: int = 0
+    validation: int | None = None
+    test: int | None = None
+    train_samples: int | None = None
+    classes: int | None = None
+    shape: tuple[int, int, int] | None = None
+
+
+def load_dataset(
+    name: str,
+    *,
+    path: Path | None = None,
+    seed: int = 0,
+    validation: int | None = None,
+    test: int | None = None,
+    train_samples: int | None = None,
+    classes: int | None = None,
+    shape: tuple[int, int, int] | None = None,
+) -> Dataset:
+    """Return a known dataset, with validation and test sets cut from the publisher's test part.
+
+    Unless given, validation is the smaller of 2,000 and a fifth, and test up to 8,000 of the rest; neither depends on
+    `seed`, which only chooses which `train_samples` are kept. `classes` can be set for tiny_imagenet and synthetic,
+    `shape` for synthetic.
+    """
+    info = dataset_info(name)
+    request = Request(path, seed, validation, test, train_samples, classes, shape)
+    _check(info, request)
+    try:
+        return _LOADERS[name](info, request)
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error}.") from error
+
+
+def dataset_images(dataset: Any) -> Images:
+    """Return all items of a torch Dataset: (tensor, PIL image or array; label) pairs of one shape.
+
+    Tensors are channels first; pictures and arrays are height x width x channels, as in torchvision. Floats are kept
+    as they are; bytes are normalised with mean and deviation 0.5, the same on every device.
+    """
+    items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
+    samples: list[Tensor] = []
+    labels: list[int] = []
+    for at, item in enumerate(items):
+        sample, label = _item(item, at)
+        if samples and (sample.shape, sample.dtype) != (samples[0].shape, samples[0].dtype):
+            raise DataError(
+                f"item {at} of the dataset is {sample.dtype} {tuple(sample.shape)}, but item 0 is "
+                f"{samples[0].dtype} {tuple(samples[0].shape)}: all items must be alike."
+            )
+        samples.append(sample)
+        labels.append(label)
+    if not samples:
+        raise DataError("the dataset is empty: a factory must return at least one item, or None for no such set.")
+    middle = (0.5,) * (samples[0].shape[0] if samples[0].ndim else 1)
+    return Images(torch.stack(samples), torch.tensor(labels, dtype=torch.int64), middle, middle)
+
+
+def factory_images(spec: str, name: str) -> Images | None:
+    """Return what the user's factory "package.module:function" gives for a device's name, "validation" or "test".
+
+    None when the factory returns None: it has no such set.
+    """
+    dataset = load_factory(spec)(name)
+    return None if dataset is None else dataset_images(dataset)
+
+
+def _item(item: Any, at: int) -> tuple[Tensor, int]:
+    try:
+        sample, mark = item
+        label = operator.index(mark)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"item {at} of the dataset is not a pair of a sample and an integer label.") from error
+    if label < 0:
+        raise DataError(f"item {at} of the dataset has label {label}: labels start at 0.")
+    tensor = sample.detach().cpu() if isinstance(sample, Tensor) else _channels_first(np.array(sample))
+    if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+        raise DataError(f"item {at} of the dataset is {tensor.dtype}: samples must be uint8 or floating point.")
+    # numpy, which does the augmentation, has no bfloat16; float32 holds all of its values.
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor), label
+
+
+def _channels_first(array: NDArray[Any]) -> Tensor:
+    if array.dtype.kind not in "uif":
+        raise DataError(f"a sample of the dataset is an array of {array.dtype}: it must be uint8 or floating point.")
+    if array.ndim == 2:
+        array = array[:, :, np.newaxis]
+    return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1) if array.ndim == 3 else array))
+
+
+# ---- reading the known datasets ----
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrays:
+    """A published part that is in memory."""
+
+    pixels: Pixels
+    labels: Labels
+
+    def take(self, rows: Indices | None) -> tuple[Pixels, Labels]:
+        return (self.pixels, self.labels) if rows is None else (self.pixels[rows], self.labels[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class _Pictures:
+    """A published part that is a list of picture files, decoded only where they are taken."""
+
+    paths: Sequence[Path]
+    labels: Labels
+    size: tuple[int, int]
+
+    def take(self, rows: Indices | None) -> tuple[Pixels, Labels]:
+        chosen = np.arange(len(self.paths)) if rows is None else rows
+        return formats.read_pictures([self.paths[at] for at in chosen], self.size), self.labels[chosen]
+
+
+_Part = _Arrays | _Pictures
+
+
+def _read_idx(info: DatasetInfo, folder: Path) -> tuple[_Part, _Part]:
+    train_x, train_y, test_x, test_y = (folder / need for need in info.needs)
+    parts = [formats.read_idx_pair(*pair, info.classes) for pair in ((train_x, train_y), (test_x, test_y))]
+    for pixels, _ in parts:
+        if pixels.shape[1:] != info.shape:
+            raise DataError(f"{folder} holds images of {pixels.shape[1:]}, and {info.name} has {info.shape}.")
+    return _Arrays(*parts[0]), _Arrays(*parts[1])
+
+
+def _read_cifar(info: DatasetInfo, folder: Path) -> tuple[_Part, _Part]:
+    *train, test = (folder / need for need in info.needs)
+    # CIFAR-100 has the coarse label in front of the fine one.
+    label_bytes = 2 if info.name == "cifar100" else 1
+    parts = [formats.read_cifar(paths, label_bytes=label_bytes, classes=info.classes) for paths in (train, [test])]
+    return _Arrays(*parts[0]), _Arrays(*parts[1])
+
+
+def _read_tiny_imagenet(info: DatasetInfo, folder: Path, classes: int) -> tuple[_Part, _Part]:
+    train, test = formats.list_tiny_imagenet(folder, classes)
+    return _picture_part(train, info.shape[1:], folder), _picture_part(test, info.shape[1:], folder)
+
+
+def _picture_part(pairs: list[tuple[Path, int]], size: tuple[int, int], folder: Path) -> _Part:
+    if not pairs:
+        raise DataError(f"{folder} has no pictures in train/<class>/images or none listed in val/val_annotations.txt.")
+    paths, labels = zip(*pairs, strict=True)
+    return _Pictures(paths, np.array(labels, np.int64), size)
+
+
+def _read_digits() -> tuple[Pixels, Labels]:
+    """Return scikit-learn's digits as 1x32x32 images, reading its file: importing it costs a second and much memory."""
+    table = _digits_table()
+    small = torch.from_numpy(table[:, :64] * (255 / 16)).float().view(-1, 1, 8, 8)
+    large = torch.nn.functional.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
+    return large.round().to(torch.uint8).numpy(), table[:, 64].astype(np.int64)
+
+
+def _digits_table() -> NDArray[np.float64]:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("digits comes with scikit-learn, which is not installed: run `pip install scikit-learn`.")
+    packaged = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    if packaged.exists():
+        return np.loadtxt(packaged, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target]).astype(np.float64)
+
+
+def _make_synthetic(part: str, count: int, classes: int, shape: tuple[int, int, int]) -> tuple[Pixels, Labels]:
+    """Return `count` images: the pattern of their class, 64 to 191, under noise of -64 to 63; labels take turns."""
+    patterns = _patterns(classes, shape)
+    labels = np.arange(count, dtype=np.int64) % classes
+    pixels = patterns[labels]
+    for chunk, at in enumerate(range(0, count, _SYNTHETIC_CHUNK)):
+        block = pixels[at : at + _SYNTHETIC_CHUNK]
+        rng = keyed.generator(_HELD_OUT_SEED, "synthetic", part, chunk)
+        # Eight bytes a draw: ten times faster than drawing bytes. Adding 64..191 and -64..63 fits a byte.
+        words = rng.integers(0, 2**64, -(-block.size // 8), np.uint64).astype("<u8", copy=False)
+        block += (words.view(np.uint8)[: block.size] >> 1).reshape(block.shape)
+        block -= 64
+    return pixels, labels
+
+
+def _patterns(classes: int, shape: tuple[int, int, int]) -> Pixels:
+    """Return one pattern of 4x4 even tiles a channel and class."""
+    channels, height, width = shape
+    tiles = keyed.generator(_HELD_OUT_SEED, "synthetic patterns", channels).integers(
+        64, 192, (classes, channels, 4, 4), np.uint8
+    )
+    rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
+    return tiles[:, :, rows[:, np.newaxis], columns]
+
+
+# ---- cutting them into training, validation and test sets ----
+
+
+def _published(info: DatasetInfo, request: Request) -> Dataset:
+    """Return a dataset whose publisher separates training and test images."""
+    folder, classes = locate(info, request.path), request.classes or info.classes
+    if info.name == "tiny_imagenet":
+        train, test = _read_tiny_imagenet(info, folder, classes)
+    else:
+        train, test = (_read_cifar if info.name.startswith("cifar") else _read_idx)(info, folder)
+    count = len(test.labels)
+    validation_count = min(2000, count // 5) if request.validation is None else request.validation
+    rest = max(count - validation_count, 0)
+    test_count = min(8000, rest) if request.test is None else request.test
+    order = keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(count)
+    held = _held_out(info.name, order, validation_count, test_count)
+    chosen = [(train, _subset(info.name, len(train.labels), request)), (test, held[0]), (test, held[1])]
+    return _dataset(info, classes, [_images(info, *part.take(rows)) for part, rows in chosen])
+
+
+def _digits(info: DatasetInfo, request: Request) -> Dataset:
+    part = _Arrays(*_read_digits())
+    order = keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(part.labels))
+    validation = 200 if request.validation is None else request.validation
+    test = 400 if request.test is None else request.test
+    held = _held_out(info.name, order, validation, test)
+    train = order[validation : len(order) - test]
+    subset = _subset(info.name, len(train), request)
+    rows = (train if subset is None else train[subset], *held)
+    return _dataset(info, info.classes, [_images(info, *part.take(chosen)) for chosen in rows])
+
+
+def _synthetic(info: DatasetInfo, request: Request) -> Dataset:
+    classes, shape = request.classes or info.classes, request.shape or info.shape
+    counts = (request.train_samples, request.validation, request.test)
+    sizes = zip(("train", "validation", "test"), counts, (5000, 200, 800), strict=True)
+    made = [_make_synthetic(part, usual if n is None else n, classes, shape) for part, n, usual in sizes]
+    return _dataset(info, classes, [_images(info, *arrays) for arrays in made])
+
+
+_LOADERS: dict[str, Callable[[DatasetInfo, Request], Dataset]] = {
+    "digits": _digits,
+    "mnist": _published,
+    "fashion_mnist": _published,
+    "cifar10": _published,
+    "cifar100": _published,
+    "tiny_imagenet": _published,
+    "synthetic": _synthetic,
+}
+
+
+def _held_out(name: str, order: Indices, validation: int, test: int) -> tuple[Indices, Indices]:
+    """Return the first and the last of `order`, so that changing one size leaves the other set as it was."""
+    if validation + test > len(order):
+        raise DataError(
+            f"{name} has {len(order)} samples to hold out, but {validation} for validation and {test} for test are "
+            "asked for: lower one of them."
+        )
+    return order[:validation], order[len(order) - test :]
+
+
+def _subset(name: str, available: int, request: Request) -> Indices | None:
+    """Return which training samples are kept, or None for all of them."""
+    wanted = request.train_samples
+    if wanted is None or wanted == available:
+        return None
+    if wanted > available:
+        raise DataError(f"{name} has {available} training samples, but {wanted} are asked for: ask for fewer.")
+    return np.sort(keyed.generator(request.seed, "train subset", name).permutation(available)[:wanted])
+
+
+def _check(info: DatasetInfo, request: Request) -> None:
+    for key in ("validation", "test", "train_samples"):
+        if (getattr(request, key) or 0) < 0:
+            _refuse(key, getattr(request, key), "it must be 0 or more")
+    if request.train_samples == 0:
+        _refuse("train_samples", 0, "there must be something to train on")
+    if request.classes is not None and request.classes < 1:
+        _refuse("classes", request.classes, "it must be at least 1")
+    if request.classes not in (None, info.classes) and info.name not in ("tiny_imagenet", "synthetic"):
+        _refuse("classes", request.classes, f"{info.name} has {info.classes} classes")
+    if request.shape not in (None, info.shape) and info.name != "synthetic":
+        _refuse("shape", request.shape, f"{info.name} has images of {info.shape}")
+    if request.shape is not None and (len(request.shape) != 3 or min(request.shape) < 1):
+        _refuse("shape", request.shape, "it must be three positive numbers (channels, height, width)")
+
+
+def _refuse(key: str, value: object, why: str) -> NoReturn:
+    raise DataError(f"{key} = {value} is not allowed: {why}.")
+
+
+def _images(info: DatasetInfo, pixels: Pixels, labels: Labels) -> Images:
+    # torch warns about memory that it could not write to, as bytes read from a file are.
+    samples = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
+    channels = pixels.shape[1]
+    return Images(
+        samples,
+        torch.from_numpy(labels),
+        _per_channel(info.mean, channels),
+        _per_channel(info.std, channels),
+        info.flip,
+    )
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    return values if len(values) == channels else values[:1] * channels
+
+
+def _dataset(info: DatasetInfo, classes: int, parts: Sequence[Images]) -> Dataset:
+    train, validation, test = parts
+    return Dataset(info.name, train, validation, test, classes)

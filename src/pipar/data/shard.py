@@ -1,0 +1,91 @@
+"""What one device trains on: its samples, their order in an epoch, and batches of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipar import keyed
+from pipar.data.datasets import Images, Indices
+from pipar.errors import DataError
+from pipar.nn.steps import Piece, cut_pieces
+
+_PADDING = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The samples of one device: rows of a set of images that many shards may share without copying it."""
+
+    images: Images
+    indices: Indices = field(repr=False)
+    device: str
+    seed: int = 0
+    augment: bool = False
+    dtype: torch.dtype = torch.float32
+    # The last epoch's draws: an epoch asks for them once a batch.
+    _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.augment and len(self.images.shape) != 3:
+            raise DataError(
+                f"samples of shape {self.images.shape} cannot be cropped: set augment = false, "
+                "or give images of (channels, height, width)."
+            )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def order(self, epoch: int) -> Indices:
+        """Return the order in which this epoch visits the positions 0..len-1."""
+        return keyed.generator(self.seed, "order", self.device, epoch).permutation(len(self))
+
+    def batch(self, epoch: int, positions: Indices) -> tuple[Tensor, Tensor]:
+        """Return the samples at these positions, augmented and normalised in `dtype`, and their labels.
+
+        What a sample looks like depends on the epoch and its position, not on the batch that it is part of.
+        """
+        rows = torch.from_numpy(np.asarray(self.indices[positions], np.int64))
+        samples = self.images.images.index_select(0, rows)
+        if self.augment:
+            samples = _augmented(samples, self._draws(epoch)[positions], flip=self.images.flip)
+        return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
+
+    def pieces(self, epoch: int, positions: Indices, sizes: list[int]) -> list[Piece]:
+        """Return the batch at these positions, cut into micro-batches of these sizes."""
+        return cut_pieces(*self.batch(epoch, positions), sizes)
+
+    def materialised(self) -> Shard:
+        """Return the same shard over a copy of its own rows, so that the rest of the dataset can be let go."""
+        own = self.images.take(self.indices)
+        return Shard(own, np.arange(len(self)), self.device, self.seed, self.augment, self.dtype)
+
+    def _draws(self, epoch: int) -> NDArray[np.int8]:
+        """Return rows of (down, right, mirrored), one a position, drawn for the whole epoch at once."""
+        drawn = self._drawn.get(epoch)
+        if drawn is None:
+            rng = keyed.generator(self.seed, "augment", self.device, epoch)
+            drawn = rng.integers(0, (2 * _PADDING + 1, 2 * _PADDING + 1, 2), (len(self), 3), np.int8)
+            self._drawn.clear()
+            self._drawn[epoch] = drawn
+        return drawn
+
+
+def _augmented(samples: Tensor, draws: NDArray[np.int8], *, flip: bool) -> Tensor:
+    """Return each image cut at its offset out of itself with 4 black pixels around, and mirrored where drawn."""
+    count, channels, height, width = samples.shape
+    inside = (slice(_PADDING, _PADDING + height), slice(_PADDING, _PADDING + width))
+    pixels = samples.numpy()
+    padded = np.zeros((count, channels, height + 2 * _PADDING, width + 2 * _PADDING), pixels.dtype)
+    padded[:, :, *inside] = pixels
+    # All 81 possible cuts as a view; picking one for each image copies whole rows, four times faster than a gather.
+    cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    chosen = cuts[np.arange(count), :, draws[:, 0], draws[:, 1]]
+    if flip:
+        mirrored = np.flatnonzero(draws[:, 2])
+        chosen[mirrored] = chosen[mirrored, :, :, ::-1]
+    return torch.from_numpy(chosen)

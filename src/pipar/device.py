@@ -1,0 +1,246 @@
+"""The device's program: Algorithm 1 of the paper.
+
+It trains layers 1..P on its own data, sends activations up and takes gradients back, N micro-batches at a time.
+What it computes with, what it talks over and what time is are given to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pipar.compute import Compute
+from pipar.errors import LinkError, ProtocolError, TrainingError
+from pipar.events import Observer, Progress, ignore
+from pipar.link.channel import Channel
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.protocol.orders import Orders
+from pipar.schedule import cut_batch, cut_epoch, device_order
+from pipar.stages import Work
+from pipar.trace import COMPUTE, Recorder, pack_trace
+
+T = TypeVar("T")
+
+
+class DevicePart(Protocol):
+    """M^c_k, the device-side model."""
+
+    def forward(self, micro_batch: int, piece: Any) -> Any: ...
+    def backward(self, micro_batch: int, gradient: Any) -> None: ...
+    def step(self) -> None: ...
+    def take_loss(self) -> float | None: ...
+    def encode(self, activation: Any, piece: Any) -> Body: ...
+    def decode(self, message: Message) -> Any: ...
+    def pack(self) -> Body: ...
+    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
+
+
+class Samples(Protocol):
+    """D^k, the device's data: how many there are, their order in an epoch, and batches cut into micro-batches."""
+
+    def __len__(self) -> int: ...
+    def order(self, epoch: int) -> Any: ...
+    def pieces(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
+
+
+class Device:
+    """One device, from joining to 'stop training'."""
+
+    def __init__(
+        self,
+        name: str,
+        samples: Samples,
+        build_part: Callable[[Orders], DevicePart],
+        *,
+        channel: Channel,
+        compute: Compute,
+        io: Compute,
+        recorder: Recorder,
+        observe: Observer = ignore,
+    ) -> None:
+        self.name = name
+        self._samples = samples
+        self._build_part = build_part
+        self._channel = channel
+        self._compute = compute
+        self._io = io
+        self._recorder = recorder
+        self._observe = observe
+        self._loop = asyncio.get_running_loop()
+        self._commands: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._uploads: asyncio.Queue[tuple[Work, Any, Any]] = asyncio.Queue()
+        self._gradients: dict[int, asyncio.Future[Any]] = {}  # by micro-batch of the running iteration
+
+    async def train(self) -> None:
+        """Take part in the training until the server says stop."""
+        self._channel.post(Message(Kind.HELLO, body=json_body({"name": self.name, "samples": len(self._samples)})))
+        self._orders = Orders.read(await self._expect_welcome())
+        self._channel.session = self._orders.session
+        self._part = self._build_part(self._orders)
+        helpers = [self._loop.create_task(self._receive()), self._loop.create_task(self._upload())]
+        try:
+            await self._while_running(self._obey(), helpers)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _obey(self) -> None:
+        while (command := await self._next_command()).kind is not Kind.STOP:
+            match command.kind:
+                case Kind.MODEL:
+                    await self._install(command)
+                case Kind.ROUND:
+                    await self._train_epoch(command.epoch)
+                    await self._send_model(command.epoch)
+                case Kind.REPORT:
+                    trace = pack_trace(self._recorder.take(command.epoch))
+                    body = Body.of(trace, encoding="trace")
+                    self._channel.post(Message(Kind.TRACE, command.epoch, body=body))
+                case _:
+                    raise ProtocolError(f"The server sent {command}, which a device does not take.")
+
+    async def _train_epoch(self, epoch: int) -> None:
+        orders = self._orders
+        batches = self._cut(epoch)
+        loading = self._load(epoch, 1, batches[0])
+        for iteration, _ in enumerate(batches, start=1):
+            pieces = await self._waiting_for("load", loading, epoch, iteration)
+            if iteration < len(batches):  # the next batch is loaded while this one trains
+                loading = self._load(epoch, iteration + 1, batches[iteration])
+            await self._train_iteration(epoch, iteration, pieces)
+            self._report_progress(epoch, iteration)
+        assert not self._gradients, orders
+
+    async def _train_iteration(self, epoch: int, iteration: int, pieces: list[Any]) -> None:
+        orders, part = self._orders, self._part
+        split_point, splits = orders.plan.split_point, orders.plan.split_point < orders.layers
+        for stage in device_order(len(pieces), orders.schedule, orders.window):
+            n, piece = stage.micro_batch, pieces[stage.micro_batch - 1]
+            work = Work(stage.kind, epoch, iteration, n, 1, split_point, piece.samples)
+            if stage.kind == "fc":
+                activation = await self._compute.run((work, partial(part.forward, n, piece)))
+                if splits:
+                    self._gradients[n] = self._loop.create_future()
+                    self._uploads.put_nowait((work, activation, piece))
+            else:
+                gradient = await self._gradient(epoch, iteration, n) if splits else None
+                await self._compute.run((work, partial(part.backward, n, gradient)))
+        step = Work("step", epoch, iteration, 0, 1, split_point)
+        await self._compute.run((step, part.step))
+
+    async def _send_model(self, epoch: int) -> None:
+        counted = {"samples": len(self._samples), "loss_sum": self._part.take_loss()}
+        self._channel.post(Message(Kind.END_EPOCH, epoch, body=json_body(counted)))
+        pack = Work("pack", epoch, size_bytes=self._model_bytes)
+        body = await self._compute.run((pack, self._part.pack))
+        self._channel.post(Message(Kind.MODEL, epoch, body=body))
+
+    async def _install(self, message: Message) -> None:
+        body, keep = message.body, self._orders.keep_momentum
+        self._model_bytes = body.size_bytes
+        install = Work("install", message.epoch, size_bytes=body.size_bytes)
+        await self._compute.run((install, partial(self._part.unpack_and_install, body, keep_momentum=keep)))
+
+    def _cut(self, epoch: int) -> list[Any]:
+        """Return the positions of each iteration's samples, in this epoch's order."""
+        order, start, batches = self._samples.order(epoch), 0, []
+        sizes = cut_epoch(len(order), self._orders.batch_size, batch_statistics=self._orders.batch_statistics)
+        for size in sizes:
+            batches.append(order[start : start + size])
+            start += size
+        return batches
+
+    def _load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
+        orders = self._orders
+        sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
+        work = Work("load", epoch, iteration, samples=len(positions))
+        load = self._io.run((work, partial(self._samples.pieces, epoch, positions, sizes)))
+        return self._loop.create_task(load)
+
+    async def _upload(self) -> None:
+        """Encode and send activations in the order of their forwards, off the compute lane."""
+        while True:
+            work, activation, piece = await self._uploads.get()
+            encode = Work("encode", work.epoch, work.iteration, work.micro_batch, size_bytes=_size_bytes(activation))
+            body = await self._io.run((encode, partial(self._part.encode, activation, piece)))
+            counts = (work.epoch, work.iteration, work.micro_batch, piece.samples, piece.batch_samples)
+            self._channel.post(Message(Kind.ACTIVATION, *counts, body=body))
+
+    async def _receive(self) -> None:
+        """Decode gradients as they come, off the compute lane; everything else is a command."""
+        while True:
+            message = await self._channel.receive()
+            if message.kind is Kind.GRADIENT:
+                await self._take_gradient(message)
+            elif message.kind is Kind.FAULT:
+                raise TrainingError(f"The server ended the session: {read_json(message).get('reason', 'no reason')}")
+            else:
+                self._commands.put_nowait(message)
+
+    async def _take_gradient(self, message: Message) -> None:
+        place = (message.epoch, message.iteration, message.micro_batch)
+        decode = Work("decode", *place, size_bytes=message.body.size_bytes)
+        gradient = await self._io.run((decode, partial(self._part.decode, message)))
+        waiting = self._gradients.get(message.micro_batch)
+        if waiting is None or waiting.done():
+            raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
+        waiting.set_result(gradient)
+
+    async def _gradient(self, epoch: int, iteration: int, n: int) -> Any:
+        gradient = await self._waiting_for("d", self._gradients[n], epoch, iteration, n)
+        del self._gradients[n]
+        return gradient
+
+    async def _next_command(self) -> Message:
+        start = self._loop.time()
+        command = await self._commands.get()
+        assert command is not None
+        kind = "model" if command.kind is Kind.MODEL else "round"
+        self._recorder.waited(COMPUTE, kind, command.epoch, 0, 0, start, self._loop.time())
+        return command
+
+    async def _waiting_for(
+        self, kind: str, thing: asyncio.Future[T], epoch: int, iteration: int, micro_batch: int = 0
+    ) -> T:
+        """Return what the compute lane needs next; the time until it is there is a waiting span."""
+        if thing.done():
+            return thing.result()
+        start = self._loop.time()
+        result = await thing
+        self._recorder.waited(COMPUTE, kind, epoch, iteration, micro_batch, start, self._loop.time())
+        return result
+
+    async def _expect_welcome(self) -> Message:
+        message = await self._channel.receive()
+        if message.kind is Kind.FAULT:
+            raise TrainingError(f"The server refused this device: {read_json(message).get('reason', 'no reason')}")
+        if message.kind is not Kind.WELCOME:
+            raise ProtocolError(f"The server answered with {message} where a welcome belongs.")
+        return message
+
+    def _report_progress(self, epoch: int, iteration: int) -> None:
+        if self._observe is not ignore:
+            busy = dict(self._recorder.busy_s)
+            self._observe(Progress(self.name, epoch, iteration, len(self._samples), None, self._loop.time(), busy))
+
+    async def _while_running(self, main: Coroutine[Any, Any, None], helpers: list[asyncio.Task[None]]) -> None:
+        """Run to the end of `main`, or raise what ended a helper first."""
+        task = self._loop.create_task(main)
+        await asyncio.wait([task, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            for helper in helpers:
+                if helper.done():
+                    helper.result()
+            raise LinkError("The connection to the server was lost.")
+        task.result()
+
+
+def _size_bytes(activation: Any) -> int:
+    return int(activation.nbytes)

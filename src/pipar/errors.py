@@ -1,0 +1,42 @@
+"""Everything that pipar raises on purpose, split by what the reader can do about it.
+
+Each message is one sentence or two: what was given, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+
+class PiparError(Exception):
+    """The base of every error that pipar raises on purpose."""
+
+
+class InputError(PiparError):
+    """Something that a person gave is not usable; the command line exits 2."""
+
+
+class ConfigError(InputError):
+    """A key or value of the configuration is unknown or outside its range."""
+
+
+class PlanError(InputError):
+    """A split point or a number of micro-batches does not fit the model or the batch."""
+
+
+class ModelError(InputError):
+    """A network cannot be built, or does not fit the data."""
+
+
+class DataError(InputError):
+    """A dataset is missing, damaged or too small."""
+
+
+class ProtocolError(PiparError):
+    """The peer said something that the protocol does not allow."""
+
+
+class LinkError(PiparError):
+    """The connection to a peer was lost or could not be made."""
+
+
+class TrainingError(PiparError):
+    """Training could not go on."""

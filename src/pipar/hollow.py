@@ -1,0 +1,125 @@
+"""Networks and data without numbers in them: what a timing-only run trains. Sizes come from a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipar.planner.profile import Profile
+from pipar.protocol.messages import LABEL_BYTES, Body, Message
+
+
+@dataclass(frozen=True, slots=True)
+class HollowPiece:
+    """As many samples as a micro-batch has, and nothing in them."""
+
+    samples: int
+    batch_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class HollowActivation:
+    nbytes: int
+
+
+class HollowSamples:
+    """A device's data, counted only."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def order(self, epoch: int) -> Sequence[int]:  # noqa: ARG002
+        return range(self._count)
+
+    def pieces(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[HollowPiece]:  # noqa: ARG002
+        return [HollowPiece(size, len(positions)) for size in sizes]
+
+
+class HollowDevicePart:
+    """Layers 1..P: activations and weights that have a size only."""
+
+    def __init__(self, profile: Profile, split_point: int) -> None:
+        self._output_bytes = profile.output_bytes(split_point)
+        self._dtype = profile.dtype
+        self._weights = Body(profile.parameter_bytes(1, split_point), encoding="safetensors")
+
+    def forward(self, micro_batch: int, piece: HollowPiece) -> HollowActivation:  # noqa: ARG002
+        return HollowActivation(piece.samples * self._output_bytes)
+
+    def backward(self, micro_batch: int, gradient: Any) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
+
+    def take_loss(self) -> None:
+        return None
+
+    def encode(self, activation: HollowActivation, piece: HollowPiece) -> Body:
+        return Body(activation.nbytes + piece.samples * LABEL_BYTES, dtype=self._dtype)
+
+    def decode(self, message: Message) -> None:  # noqa: ARG002
+        return None
+
+    def pack(self) -> Body:
+        return self._weights
+
+    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
+        pass
+
+
+class HollowServerPart:
+    """Layers P+1..Q: takes sizes, gives sizes back."""
+
+    def __init__(self, profile: Profile, split_point: int) -> None:
+        self._output_bytes = profile.output_bytes(split_point)
+        self._dtype = profile.dtype
+
+    def decode(self, message: Message) -> int:
+        return message.samples
+
+    def forward(self, samples: int) -> int:
+        return samples
+
+    def backward(self, samples: int) -> int:
+        return samples
+
+    def encode(self, samples: int) -> Body:
+        return Body(samples * self._output_bytes, dtype=self._dtype)
+
+    def step(self) -> None:
+        pass
+
+    def take_loss(self) -> None:
+        return None
+
+
+class HollowLearner:
+    """A global model that has a size only."""
+
+    def __init__(self, profile: Profile, split_points: Mapping[str, int]) -> None:
+        self._profile = profile
+        self._split_points = split_points
+        self._parts = {p: HollowServerPart(profile, p) for p in set(split_points.values())}
+
+    def replica(self, device: str) -> HollowServerPart:
+        return self._parts[self._split_points[device]]
+
+    def pack(self, device: str) -> Body:
+        return Body(self.part_bytes(device), encoding="safetensors")
+
+    def part_bytes(self, device: str) -> int:
+        return self._profile.parameter_bytes(1, self._split_points[device])
+
+    def model_bytes(self) -> int:
+        return self._profile.parameter_bytes(1, len(self._profile.layers))
+
+    def aggregate(self, returned: Sequence[Any]) -> None:
+        pass
+
+    def evaluator(self) -> Callable[[Any], tuple[float, int]]:
+        raise AssertionError("a hollow model has nothing to evaluate")

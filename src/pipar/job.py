@@ -1,0 +1,183 @@
+"""A training with every choice made: plans, profiles, sizes. What both worlds start from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pipar.config import Config, DeviceSpec, Link, device_specs
+from pipar.errors import PlanError
+from pipar.ledger import Bounds
+from pipar.methods import METHODS, Method, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.profile import Profile
+from pipar.planner.select import choose_plan
+from pipar.protocol.orders import Orders
+from pipar.schedule import cut_batch, cut_epoch
+from pipar.stages import Work
+
+#: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
+_FULL_TRACE_DEVICES = 200
+_SAMPLED_DEVICES = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, resolved."""
+
+    config: Config
+    specs: tuple[DeviceSpec, ...]
+    sizes: Mapping[str, int]
+    server_profile: Profile
+    device_profiles: Mapping[str, Profile]
+    batch_statistics: bool
+    dropout: bool
+    plans: Mapping[str, Plan]
+    dataset: str
+    model: str
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.config.run.method]
+
+    @property
+    def layers(self) -> int:
+        return len(self.server_profile.layers)
+
+    @property
+    def cores(self) -> int:
+        return self.config.server.cores or os.cpu_count() or 1
+
+    @property
+    def links(self) -> dict[str, Link]:
+        return {spec.name: spec.link for spec in self.specs}
+
+    @property
+    def split_points(self) -> dict[str, int]:
+        return {name: plan.split_point for name, plan in self.plans.items()}
+
+    @property
+    def keep_momentum(self) -> bool:
+        return self.config.optimizer.momentum_at_aggregation == "keep"
+
+    @property
+    def equivalence(self) -> str:
+        """ "exact" if the method trains the very weights that plain training would, whatever P and N."""
+        cut = any(plan.micro_batches > 1 for plan in self.plans.values())
+        return "statistical" if self.dropout or (self.batch_statistics and cut) else "exact"
+
+    def orders(self) -> dict[str, Orders]:
+        """Return what each device is told when it joins."""
+        config = self.config
+        return {
+            spec.name: Orders(
+                session=number,
+                plan=self.plans[spec.name],
+                layers=self.layers,
+                batch_size=config.run.batch_size,
+                batch_statistics=self.batch_statistics,
+                schedule=config.plan.schedule,
+                window=config.plan.window,
+                # Split learning hands weights on to another device: their momentum stays behind.
+                keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
+            )
+            for number, spec in enumerate(self.specs, start=1)
+        }
+
+    def device_costs(self, name: str) -> Costs:
+        spec = next(spec for spec in self.specs if spec.name == name)
+        return Costs(self.device_profiles[name], spec.speed)
+
+    def server_costs(self) -> Costs:
+        return Costs(self.server_profile, self.config.server.speed)
+
+    def bounds(self) -> Bounds:
+        """Return the profiled compute of one epoch."""
+        server = self.server_costs()
+        costs = shared_costs()
+        device_s, server_s = {}, 0.0
+        for spec in self.specs:
+            plan, size = self.plans[spec.name], self.sizes[spec.name]
+            device_s[spec.name] = self._compute_s(costs(self.device_profiles[spec.name], spec.speed), plan, size, False)
+            server_s += self._compute_s(server, plan, size, True)
+        return Bounds(device_s, server_s)
+
+    def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
+        """Return the seconds of forwards and backwards of one device's epoch, on one side of the cut."""
+        first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
+        kinds = ("fs", "bs") if server else ("fc", "bc")
+        if first > last:
+            return 0.0
+        total = 0.0
+        for batch in cut_epoch(samples, self.config.run.batch_size, batch_statistics=self.batch_statistics):
+            for piece in cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics):
+                total += sum(costs.seconds(Work(kind, 0, 0, 0, first, last, piece)) for kind in kinds)
+        return total
+
+    def traced_devices(self) -> frozenset[str] | None:
+        """Return the devices whose spans are kept; None for all of them."""
+        names = [spec.name for spec in self.specs]
+        trace = self.config.run.trace
+        if trace == "off":
+            return frozenset()
+        if trace == "full" or (trace == "auto" and len(names) <= _FULL_TRACE_DEVICES):
+            return None
+        return frozenset(names[:: max(1, len(names) // _SAMPLED_DEVICES)][:_SAMPLED_DEVICES])
+
+
+def shared_costs() -> Callable[[Profile, float], Costs]:
+    """Return a maker of cost models that gives equal devices the same one, so that they remember together."""
+    known: dict[tuple[int, float], Costs] = {}
+
+    def make(profile: Profile, speed: float) -> Costs:
+        key = (id(profile), speed)
+        if key not in known:
+            known[key] = Costs(profile, speed)
+        return known[key]
+
+    return make
+
+
+def make_plans(config: Config, server: Profile, devices: Mapping[str, Profile]) -> dict[str, Plan]:
+    """Return every device's plan: as configured, or the best by the paper's estimate where it says "auto"."""
+    method = METHODS[config.run.method]
+    specs = device_specs(config)
+
+    @lru_cache
+    def choose(profile_id: int, link: Link, speed: float, split_point: str | int, micro_batches: str | int) -> Plan:
+        profile = next(devices[spec.name] for spec in specs if id(devices[spec.name]) == profile_id)
+        choice = choose_plan(
+            method,
+            profile,
+            server,
+            config.run.batch_size,
+            link,
+            speed,
+            config.server.speed,
+            split_point="auto" if isinstance(split_point, str) else split_point,
+            micro_batches="auto" if isinstance(micro_batches, str) else micro_batches,
+        )
+        return choice.plan
+
+    plans = {
+        spec.name: choose(id(devices[spec.name]), spec.link, spec.speed, spec.split_point, spec.micro_batches)
+        for spec in specs
+    }
+    return _with_one_split_point(specs, plans) if method.shares_server_model else plans
+
+
+def _with_one_split_point(specs: tuple[DeviceSpec, ...], plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return plans with one split point: a server-side model that devices share can be cut in one place only.
+
+    Given split points must agree. Where they are chosen, the earliest is taken: every device can hold it.
+    """
+    given = {plans[spec.name].split_point for spec in specs if spec.split_point != "auto"}
+    if len(given) > 1:
+        raise PlanError(
+            f"Split points {', '.join(map(str, sorted(given)))} are given, but this method shares one server-side "
+            "model: give all devices the same split point, or use sfl or pipar."
+        )
+    common = min(given or {plan.split_point for plan in plans.values()})
+    return {name: Plan(common, plan.micro_batches) for name, plan in plans.items()}

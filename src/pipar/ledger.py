@@ -1,0 +1,178 @@
+"""What is known of each epoch; when all of it has come in, the epoch's result goes out, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pipar.config import Link
+from pipar.events import EpochResult
+from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Profiled seconds of compute of one epoch: on each device, and on one core of the server."""
+
+    device_s: Mapping[str, float]
+    server_s: float
+
+
+@dataclass
+class _Epoch:
+    devices: dict[str, EpochTrace] = field(default_factory=dict)
+    downlinks: list[EpochTrace] = field(default_factory=list)
+    bytes_up: dict[str, int] = field(default_factory=dict)
+    bytes_down: dict[str, int] = field(default_factory=dict)
+    server: EpochTrace | None = None
+    samples: int = 0
+    train_loss: float | None = None
+    validated: bool = False
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    validation: EpochTrace | None = None
+
+
+class Ledger:
+    """Collects traces, counts and losses of the epochs; `emit` gets each epoch's result and its spans."""
+
+    def __init__(
+        self,
+        links: Mapping[str, Link],
+        bounds: Bounds,
+        cores: int,
+        *,
+        recorder: Recorder,
+        background: Recorder,
+        emit: Callable[[EpochResult, list[Span]], None],
+    ) -> None:
+        self._links = links
+        self._bounds = bounds
+        self._cores = cores
+        self._recorder = recorder
+        self._background = background
+        self._emit = emit
+        self._epochs: dict[int, _Epoch] = {}
+        self._emitted = 0
+        self._losses: list[float | None] = []
+        self._changed = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def add_trace(self, trace: EpochTrace, downlink: EpochTrace, bytes_up: int, bytes_down: int) -> None:
+        """Take a device's trace of an epoch, with what the server counted of its link."""
+        epoch = self._epoch(trace.epoch)
+        epoch.devices[trace.owner] = trace
+        epoch.downlinks.append(downlink)
+        epoch.bytes_up[trace.owner] = bytes_up
+        epoch.bytes_down[trace.owner] = bytes_down
+        self._settle()
+
+    def add_round(self, number: int, samples: int, train_loss: float | None) -> None:
+        """Take what the server knows of a round when it is over."""
+        epoch = self._epoch(number)
+        epoch.samples, epoch.train_loss = samples, train_loss
+        epoch.server = self._recorder.take(number)
+        self._settle()
+
+    def add_validation(self, number: int, loss: float | None, accuracy: float | None) -> None:
+        """Take the validation of the global model that an epoch ended with."""
+        epoch = self._epoch(number)
+        epoch.validated, epoch.val_loss, epoch.val_accuracy = True, loss, accuracy
+        epoch.validation = self._background.take(number)
+        self._losses.append(loss)
+        self._settle()
+
+    def fail(self, failure: Exception) -> None:
+        """Nothing more will come: whoever waits is told why."""
+        self._failure = failure
+        self._changed.set()
+
+    async def complete(self, last_epoch: int) -> None:
+        """Return when the results of all epochs up to this one are out."""
+        while self._emitted < last_epoch:
+            await self._wait()
+
+    async def stale_epochs(self, number: int) -> int:
+        """Return for how many epochs, up to this one, the validation loss has not improved."""
+        while len(self._losses) < number:
+            await self._wait()
+        losses = [loss for loss in self._losses[:number] if loss is not None]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _epoch(self, number: int) -> _Epoch:
+        return self._epochs.setdefault(number, _Epoch())
+
+    def _settle(self) -> None:
+        """Send out the epochs that are complete."""
+        while (epoch := self._epochs.get(self._emitted + 1)) is not None and self._is_complete(epoch):
+            self._emitted += 1
+            del self._epochs[self._emitted]
+            self._emit(self._result(self._emitted, epoch), _spans(epoch))
+        self._changed.set()
+
+    def _is_complete(self, epoch: _Epoch) -> bool:
+        return epoch.validated and epoch.server is not None and len(epoch.devices) == len(self._links)
+
+    def _result(self, number: int, epoch: _Epoch) -> EpochResult:
+        assert epoch.server is not None
+        assert epoch.validation is not None
+        traces = [epoch.devices[name] for name in sorted(epoch.devices)]
+        start = min(trace.totals[IO].first_start for trace in traces)
+        seconds = max(trace.totals[COMPUTE].last_end for trace in traces) - start
+        busy = {
+            "device": _mean([trace.totals[COMPUTE].busy_s for trace in traces]),
+            "uplink": _mean([_busy(trace, UPLINK) for trace in traces]),
+            "server": sum(lane.busy_s for lane in epoch.server.totals.values()) / self._cores,
+            "downlink": _mean([_busy(trace, DOWNLINK) for trace in epoch.downlinks]),
+        }
+        bound = self._bound(epoch)
+        return EpochResult(
+            epoch=number,
+            seconds=seconds,
+            samples=epoch.samples,
+            train_loss=epoch.train_loss,
+            val_loss=epoch.val_loss,
+            val_accuracy=epoch.val_accuracy,
+            bytes_up=sum(epoch.bytes_up.values()),
+            bytes_down=sum(epoch.bytes_down.values()),
+            server_idle_s=max(0.0, seconds - busy["server"]),
+            device_idle_s=max(0.0, seconds - busy["device"]),
+            bound_s=bound,
+            efficiency=bound / seconds if seconds else 0.0,
+            validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
+            utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
+        )
+
+    def _bound(self, epoch: _Epoch) -> float:
+        """Return the time that no schedule of these bytes on these lanes can beat.
+
+        Bytes really sent over the configured rates, and profiled compute: nothing that was measured as a span.
+        """
+        slowest = self._bounds.server_s / self._cores
+        for name, link in self._links.items():
+            up = epoch.bytes_up[name] * 8 / link.up_bps if link.up_bps else 0.0
+            down = epoch.bytes_down[name] * 8 / link.down_bps if link.down_bps else 0.0
+            slowest = max(slowest, up, down, self._bounds.device_s[name])
+        return slowest
+
+
+def _busy(trace: EpochTrace, lane: str) -> float:
+    return trace.totals[lane].busy_s if lane in trace.totals else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _spans(epoch: _Epoch) -> list[Span]:
+    assert epoch.server is not None
+    assert epoch.validation is not None
+    traces = [*epoch.devices.values(), *epoch.downlinks, epoch.server, epoch.validation]
+    return [span for trace in traces for span in trace.spans]

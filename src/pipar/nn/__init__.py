@@ -1,0 +1,1 @@
+"""The networks in torch, cut into parts, and one forward and backward of each part."""

@@ -1,0 +1,122 @@
+"""The pieces that all the networks are made of: convolution with its norm, residual sum, starting weights."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+NORMS = ("batch", "group", "none")
+
+RELU_GAIN = math.sqrt(2.0)
+MOST_GROUPS = 32
+LEAST_CHANNELS_PER_GROUP = 8
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which normalisation stands behind a convolution: one of NORMS, with its constants."""
+
+    kind: str
+    eps: float = 1e-5
+    momentum: float = 0.1
+
+    @property
+    def absent(self) -> bool:
+        """True if nothing normalises, so that convolutions need a bias and careful starting weights."""
+        return self.kind == "none"
+
+    def layers(self, channels: int) -> dict[str, nn.Module]:
+        """Return {"norm": layer} for so many channels, or nothing for the kind "none"."""
+        if self.kind == "batch":
+            return {"norm": nn.BatchNorm2d(channels, eps=self.eps, momentum=self.momentum)}
+        if self.kind == "group":
+            return {"norm": nn.GroupNorm(group_count(channels), channels, eps=self.eps)}
+        return {}
+
+
+def group_count(channels: int) -> int:
+    """Return the most groups that divide the channels evenly: at most 32, each of at least 8 channels.
+
+    Deep layers see maps of one pixel, where a group of one channel would be normalised to a constant.
+    """
+    most = min(MOST_GROUPS, channels // LEAST_CHANNELS_PER_GROUP)
+    return next((groups for groups in range(most, 1, -1) if channels % groups == 0), 1)
+
+
+def named(layers: dict[str, nn.Module]) -> nn.Sequential:
+    """Return the layers in this order as one nn.Sequential that keeps their names."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+def conv_norm(
+    shape: tuple[int, int, int],
+    norm: Norm,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    gain: float = RELU_GAIN,
+    activation: nn.Module | None = None,
+) -> nn.Sequential:
+    """Return convolution, norm and activation for a shape (channels in, channels out, kernel size).
+
+    The convolution keeps the size of the map up to its stride, and has a bias exactly if no norm follows.
+    """
+    inputs, outputs, kernel = shape
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=norm.absent)
+    layers: dict[str, nn.Module] = {"conv": conv, **norm.layers(outputs)}
+    if activation is not None:
+        layers["activation"] = activation
+    he_start(conv, gain)
+    return named(layers)
+
+
+def he_start(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
+    """Draw the weights from N(0, gain^2 / fan_in) and set the bias to zero.
+
+    fan_in keeps the size of the activations through depthwise convolutions too, for which fan_out as
+    torch counts it is too large by the number of groups.
+    """
+    fan_in = layer.weight[0].numel()
+    nn.init.normal_(layer.weight, std=gain / math.sqrt(fan_in))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def hidden_linear(inputs: int, outputs: int, activation: nn.Module) -> nn.Sequential:
+    """Return a fully connected layer with its activation, started as He et al. do."""
+    linear = nn.Linear(inputs, outputs)
+    he_start(linear)
+    return named({"linear": linear, "activation": activation})
+
+
+class Residual(nn.Module):
+    """branch(x) + shortcut(x); the shortcut is x itself unless the block changes the shape."""
+
+    def __init__(self, branch: nn.Sequential, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = nn.Identity() if shortcut is None else shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum; no activation behind it."""
+        total: Tensor = self.branch(x) + self.shortcut(x)
+        return total
+
+
+def start_branches_quietly(model: nn.Module) -> None:
+    """Let every residual block start as its shortcut: for networks without a norm (Zhang et al., Fixup, 2019).
+
+    With m convolutions in a branch and L branches, the last convolution starts at zero and the others are
+    scaled by L^(-1 / (2m - 2)). Otherwise each block adds to the size of the activations, and without a norm
+    the loss of a deep network starts in the millions.
+    """
+    branches = [module.branch for module in model.modules() if isinstance(module, Residual)]
+    for branch in branches:
+        *inner, last = (unit[0] for unit in branch if isinstance(unit, nn.Sequential))
+        scale = len(branches) ** (-1 / (2 * len(inner)))
+        for conv, factor in ((last, 0.0), *((conv, scale) for conv in inner)):
+            assert isinstance(conv, nn.Conv2d)
+            conv.weight.data.mul_(factor)

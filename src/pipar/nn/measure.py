@@ -1,0 +1,354 @@
+"""Measuring a network on this machine, layer by layer, and keeping the result; paper III-C, phase 1.
+
+Times are CPU times of one thread: another program on the machine makes the measurement longer, not the numbers
+larger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipar.errors import ConfigError
+from pipar.nn.models import uses_batch_statistics
+from pipar.planner.profile import FORMAT, LayerProfile, Profile
+
+#: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
+#: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
+SHARES = (1, 2, 4, 16, 32)
+#: The median of more passes than this hardly moves.
+MOST_REPETITIONS = 40
+FEWEST_REPETITIONS = 3
+
+Progress = Callable[[float], None]
+
+
+def measure_profile(
+    model: nn.Sequential,
+    *,
+    model_name: str,
+    input_shape: Sequence[int],
+    classes: int,
+    batch_size: int,
+    dtype: torch.dtype = torch.float32,
+    load: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
+    budget_s: float = 2.0,
+) -> Profile:
+    """Return the times and sizes of every layer and of the work around training, from about `budget_s` seconds.
+
+    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the
+    loss. Each time is the median of several passes: three at least, unless a pass alone uses up the budget.
+    `load(n)` loads n samples. The model keeps its weights, gradients and running statistics: a copy is measured.
+    """
+    # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        trained = copy.deepcopy(model).to(dtype).train()
+        sizes = batch_sizes(batch_size, batch_statistics=uses_batch_statistics(trained))
+        batches = [_Batch.random(size, input_shape, classes, dtype) for size in sizes]
+        times = _measure_passes(trained, batches, _Budget(0.8 * budget_s), progress or _ignore)
+        layers = _layer_profiles(trained, batches[0], times)
+        cut_bytes = layers[0].output_bytes * max(1, batch_size // 4)
+        overheads = _measure_overheads(trained, cut_bytes, dtype, load, batch_size, 0.2 * budget_s)
+    if progress is not None:
+        progress(1.0)
+    return Profile(
+        model=model_name,
+        dtype=str(dtype).removeprefix("torch."),
+        batch_sizes=sizes,
+        layers=layers,
+        machine=machine_fingerprint(),
+        how=f"median CPU time of {len(times[-1])} training passes on one thread",
+        **overheads,
+    )
+
+
+def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
+    """Return B, B/2, B/4, B/16 and B/32, ascending and distinct; with batch normalisation none is below 2."""
+    least = 2 if batch_statistics else 1
+    return tuple(sorted({max(least, round(batch_size / share)) for share in SHARES}))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _ignore(_: float) -> None:
+    pass
+
+
+class _Budget:
+    """Seconds that may pass, from now on, and whether another repetition is due."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start, self._seconds = time.perf_counter(), seconds
+
+    def spent(self) -> float:
+        """Return the share of the budget that is gone; above 1 if there is none left."""
+        return (time.perf_counter() - self._start) / self._seconds if self._seconds > 0 else float("inf")
+
+    def wants_another(self, done: int) -> bool:
+        # A median of three is worth going over the budget, up to twice; a huge network has to do with one pass.
+        allowed = 2.0 if done < FEWEST_REPETITIONS else 1.0
+        return done == 0 or (done < MOST_REPETITIONS and self.spent() < allowed)
+
+
+# --- layers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def random(cls, size: int, input_shape: Sequence[int], classes: int, dtype: torch.dtype) -> _Batch:
+        generator = torch.Generator().manual_seed(size)
+        inputs = torch.randn(size, *input_shape, generator=generator, dtype=dtype)
+        return cls(inputs, torch.randint(classes, (size,), generator=generator))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of each layer in one training pass."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def _measure_passes(
+    model: nn.Sequential, batches: Sequence[_Batch], budget: _Budget, progress: Progress
+) -> list[list[_Pass]]:
+    """Return the passes of each batch size.
+
+    The sizes take turns, so that a machine that gets slower for a while does so for all of them. The first round
+    warms up: kernels are chosen and memory is fetched in it.
+    """
+    passes: list[list[_Pass]] = [[] for _ in batches]
+    _one_round(model, batches, [[] for _ in batches])
+    while budget.wants_another(len(passes[-1])):
+        _one_round(model, batches, passes)
+        progress(min(0.9, 0.9 * budget.spent()))
+    return passes
+
+
+def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[list[_Pass]]) -> None:
+    largest = len(batches[-1].targets)
+    for batch, done in zip(batches, passes, strict=True):
+        # A full batch is the first of its iteration and makes new gradients; a micro-batch mostly adds to them.
+        if len(batch.targets) == largest:
+            model.zero_grad(set_to_none=True)
+        for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
+            done.append(_training_pass(model, batch))
+
+
+def _training_pass(model: nn.Sequential, batch: _Batch) -> _Pass:
+    """Return the CPU seconds of each layer, forward and backward.
+
+    The graph stays in one piece, as it does within a device's or a server's part, and a hook at each cut notes
+    when the gradient gets there: a backward call for each layer would cost 8 % more on small micro-batches. The
+    input needs no gradient, as on a device.
+    """
+    output, forward_s = batch.inputs, []
+    reached: dict[int, float] = {}
+    for place, layer in enumerate(model, start=1):
+        start = time.thread_time()
+        output = layer(output)
+        if place == len(model):
+            output = functional.cross_entropy(output, batch.targets, reduction="sum") / len(batch.targets)
+        forward_s.append(time.thread_time() - start)
+        if place < len(model) and output.requires_grad:
+            output.register_hook(partial(_note, reached, place))  # type: ignore[no-untyped-call]
+    reached[len(model)] = time.thread_time()
+    if output.requires_grad:
+        torch.autograd.backward(output)
+    return _Pass(tuple(forward_s), _backward_times(reached, time.thread_time(), len(model)))
+
+
+def _note(reached: dict[int, float], place: int, _: Tensor) -> None:
+    reached[place] = time.thread_time()
+
+
+def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tuple[float, ...]:
+    """Return each layer's time from the gradient of its output to that of its input; 0 if it gets no gradient."""
+    return tuple(
+        max(0.0, reached.get(place - 1, end) - reached[place]) if place in reached else 0.0
+        for place in range(1, layers + 1)
+    )
+
+
+def _layer_profiles(
+    model: nn.Sequential, smallest: _Batch, passes: Sequence[Sequence[_Pass]]
+) -> tuple[LayerProfile, ...]:
+    sizes = _output_bytes(model, smallest)
+    return tuple(
+        LayerProfile(
+            name=name,
+            forward_s=tuple(median(one.forward_s[place] for one in done) for done in passes),
+            backward_s=tuple(median(one.backward_s[place] for one in done) for done in passes),
+            output_bytes=sizes[place],
+            parameter_bytes=_state_bytes(layer),
+        )
+        for place, (name, layer) in enumerate(model._modules.items())
+        if layer is not None
+    )
+
+
+def _output_bytes(model: nn.Sequential, batch: _Batch) -> list[int]:
+    sizes, output = [], batch.inputs
+    with torch.no_grad():
+        for layer in model:
+            output = layer(output)
+            sizes.append(output.numel() * output.element_size() // len(batch.targets))
+    return sizes
+
+
+def _state_bytes(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
+
+
+# --- the work around the layers -------------------------------------------------------------------------------
+
+
+def _measure_overheads(
+    model: nn.Sequential,
+    cut_bytes: int,
+    dtype: torch.dtype,
+    load: Callable[[int], object] | None,
+    batch_size: int,
+    budget_s: float,
+) -> dict[str, float]:
+    """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating."""
+    cut = torch.ones(max(1, cut_bytes // dtype.itemsize), dtype=dtype)
+    encoded, packed = _encode(cut), safetensors.torch.save(_state(model))
+    whole = max(1, _state_bytes(model))
+    total = {name: tensor.to(torch.float64) for name, tensor in _state(model).items()}
+    each_s = budget_s / 7
+
+    def per(amount: int, work: Callable[[], object]) -> float:
+        return _median_s(work, _Budget(each_s)) / amount
+
+    return {
+        "load_s": 0.0 if load is None else per(batch_size, partial(load, batch_size)),
+        "encode_s_per_byte": per(encoded.nbytes, partial(_encode, cut)),
+        "decode_s_per_byte": per(encoded.nbytes, partial(_decode, encoded, dtype)),
+        "step_s_per_byte": per(whole, _stepper(model)),
+        "pack_s_per_byte": per(whole, lambda: safetensors.torch.save(_state(model))),
+        "install_s_per_byte": per(whole, lambda: model.load_state_dict(safetensors.torch.load(packed))),
+        "aggregate_s_per_byte": per(whole, lambda: _add_weighted(total, _state(model))),
+    }
+
+
+def _median_s(work: Callable[[], object], budget: _Budget) -> float:
+    work()
+    times: list[float] = []
+    while budget.wants_another(len(times)):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return median(times)
+
+
+def _encode(tensor: Tensor) -> memoryview:
+    return tensor.detach().contiguous().numpy().data.cast("B")
+
+
+def _decode(encoded: memoryview, dtype: torch.dtype) -> Tensor:
+    # What comes off the wire is read-only; training needs memory of its own.
+    return torch.frombuffer(bytearray(encoded), dtype=dtype)
+
+
+def _stepper(model: nn.Module) -> Callable[[], object]:
+    """Return a step of SGD with momentum that leaves the weights where they are, its momentum already there."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        return lambda: None
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+    optimizer.step()
+    return optimizer.step
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _add_weighted(total: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        total[name].add_(tensor.to(torch.float64), alpha=0.5)
+
+
+# --- keeping profiles -----------------------------------------------------------------------------------------
+
+
+def machine_fingerprint() -> str:
+    """Return what times depend on: system, processor and torch; nothing that says whose machine it is."""
+    return f"{platform.system()} {platform.machine()}, {_processor()}, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+def cache_folder() -> Path:
+    """Return where profiles are kept: pipar/profiles in XDG_CACHE_HOME, or in ~/.cache without it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipar" / "profiles"
+
+
+def cached_profile(key: Mapping[str, object], measure: Callable[[], Profile], *, folder: Path | None = None) -> Profile:
+    """Return the profile kept under this key on this machine, or measure and keep it.
+
+    The key says what times depend on (network, norm, input shape, batch size, dtype); machine and file format
+    are added to it. A damaged file is measured anew, and a folder that cannot be written costs only the next
+    measurement.
+    """
+    everything = {**key, "machine": machine_fingerprint(), "format": FORMAT}
+    digest = hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+    path = (folder or cache_folder()) / f"{digest[:32]}.json"
+    try:
+        return Profile.load(path)
+    except ConfigError:
+        profile = measure()
+    with contextlib.suppress(OSError):
+        _write_atomically(path, profile.to_json())
+    return profile
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file that other processes see either whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,162 @@
+"""The six networks of the paper by name, and what is asked of a user's own network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipar.errors import ModelError
+from pipar.nn.blocks import NORMS
+from pipar.nn.mobilenet import mobilenetv3_large, mobilenetv3_small
+from pipar.nn.resnet import resnet18, resnet101
+from pipar.nn.vgg import vgg5, vgg16
+
+InputShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Network:
+    """One of the paper's networks: its layers Q, and the least height and width of its input.
+
+    Down to the least size, every halving of the map still has two pixels to halve.
+    """
+
+    build: Callable[[InputShape, int, str], nn.Sequential]
+    layers: int
+    least_side: int
+
+
+NETWORKS = {
+    "vgg5": Network(vgg5, layers=5, least_side=4),
+    "resnet18": Network(resnet18, layers=10, least_side=17),
+    "mobilenetv3_small": Network(mobilenetv3_small, layers=15, least_side=17),
+    "vgg16": Network(vgg16, layers=16, least_side=32),
+    "resnet101": Network(resnet101, layers=35, least_side=17),
+    "mobilenetv3_large": Network(mobilenetv3_large, layers=19, least_side=17),
+}
+LAYERS = {name: network.layers for name, network in NETWORKS.items()}
+
+
+def build_model(
+    name: str,
+    *,
+    input_shape: InputShape,
+    classes: int,
+    norm: str = "group",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Sequential:
+    """Return the named network for inputs (channels, height, width); its children are the layers to cut behind.
+
+    The weights depend on nothing but the arguments, and float64 starts from the very weights of float32.
+    The global random generator is left as it was.
+    """
+    network = _find(name, norm)
+    _check_input(name, network, input_shape, classes)
+    # Only the CPU's generator is forked and seeded: torch.manual_seed would reach those of GPUs as well.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return network.build(input_shape, classes, norm).to(dtype)
+
+
+def check_sequential(model: object) -> nn.Sequential:
+    """Return the model if it can be cut: an nn.Sequential of at least one layer that runs them in order."""
+    if not isinstance(model, nn.Sequential):
+        raise ModelError(
+            f"the model is a {type(model).__name__}, but it must be a torch.nn.Sequential, "
+            "whose children are the layers to cut behind."
+        )
+    if type(model).forward is not nn.Sequential.forward:
+        raise ModelError(
+            f"{type(model).__name__} has a forward of its own, but a model that is to be cut must run its "
+            "layers one after the other: move that code into the layers."
+        )
+    if len(model) == 0:
+        raise ModelError("the model is an nn.Sequential without layers: give it at least one.")
+    return model
+
+
+def check_fits(model: nn.Sequential, input_shape: tuple[int, ...], classes: int) -> None:
+    """Raise unless a batch of inputs of this shape comes out as (batch, classes); the model stays as it was."""
+    given = "x".join(map(str, input_shape))
+    try:
+        output: object = _run_on_zeros(model, input_shape)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"the model does not take inputs of {given}: {reason}.") from error
+    if not isinstance(output, Tensor):
+        raise ModelError(f"the model returns a {type(output).__name__}, but it must return one tensor of logits.")
+    if tuple(output.shape) != (2, classes):
+        raise ModelError(
+            f"the model turns a batch of 2 inputs of {given} into {tuple(output.shape)}, but (2, {classes}) is "
+            f"needed for {classes} classes: change its last layer."
+        )
+
+
+def uses_batch_statistics(model: nn.Module) -> bool:
+    """Return True if a layer normalises over the batch: micro-batches then give other gradients than the batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Return True if a layer drops values at random while training."""
+    return any(_dropout_rate(module) > 0 for module in model.modules())
+
+
+def _dropout_rate(module: nn.Module) -> float:
+    if isinstance(module, _DropoutNd):
+        return module.p
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout
+    return 0.0
+
+
+def _find(name: str, norm: str) -> Network:
+    """Return the named network, and see to it that the norm exists."""
+    if name not in NETWORKS:
+        raise ModelError(f"unknown network {name!r}: choose one of {', '.join(NETWORKS)}, or give a factory.")
+    if norm not in NORMS:
+        raise ModelError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}.")
+    return NETWORKS[name]
+
+
+def _check_input(name: str, network: Network, input_shape: InputShape, classes: int) -> None:
+    """Raise if the network makes no sense for such inputs or so few classes."""
+    given = "x".join(map(str, input_shape))
+    if len(input_shape) != 3 or min(input_shape) < 1:
+        raise ModelError(f"input shape {given} is not channels x height x width with each at least 1.")
+    least = network.least_side
+    if min(input_shape[1:]) < least:
+        raise ModelError(
+            f"an input of {given} is too small for {name}, which needs at least {least}x{least} pixels: "
+            "resize the images or choose another network."
+        )
+    if classes < 2:
+        raise ModelError(f"{classes} classes are too few for {name}: at least 2 are needed.")
+
+
+def _run_on_zeros(model: nn.Sequential, input_shape: tuple[int, ...]) -> object:
+    """Return the output for two inputs of zeros, of the dtype and on the torch device of the weights."""
+    floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+    like = next(floating, torch.empty(0))
+    with _evaluating(model), torch.no_grad():
+        output: object = model(like.new_zeros((2, *input_shape)))
+    return output
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into eval mode, and each back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

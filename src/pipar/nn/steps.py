@@ -1,0 +1,166 @@
+"""One forward and one backward on each side of the cut, and the optimiser step behind them.
+
+For a batch of m samples cut into pieces of m_n, each piece's loss is its summed loss divided by m. Gradients
+accumulate over the pieces, so before the step they are those of the mean loss over the whole batch: the
+gradient that plain training has, whatever the cut. (The paper scales both the loss and the step by 1/N.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipar.errors import ProtocolError
+from pipar.nn.tensors import read_labels, read_state, read_tensor, state_body, tensor_body
+from pipar.protocol.messages import Body, Message
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Stochastic gradient descent with momentum."""
+
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+    def over(self, module: nn.Module) -> torch.optim.Optimizer | None:
+        """Return an optimiser for a part of the network; None if the part has nothing to learn."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            return None
+        return torch.optim.SGD(
+            parameters, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One micro-batch: its inputs and labels, and how many samples the whole batch has."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    batch_samples: int
+
+    @property
+    def samples(self) -> int:
+        return len(self.labels)
+
+
+def cut_pieces(inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int]) -> list[Piece]:
+    """Return the micro-batches of a batch, in order, as views."""
+    total = len(labels)
+    return [Piece(x, y, total) for x, y in zip(torch.split(inputs, sizes), torch.split(labels, sizes), strict=True)]
+
+
+class Part:
+    """The layers on one side of the cut with their optimiser: what a step and an exchange of models need."""
+
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer) -> None:
+        self.module = module.train()
+        self._optimizer = optimizer
+        self._torch_optimizer = optimizer.over(module)
+
+    def step(self) -> None:
+        """Apply the accumulated gradients."""
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.step()
+            self._torch_optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.module.state_dict()
+
+    def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
+        """Take over weights and buffers; momentum starts anew unless it is kept."""
+        try:
+            self.module.load_state_dict(state)
+        except RuntimeError as error:
+            raise ProtocolError(f"The peer's model does not fit this part of the network: {error}.") from None
+        if not keep_momentum:
+            self._torch_optimizer = self._optimizer.over(self.module)
+
+
+class TorchDevicePart(Part):
+    """M^c_k: layers 1..P on the device; with P = Q the loss, too."""
+
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, has_loss: bool) -> None:
+        super().__init__(module, optimizer)
+        self._has_loss = has_loss
+        self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
+        self.loss_sum = 0.0
+
+    def forward(self, micro_batch: int, piece: Piece) -> torch.Tensor:
+        """Return the activations a_n at the cut; with P = Q nothing leaves the device and the loss is kept."""
+        output: torch.Tensor = self.module(piece.inputs)
+        if self._has_loss:
+            output = F.cross_entropy(output, piece.labels, reduction="sum") / piece.batch_samples
+            self.loss_sum += output.item() * piece.batch_samples
+        self._outputs[micro_batch] = output
+        return output
+
+    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
+        """Accumulate g(M^c_k | g(a_n)); the activations of this micro-batch are then free."""
+        output = self._outputs.pop(micro_batch)
+        if gradient is not None and gradient.shape != output.shape:
+            raise ProtocolError(f"A gradient of shape {tuple(gradient.shape)} came for {tuple(output.shape)}.")
+        if output.requires_grad:  # not where the part has no weights
+            torch.autograd.backward(output, gradient)
+
+    def take_loss(self) -> float:
+        """Return the loss summed over the samples since the last call."""
+        loss, self.loss_sum = self.loss_sum, 0.0
+        return loss
+
+    def encode(self, activation: torch.Tensor, piece: Piece) -> Body:
+        return tensor_body(activation, piece.labels)
+
+    def decode(self, message: Message) -> torch.Tensor:
+        return read_tensor(message)
+
+    def pack(self) -> Body:
+        return state_body(self.state())
+
+    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
+        self.install(read_state(body), keep_momentum=keep_momentum)
+
+
+class TorchServerPart(Part):
+    """M^s_k: layers P+1..Q on the server, with the loss."""
+
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, classes: int) -> None:
+        super().__init__(module, optimizer)
+        self._classes = classes
+        # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try.
+        first = next(iter(module), None)
+        self._overwrites_input = first is not None and any(getattr(m, "inplace", False) for m in first.modules())
+        self.loss_sum = 0.0
+
+    def decode(self, message: Message) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return read_tensor(message), read_labels(message, self._classes), message.batch_samples
+
+    def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return activations and loss of one micro-batch: its share of the batch's mean loss."""
+        activation, labels, batch_samples = decoded
+        activation.requires_grad_()
+        output = self.module(activation.clone() if self._overwrites_input else activation)
+        loss = F.cross_entropy(output, labels, reduction="sum") / batch_samples
+        self.loss_sum += loss.item() * batch_samples
+        return activation, loss
+
+    def backward(self, forwarded: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Accumulate g(M^s_k | a_n) and return g(a_n)."""
+        activation, loss = forwarded
+        torch.autograd.backward(loss)
+        assert activation.grad is not None
+        return activation.grad
+
+    def encode(self, gradient: torch.Tensor) -> Body:
+        return tensor_body(gradient)
+
+    def take_loss(self) -> float:
+        """Return the loss summed over the samples since the last call."""
+        loss, self.loss_sum = self.loss_sum, 0.0
+        return loss

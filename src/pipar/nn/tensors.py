@@ -1,0 +1,58 @@
+"""Tensors and states to message bodies and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from pipar.errors import ProtocolError
+from pipar.protocol.messages import DTYPES, Body, Message, tensor_bytes
+
+TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def tensor_body(tensor: torch.Tensor, labels: torch.Tensor | None = None) -> Body:
+    """Return a body over the tensor's own memory, with its labels as int32 behind it."""
+    values = tensor.detach().contiguous()
+    dtype = _DTYPE_NAMES[values.dtype]
+    assert dtype in DTYPES
+    buffers = [values.numpy().data.cast("B")]
+    if labels is not None:
+        buffers.append(labels.to(torch.int32).numpy().data.cast("B"))
+    return Body.of(*buffers, dtype=dtype, shape=tuple(values.shape))
+
+
+def read_tensor(message: Message) -> torch.Tensor:
+    """Return the tensor of a message as memory of its own: the one copy on the way in."""
+    size = tensor_bytes(message)
+    body = message.body
+    values = np.frombuffer(body.contiguous()[:size], dtype=body.dtype)
+    return torch.from_numpy(values.reshape(body.shape).copy())
+
+
+def read_labels(message: Message, classes: int) -> torch.Tensor:
+    """Return the labels behind a message's tensor, each of them a class that the network has."""
+    size = tensor_bytes(message)
+    labels = torch.from_numpy(np.frombuffer(message.body.contiguous()[size:], dtype="int32").astype("int64"))
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+        raise ProtocolError(f"{message} carries a label outside 0..{classes - 1}.")
+    return labels
+
+
+def state_body(state: Mapping[str, torch.Tensor]) -> Body:
+    """Return a model's tensors as safetensors bytes."""
+    packed = safetensors.torch.save({name: tensor.detach().contiguous() for name, tensor in state.items()})
+    return Body.of(packed, encoding="safetensors")
+
+
+def read_state(body: Body) -> dict[str, torch.Tensor]:
+    """Return the tensors that safetensors bytes hold."""
+    try:
+        return safetensors.torch.load(bytes(body.contiguous()))
+    except (safetensors.SafetensorError, ValueError, KeyError):
+        raise ProtocolError("The peer sent a model that is not valid safetensors.") from None

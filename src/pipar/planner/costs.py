@@ -1,0 +1,110 @@
+"""The cost model: how long a piece of work takes on a machine that was profiled.
+
+Compute stages sum their layers' times at the micro-batch's own size. The paper divides the full batch's time by
+N; a small micro-batch costs more than that, so we interpolate between measured batch sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+from pipar.planner.profile import Profile
+from pipar.stages import Work
+
+_FORWARD = ("fc", "fs", "validate")
+_BACKWARD = ("bc", "bs")
+
+
+class Costs:
+    """Seconds of work on the profile's machine times 1 / `speed`: 0.05 is a machine twenty times slower.
+
+    An overhead that the profile gives as 0 costs exactly 0.0.
+    """
+
+    def __init__(self, profile: Profile, speed: float = 1.0) -> None:
+        self.profile = profile
+        self.speed = speed
+        self._per_byte = {
+            "encode": profile.encode_s_per_byte / speed,
+            "decode": profile.decode_s_per_byte / speed,
+            "pack": profile.pack_s_per_byte / speed,
+            "install": profile.install_s_per_byte / speed,
+            "aggregate": profile.aggregate_s_per_byte / speed,
+        }
+        # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time
+        # instead: compressed sizes never repeat, and remembering them would only fill memory.
+        self._known: dict[tuple[str, int, int, int], float] = {}
+        self._layers: dict[tuple[bool, int], tuple[float, ...]] = {}
+
+    def seconds(self, work: Work) -> float:
+        """Return how long the work takes.
+
+        fc, fs, bc, bs: layers first_layer..last_layer at `samples`; step: the parameters of those layers;
+        load: `samples`; validate: the whole network forward; encode, decode, pack, install, aggregate: `size_bytes`.
+        """
+        per_byte = self._per_byte.get(work.kind)
+        if per_byte is not None:
+            return per_byte * work.size_bytes
+        key = (work.kind, work.first_layer, work.last_layer, work.samples)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._compute(work) / self.speed
+        return known
+
+    def _compute(self, work: Work) -> float:
+        """Return the seconds on the profiled machine itself."""
+        if work.kind == "load":
+            return self.profile.load_s * work.samples
+        if work.kind == "validate":
+            return self._validate(work.samples)
+        # A stage without layers is a mistake in the program that asks, and would hide as a free stage.
+        assert 1 <= work.first_layer <= work.last_layer <= len(self.profile.layers), work
+        if work.kind == "step":
+            return self.profile.step_s_per_byte * self.profile.parameter_bytes(work.first_layer, work.last_layer)
+        assert work.kind in _FORWARD + _BACKWARD, work
+        times = self._layer_times(work.kind in _FORWARD, work.samples)
+        # fsum: the same float on every version of Python, in whichever order the layers come.
+        return math.fsum(times[work.first_layer - 1 : work.last_layer])
+
+    def _validate(self, samples: int) -> float:
+        """Return the forward time of all layers, in chunks of the largest measured batch size."""
+        chunks, rest = divmod(samples, self.profile.batch_sizes[-1])
+        full = math.fsum(self._layer_times(True, self.profile.batch_sizes[-1]))
+        return chunks * full + math.fsum(self._layer_times(True, rest))
+
+    def _layer_times(self, forward: bool, samples: int) -> tuple[float, ...]:
+        key = (forward, samples)
+        if key not in self._layers:
+            sizes = self.profile.batch_sizes
+            self._layers[key] = tuple(
+                interpolate(sizes, layer.forward_s if forward else layer.backward_s, samples)
+                for layer in self.profile.layers
+            )
+        return self._layers[key]
+
+
+def interpolate(sizes: tuple[int, ...], times: tuple[float, ...], samples: int) -> float:
+    """Return the time at `samples`, linear between measured sizes and in proportion above the largest.
+
+    Below the smallest it goes on along the first segment, but stays between the proportional share of the
+    smallest size's time (no fixed cost at all) and that time itself (nothing but fixed cost): a segment that
+    noise has tilted must not promise free or ever dearer micro-batches.
+    """
+    if samples <= 0:
+        return 0.0
+    right = bisect_left(sizes, samples)
+    if right == len(sizes):
+        return times[-1] * (samples / sizes[-1])
+    if sizes[right] == samples:
+        return times[right]
+    if right == 0:
+        share = times[0] * (samples / sizes[0])
+        line = _line(sizes[:2], times[:2], samples) if len(sizes) > 1 else share
+        return min(max(line, share), times[0])
+    return _line(sizes[right - 1 : right + 1], times[right - 1 : right + 1], samples)
+
+
+def _line(sizes: tuple[int, ...], times: tuple[float, ...], samples: int) -> float:
+    slope = (times[1] - times[0]) / (sizes[1] - sizes[0])
+    return times[0] + slope * (samples - sizes[0])

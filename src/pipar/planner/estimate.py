@@ -1,0 +1,144 @@
+"""The paper's estimate of one iteration, equation for equation; III-C, phases 2 and 3.
+
+It knows one device alone with the server, no latency, no loading, encoding or optimiser step, and takes the time
+of a micro-batch as 1/N of the full batch's. `pipar.planner.costs` is the model without these simplifications.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipar.config import Link
+from pipar.errors import PlanError
+from pipar.methods import Plan, check_plan
+from pipar.planner.costs import Costs
+from pipar.planner.profile import Profile
+from pipar.stages import Work
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of each of the six stages, the same for every micro-batch of the iteration."""
+
+    fc: float
+    u: float
+    fs: float
+    bs: float
+    d: float
+    bc: float
+
+    def divided_by(self, micro_batches: int) -> StageTimes:
+        """Return the times of one of N equal pieces: t / N; paper III-C, phase 2."""
+        n = micro_batches
+        return StageTimes(self.fc / n, self.u / n, self.fs / n, self.bs / n, self.d / n, self.bc / n)
+
+
+def stage_times(
+    device_profile: Profile,
+    server_profile: Profile,
+    plan: Plan,
+    batch_size: int,
+    link: Link,
+    speeds: tuple[float, float] = (1.0, 1.0),
+) -> StageTimes:
+    """Return each stage's time for one micro-batch: sums over its layers, and bytes over bandwidth, by N.
+
+    t(f_c) = sum of layers 1..P / N, t(f_s) = sum of layers P+1..Q / N, backward likewise; t(u) = v_P / (w_u N),
+    t(d) = v_P / (w_d N), where the gradient is as large as the activation. `speeds` are the device's and the
+    server's. P = Q is federated learning: no communication, nothing on the server, N = 1.
+    """
+    layers = len(device_profile.layers)
+    check_plan(plan, layers=layers, batch_size=batch_size, model=device_profile.model)
+    if plan.split_point == layers and plan.micro_batches > 1:
+        raise PlanError(
+            f"Split point {layers} keeps all of {device_profile.model} on the device: there is nothing to "
+            f"overlap, so its batch is not cut; give 1 micro-batch, not {plan.micro_batches}."
+        )
+    device, server = Costs(device_profile, speeds[0]), Costs(server_profile, speeds[1])
+    return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
+
+
+def full_batch_times(device: Costs, server: Costs, split_point: int, batch_size: int, link: Link) -> StageTimes:
+    """Return the six times of a whole batch, before it is cut into micro-batches."""
+    layers = _layers_of_both(device.profile, server.profile)
+
+    def on_device(kind: str) -> float:
+        return device.seconds(Work(kind, first_layer=1, last_layer=split_point, samples=batch_size))
+
+    if split_point == layers:
+        return StageTimes(on_device("fc"), 0.0, 0.0, 0.0, 0.0, on_device("bc"))
+
+    def on_server(kind: str) -> float:
+        return server.seconds(Work(kind, first_layer=split_point + 1, last_layer=layers, samples=batch_size))
+
+    size_bytes = device.profile.output_bytes(split_point) * batch_size
+    return StageTimes(
+        fc=on_device("fc"),
+        u=_transfer_s(size_bytes, link.up_bps),
+        fs=on_server("fs"),
+        bs=on_server("bs"),
+        d=_transfer_s(size_bytes, link.down_bps),
+        bc=on_device("bc"),
+    )
+
+
+def iteration_s(times: StageTimes, micro_batches: int) -> float:
+    """Return T(b_c N), the end of the iteration, by T(r) = t(r) + max over previous T(r'); paper III-C, phase 2.
+
+    One sweep over N micro-batches, the same floats as `stages.end_times` gives for constant times. All forwards
+    come first, so the first backward also waits for the last forward.
+    """
+    forward = uploaded = served = downloaded = 0.0
+    arrivals = []
+    for _ in range(micro_batches):
+        forward += times.fc
+        uploaded = max(uploaded, forward) + times.u
+        served = max(uploaded, served) + times.fs + times.bs
+        downloaded = max(downloaded, served) + times.d
+        arrivals.append(downloaded)
+    backward = forward
+    for arrived in arrivals:
+        backward = max(backward, arrived) + times.bc
+    return backward
+
+
+def closed_form_s(times: StageTimes, micro_batches: int) -> float:
+    """Return the same T(b_c N) without a sweep, up to rounding.
+
+    A path through the stage graph either takes the edge from the last forward to the first backward, and is
+    N (f_c + b_c) long, or steps lane by lane: each lane once and the slowest one N - 1 times more, so
+
+        T = max( N (f_c + b_c),  sum of all six + (N - 1) max(f_c, u, f_s + b_s, d, b_c) ).
+    """
+    served = times.fs + times.bs
+    once = times.fc + times.u + served + times.d + times.bc
+    slowest = max(times.fc, times.u, served, times.d, times.bc)
+    return max(micro_batches * (times.fc + times.bc), once + (micro_batches - 1) * slowest)
+
+
+def batches_to_fill_idle_time(times: StageTimes) -> int:
+    """Return N = 1 + ceil((u + f_s + b_s + d) / min(f_c, b_c)); paper III-C, phase 3.
+
+    f_s sums layers P+1..Q. The paper prints 1..P there, against its own definition.
+    """
+    idle, filling = times.u + times.fs + times.bs + times.d, min(times.fc, times.bc)
+    if idle == 0:
+        return 1
+    if filling == 0:
+        raise PlanError("A device whose forward or backward takes no time cannot fill its idle time with it.")
+    # Times such as 0.1 and 0.2 are not exact: a quotient one rounding above 3 is 3, not 4.
+    return 1 + math.ceil(idle / filling * (1 - 1e-12))
+
+
+def _transfer_s(size_bytes: int, bits_per_second: float | None) -> float:
+    return 0.0 if bits_per_second is None else size_bytes * 8 / bits_per_second
+
+
+def _layers_of_both(device: Profile, server: Profile) -> int:
+    if len(device.layers) != len(server.layers):
+        raise PlanError(
+            f"The device's profile is of {device.model} with {len(device.layers)} layers, the server's of "
+            f"{server.model} with {len(server.layers)}; give two profiles of the same network."
+        )
+    return len(device.layers)

@@ -1,0 +1,1 @@
+"""What is said between device and server, and its bytes. No socket, no torch."""

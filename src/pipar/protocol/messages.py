@@ -1,0 +1,136 @@
+"""What device and server say to each other.
+
+device                        server
+HELLO          ->                        name, samples
+               <-          WELCOME       session, plan, credits
+               <-          MODEL         the device's part of the global model
+               <-          ROUND         train this epoch
+ACTIVATION     ->                        one micro-batch and its labels
+               <-          GRADIENT      of its activations
+END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it
+MODEL          ->                        the trained part
+               <-          MODEL         the new global model's part
+TRACE          ->                        the epoch's spans, sent when the model is installed
+               <-          ROUND | STOP
+FAULT         <->                        why the sender closes the connection
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from pipar.errors import ProtocolError
+
+
+class Kind(IntEnum):
+    """The kind of a message; the number is what travels."""
+
+    HELLO = 1
+    WELCOME = 2
+    MODEL = 3
+    ROUND = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    END_EPOCH = 7
+    REPORT = 8
+    TRACE = 9
+    STOP = 10
+    FAULT = 11
+
+
+#: These do not wait behind what is queued for the link already.
+OVERTAKING = frozenset({Kind.FAULT})
+
+DTYPES = {"": 0, "float32": 1, "float64": 2}
+ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
+ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3}
+LABEL_BYTES = 4  # int32, behind the activations
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a message carries: some buffers and how to read them.
+
+    A hollow body has a size and no buffers: a timing-only run moves it over the link like any other.
+    """
+
+    size_bytes: int = 0
+    buffers: tuple[memoryview, ...] = ()
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    encoding: str = "raw"
+
+    @property
+    def hollow(self) -> bool:
+        return self.size_bytes > 0 and not self.buffers
+
+    @classmethod
+    def of(
+        cls, *buffers: memoryview | bytes, dtype: str = "", shape: tuple[int, ...] = (), encoding: str = "raw"
+    ) -> Body:
+        """Return a body over the given buffers; nothing is copied."""
+        views = tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        return cls(sum(view.nbytes for view in views), views, dtype, shape, encoding)
+
+    def contiguous(self) -> memoryview:
+        """Return all bytes as one buffer; copies only if there are several."""
+        if len(self.buffers) == 1:
+            return self.buffers[0]
+        return memoryview(b"".join(self.buffers))
+
+
+EMPTY = Body()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: what it is, which micro-batch it belongs to, and what it carries."""
+
+    kind: Kind
+    epoch: int = 0
+    iteration: int = 0
+    micro_batch: int = 0
+    samples: int = 0  # in this piece
+    batch_samples: int = 0  # in the whole batch, so that the server can weight the piece
+    body: Body = EMPTY
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}(epoch {self.epoch}, iteration {self.iteration}, micro-batch {self.micro_batch})"
+
+
+def json_body(content: dict[str, Any]) -> Body:
+    """Return a small body for control messages."""
+    return Body.of(json.dumps(content, sort_keys=True).encode(), encoding="json")
+
+
+def read_json(message: Message) -> dict[str, Any]:
+    """Return the content of a control message, or say how it breaks the protocol."""
+    try:
+        content = json.loads(bytes(message.body.contiguous()))
+    except ValueError:
+        raise ProtocolError(f"{message} does not carry readable JSON.") from None
+    if not isinstance(content, dict):
+        raise ProtocolError(f"{message} carries {type(content).__name__} where an object belongs.")
+    return content
+
+
+def tensor_bytes(message: Message) -> int:
+    """Return how many bytes of the body are the tensor, checked against what its header says.
+
+    Behind the tensor of an ACTIVATION stand its labels, one int32 a sample.
+    """
+    body = message.body
+    size = math.prod(body.shape) * ITEM_BYTES[body.dtype]
+    labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
+    if not body.dtype or body.encoding != "raw" or size + labels != body.size_bytes:
+        raise ProtocolError(
+            f"{message} carries {body.size_bytes} bytes, but its header says {body.dtype or 'no dtype'} "
+            f"of shape {body.shape} and {message.samples} samples."
+        )
+    if not body.shape or body.shape[0] != message.samples or message.samples < 1:
+        raise ProtocolError(f"{message} says {message.samples} samples, but its shape is {body.shape}.")
+    return size

@@ -1,0 +1,45 @@
+"""What the server tells a device when it joins, and what the device brings back at the end of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipar.errors import ProtocolError
+from pipar.methods import Plan
+from pipar.protocol.messages import Body, Message, json_body, read_json
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that a device has to know of the training: the content of WELCOME."""
+
+    session: int
+    plan: Plan
+    layers: int
+    batch_size: int
+    batch_statistics: bool
+    schedule: str
+    window: int
+    keep_momentum: bool
+
+    def to_body(self) -> Body:
+        rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
+        return json_body({**rest, "split_point": self.plan.split_point, "micro_batches": self.plan.micro_batches})
+
+    @classmethod
+    def read(cls, message: Message) -> Orders:
+        content = read_json(message)
+        try:
+            plan = Plan(content.pop("split_point"), content.pop("micro_batches"))
+            return cls(plan=plan, **content)
+        except (KeyError, TypeError):
+            raise ProtocolError("The server's welcome lacks something that this version needs.") from None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A device's trained part, and on how many samples it was trained in this round."""
+
+    device: str
+    body: Body
+    samples: int

@@ -1,0 +1,123 @@
+"""A run's folder: what was run, what came out, and the trace; written so that nothing half-done is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipar.config import Config, dump_config
+from pipar.errors import InputError
+from pipar.events import EpochResult
+from pipar.job import Job
+from pipar.trace import Span, chrome_events
+
+_VERSIONED = ("pipar", "torch", "numpy", "grpcio")
+
+
+def runs_folder() -> Path:
+    """Return where runs go: $PIPAR_RUNS, or `runs` in the current directory."""
+    return Path(os.environ.get("PIPAR_RUNS", "runs"))
+
+
+def new_folder(name: str) -> Path:
+    """Make and return a folder of this name for a new run; a name that is taken gets a number behind it."""
+    parent, number = runs_folder(), 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise InputError(f"Cannot make the run's folder {folder}: {error.strerror}.") from None
+        else:
+            return folder
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _VERSIONED}
+
+
+class RunFolder:
+    """Takes the epochs of a run as they come and writes its files."""
+
+    def __init__(self, path: Path, job: Job, *, world: str, command: str) -> None:
+        self.path = path
+        self._job = job
+        self._world = world
+        self._command = command
+        self._epochs: list[EpochResult] = []
+        self._spans: list[Span] = []
+        write_atomically(path / "config.toml", dump_config(job.config).encode())
+
+    def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
+        """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""
+        self._epochs.append(result)
+        self._spans += spans
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(result.to_dict()) + "\n")
+
+    def finish(
+        self, *, test_accuracy: float | None, weights: bytes | None, weights_sha256: str | None
+    ) -> dict[str, Any]:
+        """Write trace.json, model.safetensors and, last, result.json; return the result."""
+        origin = min((span.start for span in self._spans), default=0.0)
+        _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
+        if weights is not None:
+            write_atomically(self.path / "model.safetensors", weights)
+        result = self._result(test_accuracy, weights_sha256)
+        _write_json(self.path / "result.json", result, indent=1)
+        return result
+
+    def _result(self, test_accuracy: float | None, weights_sha256: str | None) -> dict[str, Any]:
+        job = self._job
+        return {
+            "method": job.method.name,
+            "model": job.model,
+            "dataset": job.dataset,
+            "world": self._world,
+            "equivalence": job.equivalence,
+            "seed": job.config.run.seed,
+            "plans": plans_as_json(job),
+            "epochs": [result.to_dict() for result in self._epochs],
+            "test_accuracy": test_accuracy,
+            "weights_sha256": weights_sha256,
+            "versions": versions(),
+            "command": self._command,
+        }
+
+
+def plans_as_json(job: Job) -> list[dict[str, Any]]:
+    return [
+        {"device": name, "split_point": plan.split_point, "micro_batches": plan.micro_batches}
+        for name, plan in sorted(job.plans.items())
+    ]
+
+
+def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> None:
+    write_atomically(path, (json.dumps(content, indent=indent) + "\n").encode())
+
+
+def run_name(config: Config) -> str:
+    """Return the name of a run: the given one, or what it trains by which method."""
+    model = config.model.factory or config.model.name
+    data = config.data.factory or config.data.name
+    return config.run.name or f"{_plain(model)}-{_plain(data)}-{config.run.method}"
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in text)

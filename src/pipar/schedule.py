@@ -1,0 +1,70 @@
+"""How an epoch is cut into iterations, a batch into micro-batches, and in which order the device works.
+
+All of it is data computed before training: it prints, and a test can write it down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from pipar.errors import PlanError
+from pipar.stages import Stage
+
+SCHEDULES = ("all-forward", "1f1b")
+
+
+def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False) -> list[int]:
+    """Return the number of samples of each iteration of an epoch; none is dropped.
+
+    With batch normalisation a single left-over sample has no statistics: it joins the iteration before.
+    """
+    full, tail = divmod(samples, batch_size)
+    batches = [batch_size] * full + ([tail] if tail else [])
+    if batch_statistics and tail == 1 and full:
+        batches[-2:] = [batch_size + 1]
+    return batches
+
+
+def cut_batch(samples: int, micro_batches: int, *, batch_statistics: bool = False) -> list[int]:
+    """Return micro-batch sizes that add up to the batch and differ by at most one; the larger come first.
+
+    The paper takes floor(B / N) and drops the rest, which changes the gradient. A batch with fewer samples
+    than N is cut into as many pieces as it has samples; with batch normalisation each piece has at least two.
+    """
+    most = max(1, samples // 2) if batch_statistics else samples
+    pieces = min(micro_batches, most)
+    small, larger = divmod(samples, pieces)
+    return [small + 1] * larger + [small] * (pieces - larger)
+
+
+@lru_cache(maxsize=1024)
+def device_order(micro_batches: int, schedule: str = "all-forward", window: int = 3) -> tuple[Stage, ...]:
+    """Return the order in which the device's compute lane runs its forwards and backwards.
+
+    `all-forward` is the paper's. `1f1b` keeps at most `window` micro-batches' activations in memory.
+    """
+    if schedule not in SCHEDULES:
+        raise PlanError(f"'{schedule}' is not a schedule; there are {', '.join(SCHEDULES)}.")
+    ahead = micro_batches if schedule == "all-forward" else min(window, micro_batches)
+    order = [Stage("fc", n) for n in range(1, ahead + 1)]
+    for n in range(1, micro_batches + 1):
+        order.append(Stage("bc", n))
+        if n + ahead <= micro_batches:
+            order.append(Stage("fc", n + ahead))
+    return tuple(order)
+
+
+def print_order(order: Sequence[Stage]) -> str:
+    """Return a schedule as one line that `parse_order` reads back: 'fc1 fc2 bc1 bc2'."""
+    return " ".join(map(str, order))
+
+
+def parse_order(text: str) -> tuple[Stage, ...]:
+    """Return the schedule that a line of stages says; each backward must come behind its forward."""
+    order = tuple(Stage.parse(word) for word in text.split())
+    for position, stage in enumerate(order):
+        if stage.kind == "bc" and Stage("fc", stage.micro_batch) not in order[:position]:
+            marked = " ".join(f">{s}<" if i == position else str(s) for i, s in enumerate(order))
+            raise PlanError(f"The backward marked in '{marked}' comes before its forward.")
+    return order

@@ -1,0 +1,42 @@
+"""The mathematics of a job: its learner, its devices' parts, the final test. All that needs torch to be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipar.job import Job
+from pipar.nn.learner import TorchLearner
+from pipar.nn.split import split_model
+from pipar.nn.steps import TorchDevicePart
+from pipar.protocol.orders import Orders
+from pipar.workload import Workload
+
+
+def make_learner(job: Job, workload: Workload) -> TorchLearner:
+    """Return the server's mathematics, with the first weights."""
+    return TorchLearner(
+        workload.build_model(),
+        job.split_points,
+        workload.optimizer(),
+        classes=workload.classes,
+        shares_server_model=job.method.shares_server_model,
+        keep_momentum=job.keep_momentum,
+    )
+
+
+def part_builder(workload: Workload) -> Callable[[Orders], TorchDevicePart]:
+    """Return what builds a device's part when its plan is known; the weights come from the server."""
+
+    def build(orders: Orders) -> TorchDevicePart:
+        part, rest = split_model(workload.build_model(), orders.plan.split_point)
+        return TorchDevicePart(part, workload.optimizer(), has_loss=len(rest) == 0)
+
+    return build
+
+
+def test_accuracy(learner: TorchLearner, workload: Workload) -> float | None:
+    """Return the share of the test set that the global model answers right; None if there is no test set."""
+    batches = workload.held_out_batches("test")
+    evaluate = learner.evaluator()
+    correct = sum(evaluate(load)[1] for _, load in batches)
+    return correct / sum(samples for samples, _ in batches) if batches else None

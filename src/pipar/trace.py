@@ -1,0 +1,216 @@
+"""Where the time goes: spans in; busy, waiting and idle time, utilisation and Chrome trace events out.
+
+A lane runs one thing at a time: a device's compute and its input/output thread, its uplink, its downlink,
+a core of the server. Waiting is a span too: it names what was waited for and is not busy time.
+Everything a person sees is computed from spans, or from sums that were taken as the spans went by.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipar.errors import ProtocolError
+
+SERVER = "server"
+COMPUTE, IO, UPLINK, DOWNLINK, CORE = "compute", "io", "uplink", "downlink", "core"
+
+#: Names of what fills a span; the position is what travels from a device to the server.
+WORK_KINDS = (
+    "load", "fc", "encode", "u", "decode", "fs", "bs", "d", "bc", "step",
+    "pack", "model", "install", "aggregate", "validate", "control", "trace", "round",
+)  # fmt: skip
+_KIND_NUMBER = {kind: number for number, kind in enumerate(WORK_KINDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A lane was busy with (or, if `waiting`, was waiting for) one thing from start to end, in seconds."""
+
+    owner: str
+    lane: str
+    kind: str
+    epoch: int
+    iteration: int
+    micro_batch: int
+    start: float
+    end: float
+    waiting: bool = False
+    device: str = ""  # whose micro-batch a core of the server worked on
+
+    @property
+    def name(self) -> str:
+        label = f"{self.kind}{self.micro_batch}" if self.micro_batch else self.kind
+        return f"wait {label}" if self.waiting else label
+
+
+@dataclass(slots=True)
+class Totals:
+    """Exact sums over one lane in one epoch, whether or not its spans are kept."""
+
+    busy_s: float = 0.0
+    waiting_s: float = 0.0
+    first_start: float = float("inf")
+    last_end: float = 0.0
+
+
+class Recorder:
+    """Takes what the lanes of one owner did; keeps spans only for the devices asked for (None: for all)."""
+
+    def __init__(self, owner: str, keep: frozenset[str] | None = None) -> None:
+        self.owner = owner
+        self.spans: dict[int, list[Span]] = {}
+        self.totals: dict[int, dict[str, Totals]] = {}
+        self.busy_s: dict[str, float] = {}  # by lane over all epochs, for live displays
+        self._keep = keep
+
+    def busy(
+        self,
+        lane: str,
+        kind: str,
+        epoch: int,
+        iteration: int,
+        micro_batch: int,
+        start: float,
+        end: float,
+        device: str = "",
+    ) -> None:
+        totals = self._totals(epoch, lane)
+        totals.busy_s += end - start
+        totals.first_start = min(totals.first_start, start)
+        totals.last_end = max(totals.last_end, end)
+        self.busy_s[lane] = self.busy_s.get(lane, 0.0) + (end - start)
+        if self._keep is None or (device or self.owner) in self._keep:
+            span = Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, False, device)
+            self.spans.setdefault(epoch, []).append(span)
+
+    def waited(
+        self,
+        lane: str,
+        kind: str,
+        epoch: int,
+        iteration: int,
+        micro_batch: int,
+        start: float,
+        end: float,
+        device: str = "",
+    ) -> None:
+        """Record that a lane had nothing to do until `kind` was there."""
+        if end <= start:
+            return
+        self._totals(epoch, lane).waiting_s += end - start
+        if self._keep is None or (device or self.owner) in self._keep:
+            span = Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, True, device)
+            self.spans.setdefault(epoch, []).append(span)
+
+    def _totals(self, epoch: int, lane: str) -> Totals:
+        lanes = self.totals.get(epoch)
+        if lanes is None:
+            lanes = self.totals[epoch] = {}
+        totals = lanes.get(lane)
+        if totals is None:
+            totals = lanes[lane] = Totals()
+        return totals
+
+    def take(self, epoch: int) -> EpochTrace:
+        """Return and forget what was recorded of an epoch."""
+        return EpochTrace(self.owner, epoch, self.totals.pop(epoch, {}), self.spans.pop(epoch, []))
+
+
+@dataclass(slots=True)
+class EpochTrace:
+    """What one owner's lanes did in one epoch; a device sends it to the server when the epoch is over."""
+
+    owner: str
+    epoch: int
+    totals: dict[str, Totals] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+
+_SPAN = struct.Struct("!BB?IHdd")
+
+
+def pack_trace(trace: EpochTrace) -> bytes:
+    """Return an epoch's trace as bytes: the sums as JSON, then 25 bytes a span."""
+    lanes = sorted({span.lane for span in trace.spans} | set(trace.totals))
+    numbers = {lane: number for number, lane in enumerate(lanes)}
+    totals = {lane: [t.busy_s, t.waiting_s, t.first_start, t.last_end] for lane, t in trace.totals.items()}
+    head = json.dumps({"owner": trace.owner, "epoch": trace.epoch, "lanes": lanes, "totals": totals}).encode()
+    spans = b"".join(
+        _SPAN.pack(numbers[s.lane], _KIND_NUMBER[s.kind], s.waiting, s.iteration, s.micro_batch, s.start, s.end)
+        for s in trace.spans
+    )
+    return struct.pack("!I", len(head)) + head + spans
+
+
+def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
+    """Return the trace that a device sent; its owner is who sent it, whatever it says."""
+    try:
+        (length,) = struct.unpack_from("!I", data)
+        head = json.loads(bytes(data[4 : 4 + length]))
+        lanes, epoch = head["lanes"], int(head["epoch"])
+        totals = {lane: Totals(*map(float, values)) for lane, values in head["totals"].items()}
+        spans = [
+            Span(owner, lanes[lane], WORK_KINDS[kind], epoch, iteration, micro_batch, start, end, waiting)
+            for lane, kind, waiting, iteration, micro_batch, start, end in _SPAN.iter_unpack(data[4 + length :])
+        ]
+    except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
+    return EpochTrace(owner, epoch, totals, spans)
+
+
+def busy_s(spans: Iterable[Span], start: float, end: float) -> float:
+    """Return the length of the union of the spans within [start, end]."""
+    total, covered = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        first, last = max(span.start, covered), min(span.end, end)
+        if last > first:
+            total += last - first
+            covered = last
+    return total
+
+
+def uncovered_s(spans: Sequence[Span], start: float, end: float) -> float:
+    """Return how long a lane was neither busy nor waiting for something with a name."""
+    return (end - start) - busy_s(spans, start, end)
+
+
+def by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
+    """Return the spans of each (owner, lane), in the order of owners and lanes."""
+    lanes: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        lanes.setdefault((span.owner, span.lane), []).append(span)
+    return dict(sorted(lanes.items()))
+
+
+def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
+    """Return Chrome trace events (Perfetto opens them): a process an owner, a track a lane, times in microseconds."""
+    lanes = by_lane(spans)
+    owners = sorted({owner for owner, _ in lanes}, key=lambda owner: (owner != SERVER, owner))
+    events: list[dict[str, Any]] = []
+    for process, owner in enumerate(owners, start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": owner}})
+        tracks = [(lane, found) for (whose, lane), found in lanes.items() if whose == owner]
+        for track, (lane, found) in enumerate(tracks, start=1):
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": lane}})
+            events += [_event(span, process, track, origin) for span in sorted(found, key=lambda span: span.start)]
+    return events
+
+
+def _event(span: Span, process: int, track: int, origin: float) -> dict[str, Any]:
+    args: dict[str, Any] = {"epoch": span.epoch, "iteration": span.iteration, "micro_batch": span.micro_batch}
+    if span.device:
+        args["device"] = span.device
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "wait" if span.waiting else span.kind,
+        "pid": process,
+        "tid": track,
+        "ts": round((span.start - origin) * 1e6, 3),
+        "dur": round((span.end - span.start) * 1e6, 3),
+        "args": args,
+    }

@@ -1,0 +1,44 @@
+"""Whose turn it is at a server-side model that all devices share: by iteration, then by device name."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Iterable
+
+
+class Turns:
+    """One round of turns: device k's iteration i comes before device k+1's, and all of i before any of i+1.
+
+    So the result does not depend on who arrives first. A device that has finished its epoch is passed over.
+    """
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        self._next = [(1, name) for name in sorted(devices)]
+        self._finished: set[str] = set()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def mine(self, device: str) -> None:
+        """Return when it is this device's turn."""
+        if self._next[0][1] != device:
+            self._waiting[device] = asyncio.get_running_loop().create_future()
+            await self._waiting[device]
+            del self._waiting[device]
+
+    def done(self, device: str) -> None:
+        """Pass the turn on to the next device; this one's next turn is in the next iteration."""
+        iteration, holder = self._next[0]
+        assert holder == device, f"{device} passed on a turn of {holder}"
+        heapq.heapreplace(self._next, (iteration + 1, device))
+        self._call_next()
+
+    def finish(self, device: str) -> None:
+        """Take a device out of the round."""
+        self._finished.add(device)
+        self._call_next()
+
+    def _call_next(self) -> None:
+        while self._next and self._next[0][1] in self._finished:
+            heapq.heappop(self._next)
+        if self._next and (waiting := self._waiting.get(self._next[0][1])) is not None and not waiting.done():
+            waiting.set_result(None)

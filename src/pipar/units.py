@@ -1,0 +1,53 @@
+"""Rates, durations and sizes as people write them: "10Mbit/s", "20ms", "1GiB"."""
+
+from __future__ import annotations
+
+import re
+
+from pipar.errors import ConfigError
+
+_RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+
+
+def _parse(text: str | float, units: dict[str, float], what: str, example: str) -> float:
+    if isinstance(text, int | float):
+        return float(text)
+    match = _QUANTITY.fullmatch(text)
+    folded = {unit.lower(): factor for unit, factor in units.items()}
+    if match is None or match[2].lower() not in folded:
+        raise ConfigError(f"'{text}' is not a {what}; write it like '{example}' (units: {', '.join(units)}).")
+    return float(match[1]) * folded[match[2].lower()]
+
+
+def parse_rate(text: str | float) -> float:
+    """Return bits a second; a plain number is bits a second already."""
+    return _parse(text, _RATES, "rate", "10Mbit/s")
+
+
+def parse_duration(text: str | float) -> float:
+    """Return seconds; a plain number is seconds already."""
+    return _parse(text, _DURATIONS, "duration", "20ms")
+
+
+def parse_size(text: str | float) -> int:
+    """Return bytes; a plain number is bytes already."""
+    return int(_parse(text, _SIZES, "size", "1GiB"))
+
+
+def format_rate(bits_per_second: float | None) -> str:
+    """Return a rate that `parse_rate` reads back; None is a link without a limit."""
+    if bits_per_second is None:
+        return "unlimited"
+    return f"{bits_per_second / 1e6:.10g}Mbit/s"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size for people: '16.4 MB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size_bytes < 1000 or unit == "GB":
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    raise AssertionError

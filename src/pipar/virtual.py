@@ -1,0 +1,98 @@
+"""The virtual world: server and devices as coroutines of one process, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipar.assemble import MakeCompute, assemble_server, run_device
+from pipar.clock import run_virtually
+from pipar.compute import VirtualCompute
+from pipar.device import DevicePart, Samples
+from pipar.events import EpochResult, Observer
+from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.job import Job, shared_costs
+from pipar.link.memory import memory_pair
+from pipar.planner.costs import Costs
+from pipar.protocol.orders import Orders
+from pipar.server import Learner
+from pipar.trace import Span
+
+if TYPE_CHECKING:  # a timing-only run does without torch
+    from pipar.nn.learner import TorchLearner
+    from pipar.workload import Workload
+
+Emit = Callable[[EpochResult, list[Span]], None]
+
+
+def train_virtually(job: Job, workload: Workload, emit: Emit, observe: Observer) -> TorchLearner:
+    """Train with the real mathematics in virtual time; return the learner with the global model."""
+    import torch
+
+    from pipar.torchside import make_learner, part_builder
+
+    torch.set_num_threads(1)  # the order of additions, and so the last bits, depend on the number of threads
+    learner = make_learner(job, workload)
+    build = part_builder(workload)
+    validation = workload.held_out_batches("validation")
+    run_virtually(_train(job, learner, validation, workload.shard, lambda _: build, emit, observe))
+    return learner
+
+
+def train_without_mathematics(job: Job, emit: Emit, observe: Observer) -> None:
+    """Run the same programs over sizes and costs alone; torch is not needed."""
+    learner = HollowLearner(job.server_profile, job.split_points)
+
+    def samples(name: str) -> Samples:
+        return HollowSamples(job.sizes[name])
+
+    def builder(name: str) -> Callable[[Orders], DevicePart]:
+        return lambda orders: HollowDevicePart(job.device_profiles[name], orders.plan.split_point)
+
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe))
+
+
+async def _train(
+    job: Job,
+    learner: Learner,
+    validation: Sequence[tuple[int, Any]],
+    samples: Callable[[str], Samples],
+    builder: Callable[[str], Callable[[Orders], DevicePart]],
+    emit: Emit,
+    observe: Observer,
+) -> None:
+    server_lanes = _lanes(job.server_costs())
+    server = assemble_server(
+        job,
+        learner,
+        validation,
+        pool=server_lanes,
+        background=server_lanes,
+        emit=emit,
+        observe=observe,
+    )
+    costs = shared_costs()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for spec in job.specs:
+                near, far = memory_pair()
+                group.create_task(server.admit(far))
+                device_lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
+                life = run_device(
+                    job,
+                    spec.name,
+                    samples(spec.name),
+                    builder(spec.name),
+                    near,
+                    compute=device_lanes,
+                    observe=observe,
+                )
+                group.create_task(life)
+            group.create_task(server.train())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _lanes(costs: Costs) -> MakeCompute:
+    return lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds)

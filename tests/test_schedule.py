@@ -1,0 +1,134 @@
+"""Cutting loses no sample, pieces are nearly equal, and the device's order is data that prints and parses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.errors import PlanError
+from pipar.schedule import SCHEDULES, cut_batch, cut_epoch, device_order, parse_order, print_order
+from pipar.stages import Stage
+
+samples = st.integers(1, 500)
+sizes = st.integers(1, 120)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch", "statistics", "iterations"),
+    [
+        (500, 100, False, [100] * 5),
+        (250, 100, False, [100, 100, 50]),
+        (201, 100, False, [100, 100, 1]),
+        (201, 100, True, [100, 101]),
+        (202, 100, True, [100, 100, 2]),
+        (101, 100, True, [101]),
+        (1, 100, True, [1]),
+        (99, 100, False, [99]),
+        (0, 100, False, []),
+    ],
+)
+def test_an_epoch_is_cut_into_iterations(epoch: int, batch: int, statistics: bool, iterations: list[int]) -> None:
+    assert cut_epoch(epoch, batch, batch_statistics=statistics) == iterations
+
+
+@given(samples, sizes, st.booleans())
+def test_an_epoch_trains_every_sample_once(epoch: int, batch: int, statistics: bool) -> None:
+    assert sum(cut_epoch(epoch, batch, batch_statistics=statistics)) == epoch
+
+
+@given(st.integers(2, 500), st.integers(2, 120))
+def test_with_batch_statistics_no_iteration_has_a_single_sample(epoch: int, batch: int) -> None:
+    cut = cut_epoch(epoch, batch, batch_statistics=True)
+    assert min(cut) >= 2
+    assert max(cut) <= batch + 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "statistics", "pieces"),
+    [
+        (100, 12, False, [9] * 4 + [8] * 8),
+        (100, 1, False, [100]),
+        (100, 100, False, [1] * 100),
+        (3, 5, False, [1, 1, 1]),
+        (3, 5, True, [3]),
+        (7, 5, True, [3, 2, 2]),
+        (100, 100, True, [2] * 50),
+        (1, 4, True, [1]),
+    ],
+)
+def test_a_batch_is_cut_into_micro_batches(batch: int, n: int, statistics: bool, pieces: list[int]) -> None:
+    assert cut_batch(batch, n, batch_statistics=statistics) == pieces
+
+
+@given(samples, sizes, st.booleans())
+def test_pieces_add_up_to_the_batch_differ_by_at_most_one_and_are_never_more_than_n(
+    batch: int, n: int, statistics: bool
+) -> None:
+    pieces = cut_batch(batch, n, batch_statistics=statistics)
+    assert sum(pieces) == batch
+    assert max(pieces) - min(pieces) <= 1
+    assert pieces == sorted(pieces, reverse=True)
+    assert 1 <= len(pieces) <= n
+
+
+@given(samples, sizes)
+def test_a_batch_is_cut_into_n_pieces_whenever_it_has_n_samples(batch: int, n: int) -> None:
+    assert len(cut_batch(batch, n)) == min(batch, n)
+
+
+@given(st.integers(2, 500), sizes)
+def test_with_batch_statistics_each_piece_has_at_least_two_samples(batch: int, n: int) -> None:
+    assert min(cut_batch(batch, n, batch_statistics=True)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("n", "schedule", "window", "line"),
+    [
+        (1, "all-forward", 3, "fc1 bc1"),
+        (4, "all-forward", 3, "fc1 fc2 fc3 fc4 bc1 bc2 bc3 bc4"),
+        (1, "1f1b", 3, "fc1 bc1"),
+        (2, "1f1b", 3, "fc1 fc2 bc1 bc2"),
+        (5, "1f1b", 1, "fc1 bc1 fc2 bc2 fc3 bc3 fc4 bc4 fc5 bc5"),
+        (5, "1f1b", 3, "fc1 fc2 fc3 bc1 fc4 bc2 fc5 bc3 bc4 bc5"),
+    ],
+)
+def test_the_device_works_in_this_order(n: int, schedule: str, window: int, line: str) -> None:
+    assert print_order(device_order(n, schedule, window)) == line
+
+
+@given(sizes, st.sampled_from(SCHEDULES), st.integers(1, 8))
+def test_an_order_prints_as_a_line_that_parses_back(n: int, schedule: str, window: int) -> None:
+    order = device_order(n, schedule, window)
+    assert parse_order(print_order(order)) == order
+
+
+@given(sizes, st.integers(1, 8))
+def test_a_window_bounds_the_micro_batches_whose_activations_are_held(n: int, window: int) -> None:
+    held = most = 0
+    for stage in device_order(n, "1f1b", window):
+        held += 1 if stage.kind == "fc" else -1
+        most = max(most, held)
+    assert most == min(n, window)
+
+
+@given(sizes, st.sampled_from(SCHEDULES), st.integers(1, 8))
+def test_every_micro_batch_goes_forward_and_backward_once_each_in_order(n: int, schedule: str, window: int) -> None:
+    order = device_order(n, schedule, window)
+    for kind in ("fc", "bc"):
+        assert [stage.micro_batch for stage in order if stage.kind == kind] == list(range(1, n + 1))
+
+
+def test_an_unknown_schedule_is_refused_by_a_sentence_that_lists_those_there_are() -> None:
+    with pytest.raises(PlanError, match="'gpipe' is not a schedule; there are all-forward, 1f1b"):
+        device_order(4, "gpipe")
+
+
+def test_a_backward_before_its_forward_is_refused_and_marked() -> None:
+    with pytest.raises(PlanError, match="'fc1 >bc2< fc2 bc1' comes before its forward"):
+        parse_order("fc1 bc2 fc2 bc1")
+
+
+def test_an_empty_line_is_an_empty_order() -> None:
+    assert parse_order("") == ()
+    assert parse_order("fc1 bc1") == (Stage("fc", 1), Stage("bc", 1))

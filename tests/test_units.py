@@ -1,0 +1,62 @@
+"""Rates, durations and sizes are read as people write them, and anything else is one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.errors import ConfigError
+from pipar.units import format_bytes, format_rate, parse_duration, parse_rate, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_second"),
+    [("10Mbit/s", 10e6), ("10 Mbit/s", 10e6), ("2.5mbit/s", 2.5e6), ("1Gbit/s", 1e9), ("64kbit/s", 64e3), (5, 5.0)],
+)
+def test_a_rate_is_bits_a_second(text: str | float, bits_per_second: float) -> None:
+    assert parse_rate(text) == bits_per_second
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20ms", 0.02), ("30s", 30.0), ("5 min", 300.0), ("2h", 7200.0), ("10us", 1e-5), (0, 0.0)]
+)
+def test_a_duration_is_seconds(text: str | float, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1GiB", 2**30), ("16 KiB", 16384), ("1.5MB", 1_500_000), ("7B", 7), (1e3, 1000)]
+)
+def test_a_size_is_bytes(text: str | float, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "fast", "10", "10 parsec/s", "-3Mbit/s", "10MB", "1,5Mbit/s", "Mbit/s", "nan"])
+def test_what_is_not_a_rate_is_refused_by_a_sentence_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is not a rate; write it like '10Mbit/s'"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("parse", "example"), [(parse_duration, "20ms"), (parse_size, "1GiB")])
+def test_durations_and_sizes_are_refused_with_their_own_example(parse: object, example: str) -> None:
+    assert callable(parse)
+    with pytest.raises(ConfigError, match=f"write it like '{example}'"):
+        parse("10Mbit/s")
+
+
+@given(st.integers(1, 10**9))
+def test_a_rate_prints_as_text_that_parses_back(kilobits: int) -> None:
+    assert parse_rate(format_rate(kilobits * 1e3)) == pytest.approx(kilobits * 1e3, rel=1e-9)
+
+
+def test_no_limit_prints_as_unlimited() -> None:
+    assert format_rate(None) == "unlimited"
+    assert format_rate(10e6) == "10Mbit/s"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (16_400_000, "16.4 MB"), (2_000, "2.0 KB"), (3e12, "3000.0 GB")]
+)
+def test_a_size_is_written_for_people(size: float, text: str) -> None:
+    assert format_bytes(size) == text
