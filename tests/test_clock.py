@@ -42,7 +42,7 @@ def test_sleepers_wake_in_order_of_time_not_of_creation() -> None:
     assert run_virtually(main()) == [("a", 1.0), ("b", 2.0), ("c", 3.0)]
 
 
-def test_sleepers_of_the_same_moment_wake_in_order_of_creation() -> None:
+def test_sleepers_of_the_same_moment_all_wake_then_and_in_the_same_order_every_time() -> None:
     async def main() -> list[tuple[str, float]]:
         log: list[tuple[str, float]] = []
         await asyncio.gather(*(_wake_at(1.0, name, log) for name in "dbca"))

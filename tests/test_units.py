@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,9 +47,15 @@ def test_durations_and_sizes_are_refused_with_their_own_example(parse: object, e
         parse("10Mbit/s")
 
 
-@given(st.integers(1, 10**9))
-def test_a_rate_prints_as_text_that_parses_back(kilobits: int) -> None:
-    assert parse_rate(format_rate(kilobits * 1e3)) == pytest.approx(kilobits * 1e3, rel=1e-9)
+@given(st.one_of(st.floats(1e-3, 1e15), st.integers(1, 10**6).map(lambda kilobits: kilobits * 1e3)))
+def test_a_rate_prints_as_text_that_parses_back_to_the_last_bit(rate: float) -> None:
+    assert parse_rate(format_rate(rate)) == rate
+
+
+@pytest.mark.parametrize("thing", [True, [1], {"up": 1}, None])
+def test_what_is_neither_text_nor_a_number_is_refused_like_any_other(thing: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a rate"):
+        parse_rate(thing)
 
 
 def test_no_limit_prints_as_unlimited() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -204,9 +205,11 @@ def _device_spec(config: Config, group: DeviceSection, number: int, count: int) 
     )
 
 
-def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
-    """Return the configuration of a TOML file (None: the defaults) with `section.key=value` settings over it."""
-    tree: dict[str, Any] = {}
+def load_config(
+    path: Path | None = None, settings: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Config:
+    """Return the configuration of a TOML file with `section.key=value` settings over it; no file: the defaults."""
+    tree: dict[str, Any] = copy.deepcopy(dict(defaults or {}))
     if path is not None:
         try:
             tree = tomllib.loads(path.read_text("utf-8"))

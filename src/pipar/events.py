@@ -44,6 +44,14 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """Something before the training takes a while; `share` of it is done."""
+
+    what: str
+    share: float
+
+
+@dataclass(frozen=True)
 class Listening:
     """The server can be reached."""
 
@@ -58,7 +66,7 @@ class Joined:
     devices: int
 
 
-Event = Progress | EpochResult | Listening | Joined
+Event = Progress | EpochResult | Preparing | Listening | Joined
 Observer = Callable[[Event], None]
 
 

@@ -68,7 +68,8 @@ class _Session:
         self.channel = channel
         self.recorder = recorder
         self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self.stopped = False
+        self.last_trace = 0  # the last epoch whose trace came in
+        self.stopped_after: int | None = None
 
     async def next(self) -> Message:
         message = await self.inbox.get()
@@ -103,6 +104,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[str, _Session] = {}
         self._all_joined = asyncio.Event()
+        self._present: set[str] = set()
+        self._left = asyncio.Event()
         self._turns: Turns | None = None
         self._validating: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
@@ -121,6 +124,14 @@ class Server:
             return
         await self._take_in(session)
         await channel.close()
+        self._present.discard(session.device)
+        self._left.set()
+
+    async def farewell(self) -> None:
+        """Return when every device has left, after 'stop training'."""
+        while self._present:
+            self._left.clear()
+            await self._left.wait()
 
     def _welcome(self, channel: Channel, hello: Message) -> _Session:
         name = str(read_json(hello).get("name")) if hello.kind is Kind.HELLO else ""
@@ -135,6 +146,7 @@ class Server:
         channel.shape(self._training.links[name].down_bps, self._training.links[name].latency_s)
         channel.post(Message(Kind.WELCOME, body=orders.to_body()))
         self._sessions[name] = session
+        self._present.add(name)
         self._observe(Joined(name, len(self._sessions)))
         if len(self._sessions) == len(self._training.orders):
             self._all_joined.set()
@@ -149,12 +161,14 @@ class Server:
                 else:
                     session.inbox.put_nowait(message)
         except (LinkError, ProtocolError) as error:
-            if not session.stopped or isinstance(error, ProtocolError):
+            # Behind 'stop training' and its last trace, a device may leave.
+            if session.stopped_after is None or session.last_trace < session.stopped_after:
                 session.inbox.put_nowait(error)
                 self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
 
     def _take_trace(self, session: _Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)
+        session.last_trace = trace.epoch
         downlink = session.recorder.take(trace.epoch)
         received, sent = session.channel.received_bytes, session.channel.sent_bytes
         self._ledger.add_trace(trace, downlink, received.pop(trace.epoch, 0), sent.pop(trace.epoch, 0))
@@ -172,7 +186,7 @@ class Server:
             if epoch == self._training.epochs or await self._should_stop(epoch):
                 break
         for session in sessions:
-            session.stopped = True
+            session.stopped_after = epoch
             session.channel.post(Message(Kind.STOP, epoch))
         await self._ledger.complete(epoch)
 

@@ -13,9 +13,10 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*
 
 
 def _parse(text: str | float, units: dict[str, float], what: str, example: str) -> float:
-    if isinstance(text, int | float):
+    if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    match = _QUANTITY.fullmatch(text)
+    # What comes from a TOML file can be anything, whatever the annotation says.
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     folded = {unit.lower(): factor for unit, factor in units.items()}
     if match is None or match[2].lower() not in folded:
         raise ConfigError(f"'{text}' is not a {what}; write it like '{example}' (units: {', '.join(units)}).")
@@ -41,7 +42,8 @@ def format_rate(bits_per_second: float | None) -> str:
     """Return a rate that `parse_rate` reads back; None is a link without a limit."""
     if bits_per_second is None:
         return "unlimited"
-    return f"{bits_per_second / 1e6:.10g}Mbit/s"
+    text = f"{bits_per_second / 1e6:.10g}Mbit/s"
+    return text if parse_rate(text) == bits_per_second else f"{bits_per_second!r}bit/s"
 
 
 def format_bytes(size_bytes: float) -> str:

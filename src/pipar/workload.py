@@ -161,6 +161,14 @@ class Workload:
             raise DataError(f"data.factory {self.config.data.factory} returned None for the training data of {device}.")
         return images
 
+    def own_shard(self, device: str) -> Shard:
+        """Return a copy of one device's samples and let go of the rest: what a device's process keeps in memory."""
+        shard = self.shard(device).materialised()
+        _ = self.input_shape, self.classes  # the network is built later, and needs to know
+        self.__dict__.pop("_shards", None)
+        self.__dict__.pop("_dataset", None)
+        return shard
+
     def held_out(self, which: str) -> Images | None:
         """Return the "validation" or the "test" set; None if there is none."""
         if self.own.training is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def on_meta(
     name: str, input_shape: tuple[int, int, int] = CIFAR, classes: int = 10, norm: str = "group"
 ) -> nn.Sequential:
     """Return the network without memory for its weights: enough for shapes and counts."""
+    return built_on_meta(name, input_shape, classes, norm)
+
+
+@cache
+def built_on_meta(name: str, input_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Sequential:
     with torch.device("meta"):
         return build_model(name, input_shape=input_shape, classes=classes, norm=norm)
 
@@ -222,14 +228,15 @@ def test_float64_starts_from_the_weights_of_float32(name: str) -> None:
     ("name", "input_shape"),
     [
         *((name, shape) for name in SMALL for shape in (MNIST, (1, 32, 32), CIFAR, (5, 33, 47))),
-        *((name, shape) for name in LAYERS if name not in SMALL for shape in (CIFAR, (3, 64, 64), (1, 32, 40))),
+        *((name, shape) for name in LAYERS if name not in SMALL for shape in (CIFAR, (3, 64, 64))),
+        ("vgg16", (1, 32, 40)),
         ("vgg5", (1, 4, 4)),
         ("resnet18", (3, 17, 17)),
         ("mobilenetv3_large", (3, 17, 17)),
     ],
 )
 def test_network_fits_the_input_it_was_built_for(name: str, input_shape: tuple[int, int, int]) -> None:
-    check_fits(on_meta(name, input_shape, 7), input_shape, 7)
+    check_fits(on_meta(name, input_shape), input_shape, 10)
 
 
 @pytest.mark.parametrize(

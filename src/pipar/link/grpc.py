@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from pipar.errors import InputError, LinkError, ProtocolError
+from pipar.errors import InputError, LinkError
+from pipar.link.channel import Transport
 from pipar.protocol.wire import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
@@ -22,28 +23,31 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+_CLOSE_TIMEOUT_S = 10.0
 _GONE = "The peer closed the connection."
 
 
-class _ServerEnd:
-    """The server's end of one device's stream; the handler's coroutine pumps what arrives into a queue."""
+class _Stream:
+    """One end of a device's stream. A task of its own reads it, because gRPC ends a call whose read is cancelled."""
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
+    def __init__(self, call: Any) -> None:
+        self._call = call
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.closed = asyncio.Event()
+        self._pump = asyncio.ensure_future(self._read_all())
 
-    async def pump(self) -> None:
+    async def _read_all(self) -> None:
         try:
-            while (data := await self._context.read()) is not grpc.aio.EOF:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._arrived.put_nowait(data)
+        except grpc.RpcError:
+            pass  # for a reader the stream is at its end, whatever ended it
         finally:
             self._arrived.put_nowait(None)
 
     async def write(self, frame: Frame) -> None:
         try:
-            await self._context.write(pack_frame(frame))
-        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            await self._call.write(pack_frame(frame))
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise LinkError(_GONE) from error
 
     async def read(self) -> Frame:
@@ -54,13 +58,14 @@ class _ServerEnd:
         return unpack_frame(data)
 
     async def close(self) -> None:
-        self.closed.set()
+        self._pump.cancel()
+        await asyncio.gather(self._pump, return_exceptions=True)
 
 
 class Listener:
     """Listens for devices; hands each new stream to `accept`, which returns when the device's session is over."""
 
-    def __init__(self, accept: Callable[[_ServerEnd], Awaitable[None]]) -> None:
+    def __init__(self, accept: Callable[[Transport], Awaitable[None]]) -> None:
         self._accept = accept
         # Two servers on one port would share its devices without a word: a port in use is to be an error.
         self._server = grpc.aio.server(options=[*_OPTIONS, ("grpc.so_reuseport", 0)])
@@ -83,49 +88,32 @@ class Listener:
         await self._server.stop(grace=1.0)
 
     async def _connected(self, _: Any, context: Any) -> None:
-        end = _ServerEnd(context)
-        pump = asyncio.ensure_future(end.pump())
+        stream = _Stream(context)
         try:
-            await self._accept(end)
+            await self._accept(stream)
         finally:
-            pump.cancel()
-            await asyncio.gather(pump, return_exceptions=True)
+            await stream.close()
 
 
-class _DeviceEnd:
-    """A device's end of its stream."""
+class _DeviceStream(_Stream):
+    """A device's end: it opened the stream, so it also ends it."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
+        super().__init__(call)
         self._channel = channel
-        self._call = call
-
-    async def write(self, frame: Frame) -> None:
-        try:
-            await self._call.write(pack_frame(frame))
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise LinkError(_GONE) from error
-
-    async def read(self) -> Frame:
-        try:
-            data = await self._call.read()
-        except grpc.RpcError as error:
-            raise LinkError(_GONE) from error
-        if data is grpc.aio.EOF:
-            raise LinkError(_GONE)
-        return unpack_frame(data)
 
     async def close(self) -> None:
         try:
             await self._call.done_writing()
             # The server ends the stream when it has read all: only then is nothing of ours cut off.
-            while await self._call.read() is not grpc.aio.EOF:
-                pass
-        except (grpc.RpcError, asyncio.InvalidStateError, ProtocolError):
-            pass
+            await asyncio.wait([self._pump], timeout=_CLOSE_TIMEOUT_S)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the call has ended already
+        await super().close()
         await self._channel.close()
 
 
-async def connect(address: str, *, timeout_s: float = 30.0) -> _DeviceEnd:
+async def connect(address: str, *, timeout_s: float = 30.0) -> Transport:
     """Return a transport to the server at HOST:PORT, or raise LinkError if it does not answer in time."""
     channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     try:
@@ -134,4 +122,4 @@ async def connect(address: str, *, timeout_s: float = 30.0) -> _DeviceEnd:
         await channel.close()
         raise LinkError(f"No server answered at {address} within {timeout_s:g} s.") from None
     call: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
-    return _DeviceEnd(channel, call)
+    return _DeviceStream(channel, call)

@@ -107,16 +107,24 @@ class Residual(nn.Module):
 
 
 def start_branches_quietly(model: nn.Module) -> None:
-    """Let every residual block start as its shortcut: for networks without a norm (Zhang et al., Fixup, 2019).
+    """Let every residual block start as its shortcut, so that a deep network starts as a shallow one.
 
-    With m convolutions in a branch and L branches, the last convolution starts at zero and the others are
-    scaled by L^(-1 / (2m - 2)). Otherwise each block adds to the size of the activations, and without a norm
-    the loss of a deep network starts in the millions.
+    With a norm, the weight of the last norm in a branch starts at zero (Goyal et al., 2017). Without one, the last
+    of a branch's m convolutions does, and the others are scaled by L^(-1 / (2m - 2)) for L branches (Fixup,
+    Zhang et al., 2019); otherwise each block adds to the activations, and the loss starts in the millions.
     """
     branches = [module.branch for module in model.modules() if isinstance(module, Residual)]
     for branch in branches:
-        *inner, last = (unit[0] for unit in branch if isinstance(unit, nn.Sequential))
-        scale = len(branches) ** (-1 / (2 * len(inner)))
-        for conv, factor in ((last, 0.0), *((conv, scale) for conv in inner)):
-            assert isinstance(conv, nn.Conv2d)
-            conv.weight.data.mul_(factor)
+        *inner, last = (unit for unit in branch if isinstance(unit, nn.Sequential))
+        if "norm" in last._modules:
+            _scale(last[1], 0.0)
+            continue
+        _scale(last[0], 0.0)
+        for unit in inner:
+            _scale(unit[0], len(branches) ** (-1 / (2 * len(inner))))
+
+
+def _scale(layer: Tensor | nn.Module, factor: float) -> None:
+    """Multiply the weight of a convolution or norm."""
+    assert isinstance(layer, nn.Conv2d | nn.BatchNorm2d | nn.GroupNorm)
+    layer.weight.data.mul_(factor)

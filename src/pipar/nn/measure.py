@@ -1,4 +1,4 @@
-"""Measuring a network on this machine, layer by layer, and keeping the result; paper III-C, phase 1.
+"""Measuring a network on this machine, layer by layer; paper III-C, phase 1.
 
 Times are CPU times of one thread: another program on the machine makes the measurement longer, not the numbers
 larger.
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import json
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 
 import safetensors.torch
@@ -25,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar.errors import ConfigError
 from pipar.nn.models import uses_batch_statistics
-from pipar.planner.profile import FORMAT, LayerProfile, Profile
+from pipar.planner.cache import machine_fingerprint
+from pipar.planner.profile import LayerProfile, Profile
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -55,28 +51,57 @@ def measure_profile(
 
     One pass is a training pass of the whole network in train mode on one thread; the last layer includes the
     loss. Each time is the median of several passes: three at least, unless a pass alone uses up the budget.
-    `load(n)` loads n samples. The model keeps its weights, gradients and running statistics: a copy is measured.
+    `load(n)` loads n samples; it is called from another thread, `progress` is not. The model keeps its weights,
+    gradients and running statistics: a copy is measured.
     """
-    # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
-    with _one_thread(), torch.random.fork_rng(devices=[]):
-        trained = copy.deepcopy(model).to(dtype).train()
-        sizes = batch_sizes(batch_size, batch_statistics=uses_batch_statistics(trained))
-        batches = [_Batch.random(size, input_shape, classes, dtype) for size in sizes]
-        times = _measure_passes(trained, batches, _Budget(0.8 * budget_s), progress or _ignore)
-        layers = _layer_profiles(trained, batches[0], times)
-        cut_bytes = layers[0].output_bytes * max(1, batch_size // 4)
-        overheads = _measure_overheads(trained, cut_bytes, dtype, load, batch_size, 0.2 * budget_s)
-    if progress is not None:
-        progress(1.0)
+    shares: SimpleQueue[float | None] = SimpleQueue()
+    task = _Task(model, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s)
+    # In a thread of its own, because stages run in one: memory is given back to the system more often in the
+    # main thread, and a full batch of VGG-5 took 12 to 15 % longer there.
+    with ThreadPoolExecutor(1, thread_name_prefix="measure") as thread:
+        measured = thread.submit(_measure, task)
+        measured.add_done_callback(lambda _: shares.put(None))
+        for share in iter(shares.get, None):
+            if progress is not None:
+                progress(share)
+    sizes, layers, passes, overheads = measured.result()
     return Profile(
         model=model_name,
         dtype=str(dtype).removeprefix("torch."),
         batch_sizes=sizes,
         layers=layers,
         machine=machine_fingerprint(),
-        how=f"median CPU time of {len(times[-1])} training passes on one thread",
+        how=f"median CPU time of {passes} training passes on one thread",
         **overheads,
     )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What `measure_profile` was asked for."""
+
+    model: nn.Sequential
+    input_shape: tuple[int, ...]
+    classes: int
+    batch_size: int
+    dtype: torch.dtype
+    load: Callable[[int], object] | None
+    progress: Progress
+    budget_s: float
+
+
+def _measure(task: _Task) -> tuple[tuple[int, ...], tuple[LayerProfile, ...], int, dict[str, float]]:
+    """Return the measured batch sizes, the layers, the number of full passes, and the overheads."""
+    # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        model = copy.deepcopy(task.model).to(task.dtype).train()
+        sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(model))
+        batches = [_Batch.random(size, task.input_shape, task.classes, task.dtype) for size in sizes]
+        passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress)
+        layers = _layer_profiles(model, batches[0], passes)
+        overheads = _measure_overheads(model, layers[0].output_bytes, task)
+    task.progress(1.0)
+    return sizes, layers, len(passes[-1]), overheads
 
 
 def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
@@ -93,10 +118,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _ignore(_: float) -> None:
-    pass
 
 
 class _Budget:
@@ -144,10 +165,14 @@ def _measure_passes(
     """Return the passes of each batch size.
 
     The sizes take turns, so that a machine that gets slower for a while does so for all of them. The first round
-    warms up: kernels are chosen and memory is fetched in it.
+    warms up, kernels are chosen and memory is fetched in it; it counts only for a network so large that it alone
+    used up the budget twice.
     """
+    warm_up: list[list[_Pass]] = [[] for _ in batches]
+    _one_round(model, batches, warm_up)
+    if budget.spent() >= 2.0:
+        return warm_up
     passes: list[list[_Pass]] = [[] for _ in batches]
-    _one_round(model, batches, [[] for _ in batches])
     while budget.wants_another(len(passes[-1])):
         _one_round(model, batches, passes)
         progress(min(0.9, 0.9 * budget.spent()))
@@ -160,6 +185,7 @@ def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[lis
         # A full batch is the first of its iteration and makes new gradients; a micro-batch mostly adds to them.
         if len(batch.targets) == largest:
             model.zero_grad(set_to_none=True)
+        # Small ones cost little and scatter most: twice and four times at B/16 and B/32.
         for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
             done.append(_training_pass(model, batch))
 
@@ -232,28 +258,25 @@ def _state_bytes(module: nn.Module) -> int:
 # --- the work around the layers -------------------------------------------------------------------------------
 
 
-def _measure_overheads(
-    model: nn.Sequential,
-    cut_bytes: int,
-    dtype: torch.dtype,
-    load: Callable[[int], object] | None,
-    batch_size: int,
-    budget_s: float,
-) -> dict[str, float]:
-    """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating."""
-    cut = torch.ones(max(1, cut_bytes // dtype.itemsize), dtype=dtype)
+def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dict[str, float]:
+    """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating.
+
+    `cut_bytes` is one sample's output at a typical cut; a micro-batch of a quarter of the batch is coded.
+    """
+    elements = max(1, cut_bytes * (task.batch_size // 4) // task.dtype.itemsize)
+    cut = torch.ones(elements, dtype=task.dtype)
     encoded, packed = _encode(cut), safetensors.torch.save(_state(model))
     whole = max(1, _state_bytes(model))
     total = {name: tensor.to(torch.float64) for name, tensor in _state(model).items()}
-    each_s = budget_s / 7
+    each_s = 0.2 * task.budget_s / 7
 
     def per(amount: int, work: Callable[[], object]) -> float:
         return _median_s(work, _Budget(each_s)) / amount
 
     return {
-        "load_s": 0.0 if load is None else per(batch_size, partial(load, batch_size)),
+        "load_s": 0.0 if task.load is None else per(task.batch_size, partial(task.load, task.batch_size)),
         "encode_s_per_byte": per(encoded.nbytes, partial(_encode, cut)),
-        "decode_s_per_byte": per(encoded.nbytes, partial(_decode, encoded, dtype)),
+        "decode_s_per_byte": per(encoded.nbytes, partial(_decode, encoded, task.dtype)),
         "step_s_per_byte": per(whole, _stepper(model)),
         "pack_s_per_byte": per(whole, lambda: safetensors.torch.save(_state(model))),
         "install_s_per_byte": per(whole, lambda: model.load_state_dict(safetensors.torch.load(packed))),
@@ -299,56 +322,3 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def _add_weighted(total: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
     for name, tensor in state.items():
         total[name].add_(tensor.to(torch.float64), alpha=0.5)
-
-
-# --- keeping profiles -----------------------------------------------------------------------------------------
-
-
-def machine_fingerprint() -> str:
-    """Return what times depend on: system, processor and torch; nothing that says whose machine it is."""
-    return f"{platform.system()} {platform.machine()}, {_processor()}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"
-
-
-def cache_folder() -> Path:
-    """Return where profiles are kept: pipar/profiles in XDG_CACHE_HOME, or in ~/.cache without it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipar" / "profiles"
-
-
-def cached_profile(key: Mapping[str, object], measure: Callable[[], Profile], *, folder: Path | None = None) -> Profile:
-    """Return the profile kept under this key on this machine, or measure and keep it.
-
-    The key says what times depend on (network, norm, input shape, batch size, dtype); machine and file format
-    are added to it. A damaged file is measured anew, and a folder that cannot be written costs only the next
-    measurement.
-    """
-    everything = {**key, "machine": machine_fingerprint(), "format": FORMAT}
-    digest = hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
-    path = (folder or cache_folder()) / f"{digest[:32]}.json"
-    try:
-        return Profile.load(path)
-    except ConfigError:
-        profile = measure()
-    with contextlib.suppress(OSError):
-        _write_atomically(path, profile.to_json())
-    return profile
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file that other processes see either whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -44,7 +44,9 @@ def _resnet(
         inputs = outputs
     layers[f"fc{len(layers) + 1}"] = nn.Linear(inputs, classes)
     model = named(layers)
-    if norm.absent:
+    # Started the usual way, ResNet-101 with group norm diverges at the default learning rate and momentum: on
+    # digits the loss rose from 2.6 to 40 within 30 iterations. ResNet-18 learns faster the usual way.
+    if norm.absent or branch is _bottleneck:
         start_branches_quietly(model)
     return model
 

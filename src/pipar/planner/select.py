@@ -16,8 +16,9 @@ from pipar.planner.costs import Costs
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times, iteration_s
 from pipar.planner.profile import Profile
 
-#: Predictions this close, relative to the best, are a tie: on a plateau N only differs by rounding.
-TIE = 1e-9
+#: Predictions this close, relative to the best, are a tie. The estimate is no better than that, and where the link or
+#: the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would always win.
+TIE = 0.01
 
 Auto = Literal["auto"]
 

@@ -1,0 +1,36 @@
+# Two commands do all the set-up and work: `make demo` and `make test`. Each builds .venv if it is missing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help demo test check bench format clean
+help:  ## show this
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  -/'
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pipar needs Python 3.11 or newer; set PYTHON=python3.11 or the like."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, by fl, sfl and pipar (two minutes)
+	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
+
+test: $(READY)  ## everything: format, lint, types, all tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: $(READY)  ## format, lint, types, layers and the fast tests, in under a minute
+	$(BIN)/ruff format .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+
+bench: $(READY)  ## measure what README quotes; results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove what was built
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,60 @@
+"""Profiles kept on disk, by what times depend on and the machine they were measured on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from pipar.errors import ConfigError
+from pipar.planner.profile import FORMAT, Profile
+
+
+def cache_folder() -> Path:
+    """Return ~/.cache/pipar/profiles, or the like under $XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipar" / "profiles"
+
+
+def machine_fingerprint() -> str:
+    """Return what a machine's times depend on, without its name: system, processor, Python and torch."""
+    torch = metadata.version("torch")
+    return f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, torch {torch}"
+
+
+def find_profile(key: Mapping[str, object], folder: Path | None = None) -> Profile | None:
+    """Return the profile kept under this key on this machine; None if there is none or its file is damaged."""
+    try:
+        return Profile.load(_path(key, folder))
+    except ConfigError:
+        return None
+
+
+def keep_profile(key: Mapping[str, object], profile: Profile, folder: Path | None = None) -> None:
+    """Keep a profile for the next time; a folder that cannot be written costs only the next measurement."""
+    path = _path(key, folder)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+        Path(temporary).replace(path)
+
+
+def _path(key: Mapping[str, object], folder: Path | None) -> Path:
+    everything = {**key, "machine": machine_fingerprint(), "format": FORMAT}
+    digest = hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+    return (folder or cache_folder()) / f"{digest[:32]}.json"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"

@@ -1,0 +1,187 @@
+"""Measuring leaves no trace on the model, and its profile has every layer and what is around them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipar.nn.measure import _Batch, _one_thread, _training_pass, batch_sizes, measure_profile
+from pipar.planner.cache import machine_fingerprint
+from pipar.planner.profile import Profile
+
+SHAPE = (3, 8, 8)
+
+
+def small_network(norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(1)
+    first = [nn.Conv2d(3, 4, 3, padding=1), *([nn.BatchNorm2d(4)] if norm else []), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        nn.Sequential(*first), nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(inplace=True)), nn.Linear(16, 5)
+    )
+
+
+def measure(model: nn.Sequential, batch_size: int = 8, **more: object) -> Profile:
+    return measure_profile(
+        model,
+        model_name="small",
+        input_shape=SHAPE,
+        classes=5,
+        batch_size=batch_size,
+        budget_s=0.02,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "statistics", "sizes"),
+    [
+        (100, False, (3, 6, 25, 50, 100)),
+        (32, False, (1, 2, 8, 16, 32)),
+        (4, False, (1, 2, 4)),
+        (1, False, (1,)),
+        (32, True, (2, 8, 16, 32)),
+        (2, True, (2,)),
+    ],
+)
+def test_these_batch_sizes_are_measured(batch: int, statistics: bool, sizes: tuple[int, ...]) -> None:
+    assert batch_sizes(batch, batch_statistics=statistics) == sizes
+
+
+def test_a_profile_has_the_sizes_of_every_layer() -> None:
+    profile = measure(small_network())
+    assert profile.batch_sizes == (1, 2, 4, 8)
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2"]
+    assert [layer.output_bytes for layer in profile.layers] == [4 * 4 * 4 * 4, 16 * 4, 5 * 4]
+    assert [layer.parameter_bytes for layer in profile.layers] == [(108 + 4) * 4, (1024 + 16) * 4, (80 + 5) * 4]
+    assert (profile.model, profile.dtype, profile.machine) == ("small", "float32", machine_fingerprint())
+
+
+def test_every_layer_takes_time_forward_and_backward() -> None:
+    profile = measure(small_network())
+    assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
+
+
+def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> None:
+    profile = measure(small_network())
+    assert profile.load_s == 0.0
+    assert min(profile.encode_s_per_byte, profile.decode_s_per_byte, profile.step_s_per_byte) > 0
+    assert min(profile.pack_s_per_byte, profile.install_s_per_byte, profile.aggregate_s_per_byte) > 0
+    loaded: list[int] = []
+
+    def load(samples: int) -> None:
+        loaded.append(samples)
+        sum(range(1000))
+
+    assert measure(small_network(), load=load).load_s > 0
+    assert set(loaded) == {8}
+
+
+def test_float64_outputs_are_twice_as_large() -> None:
+    single, double = measure(small_network()), measure(small_network().double(), dtype=torch.float64)
+    assert double.dtype == "float64"
+    assert [layer.output_bytes for layer in double.layers] == [2 * layer.output_bytes for layer in single.layers]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_model_keeps_its_weights_gradients_statistics_and_mode(norm: bool) -> None:
+    model = small_network(norm).eval()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    before = copy.deepcopy(model)
+    measure(model)
+    assert not model.training
+    for (name, tensor), (_, kept) in zip(before.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(tensor, kept), name
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert gradients[0] is not None
+    assert torch.equal(gradients[0], torch.ones_like(gradients[0]))
+    assert gradients[1:] == [None] * (len(gradients) - 1)
+
+
+def test_threads_and_random_numbers_are_left_as_they_were() -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    seen: list[int] = []
+    measure(nn.Sequential(small_network(), nn.Dropout(0.5)), load=lambda _: seen.append(torch.get_num_threads()))
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_are_restored_even_if_the_network_fails() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError):
+        measure(nn.Sequential(nn.Linear(7, 5)))
+    assert torch.get_num_threads() == threads
+
+
+def test_layers_in_front_of_the_first_parameters_have_no_backward() -> None:
+    profile = measure(nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 8), nn.Identity(), nn.Linear(8, 5)))
+    assert [layer.backward_s for layer in profile.layers[:2]] == [(0.0,) * 4] * 2
+    assert min(profile.layers[2].backward_s) > 0
+    assert [layer.parameter_bytes for layer in profile.layers[:2]] == [0, 0]
+
+
+def test_a_network_of_one_layer_is_measured_with_its_loss() -> None:
+    profile = measure(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(192, 5))))
+    assert min(profile.layers[0].forward_s + profile.layers[0].backward_s) > 0
+
+
+def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
+    assert measure(small_network(norm=True)).batch_sizes == (2, 4, 8)
+
+
+def test_a_budget_that_is_gone_at_once_still_gives_one_pass_of_everything() -> None:
+    profile = measure_profile(
+        small_network(), model_name="small", input_shape=SHAPE, classes=5, batch_size=8, budget_s=0.0
+    )
+    assert profile.how == "median CPU time of 1 training passes on one thread"
+    assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
+
+
+def test_progress_grows_and_ends_at_one_in_the_thread_that_asked() -> None:
+    shares: list[float] = []
+    threads: set[int] = set()
+
+    def note(share: float) -> None:
+        shares.append(share)
+        threads.add(threading.get_ident())
+
+    measure(small_network(), progress=note)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert threads == {threading.get_ident()}
+
+
+def _plain_pass_s(model: nn.Sequential, batch: _Batch) -> float:
+    start = time.thread_time()
+    loss = functional.cross_entropy(model(batch.inputs), batch.targets, reduction="sum") / len(batch.targets)
+    torch.autograd.backward(loss)
+    return time.thread_time() - start
+
+
+def _layers_s(model: nn.Sequential, batch: _Batch) -> float:
+    measured = _training_pass(model, batch)
+    return sum(measured.forward_s + measured.backward_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [12, 100])
+def test_the_layers_together_take_what_the_unsplit_network_takes(samples: int) -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        nn.Sequential(nn.Linear(1024, 128), nn.ReLU()),
+        nn.Linear(128, 5),
+    )
+    batch = _Batch.random(samples, (3, 16, 16), 5, torch.float32)
+    with _one_thread():
+        pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
+    # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.
+    assert median(layers / plain for layers, plain in pairs[1:]) == pytest.approx(1.0, abs=0.15)

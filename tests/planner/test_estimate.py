@@ -1,0 +1,146 @@
+"""The paper's estimate, by hand: each lane as the bottleneck, one micro-batch, and the whole network on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.config import Link
+from pipar.errors import PlanError
+from pipar.methods import Plan
+from pipar.planner.estimate import (
+    StageTimes,
+    batches_to_fill_idle_time,
+    closed_form_s,
+    iteration_s,
+    stage_times,
+)
+from pipar.planner.profile import Profile
+from pipar.stages import Stage, end_times
+
+MakeProfile = Callable[..., Profile]
+SLOW = Link(up_bps=8000.0, down_bps=16000.0)
+
+floats = st.floats(0, 1e3)
+times_of_stages = st.builds(StageTimes, floats, floats, floats, floats, floats, floats)
+whole_times = st.builds(StageTimes, *[st.integers(0, 1000).map(float)] * 6)
+
+
+@pytest.mark.parametrize(
+    ("times", "n", "seconds", "why"),
+    [
+        (StageTimes(1, 2, 3, 4, 5, 6), 1, 21, "one micro-batch: the sum of all six"),
+        (StageTimes(1, 1, 0.5, 0.5, 1, 1), 3, 7, "balanced: 5 lanes + 2 more steps of 1"),
+        (StageTimes(1, 10, 1, 1, 1, 1), 4, 45, "the uplink never rests: 1 + 40 + 1 + 1 + 1 + 1"),
+        (StageTimes(1, 1, 4, 6, 1, 1), 4, 44, "the server never rests: 1 + 1 + 40 + 1 + 1"),
+        (StageTimes(1, 1, 1, 1, 10, 1), 4, 45, "the downlink never rests: 1 + 1 + 2 + 40 + 1"),
+        (StageTimes(10, 1, 1, 1, 1, 2), 4, 48, "device, forward: 40, the last gradient at 44, but 40 + 4 x 2 is later"),
+        (StageTimes(10, 1, 1, 1, 1, 1), 4, 45, "device, forward: 40 + 1 + 2 + 1 and the last backward"),
+        (StageTimes(2, 1, 1, 1, 1, 10), 4, 48, "device, backward: the last forward at 8, then 4 backwards"),
+        (StageTimes(5, 1, 1, 1, 1, 5), 4, 40, "all idle time is filled: N (f_c + b_c)"),
+        (StageTimes(3, 0, 0, 0, 0, 4), 1, 7, "federated learning: forward and backward"),
+        (StageTimes(0, 0, 0, 0, 0, 0), 9, 0, "nothing takes no time"),
+    ],
+)
+def test_an_iteration_takes_what_a_hand_works_out(times: StageTimes, n: int, seconds: float, why: str) -> None:
+    assert iteration_s(times, n) == seconds, why
+    assert closed_form_s(times, n) == seconds, why
+
+
+@given(times_of_stages, st.integers(1, 40))
+def test_the_sweep_gives_the_very_floats_of_the_recursion_over_the_stage_graph(times: StageTimes, n: int) -> None:
+    ends = end_times(n, lambda stage: float(getattr(times, stage.kind)))
+    assert iteration_s(times, n) == ends[Stage("bc", n)]
+
+
+@given(times_of_stages, st.integers(1, 40))
+def test_the_closed_form_is_the_recursion_up_to_rounding(times: StageTimes, n: int) -> None:
+    assert closed_form_s(times, n) == pytest.approx(iteration_s(times, n), rel=1e-12)
+
+
+@given(whole_times, st.integers(1, 40))
+def test_cutting_finer_never_makes_the_estimate_longer(times: StageTimes, n: int) -> None:
+    coarse, fine = (iteration_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
+    assert fine <= coarse * (1 + 1e-12)
+
+
+def test_stage_times_are_sums_over_layers_and_bytes_over_bandwidth(make_profile: MakeProfile) -> None:
+    device = make_profile([(4.0, 8.0, 1000, 0), (2.0, 4.0, 100, 0), (1.0, 1.0, 10, 0)])
+    server = make_profile([(0.4, 0.8, 1000, 0), (0.25, 0.5, 100, 0), (0.125, 0.25, 10, 0)])
+    times = stage_times(device, server, Plan(1, 4), 100, SLOW, speeds=(0.5, 2.0))
+    # 100 samples of 1000 bytes are 800,000 bits: 100 s up, 50 s down; all of it by N = 4.
+    assert times == StageTimes(fc=4.0 / 0.5 / 4, u=25.0, fs=0.375 / 2 / 4, bs=0.75 / 2 / 4, d=12.5, bc=8.0 / 0.5 / 4)
+
+
+def test_a_link_without_a_limit_takes_no_time(make_profile: MakeProfile) -> None:
+    profile = make_profile([(1.0, 1.0, 1000, 0), (1.0, 1.0, 10, 0)])
+    times = stage_times(profile, profile, Plan(1, 2), 100, Link())
+    assert (times.u, times.d) == (0.0, 0.0)
+    half = stage_times(profile, profile, Plan(1, 2), 100, Link(up_bps=8000.0))
+    assert (half.u, half.d) == (50.0, 0.0)
+
+
+def test_latency_is_not_part_of_the_papers_estimate(make_profile: MakeProfile) -> None:
+    profile = make_profile([(1.0, 1.0, 1000, 0), (1.0, 1.0, 10, 0)])
+    far = Link(up_bps=8000.0, down_bps=16000.0, latency_s=3.0)
+    assert stage_times(profile, profile, Plan(1, 2), 100, far) == stage_times(profile, profile, Plan(1, 2), 100, SLOW)
+
+
+def test_overheads_are_not_part_of_the_papers_estimate(make_profile: MakeProfile) -> None:
+    layers = [(1.0, 1.0, 1000, 10), (1.0, 1.0, 10, 10)]
+    plain, costly = make_profile(layers), make_profile(layers, load_s=9.0, encode_s_per_byte=9.0, step_s_per_byte=9.0)
+    assert stage_times(plain, plain, Plan(1, 2), 100, SLOW) == stage_times(costly, costly, Plan(1, 2), 100, SLOW)
+
+
+def test_the_whole_network_on_the_device_communicates_nothing(make_profile: MakeProfile) -> None:
+    profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
+    times = stage_times(profile, profile, Plan(2, 1), 100, SLOW, speeds=(0.5, 1.0))
+    assert times == StageTimes(8.0, 0.0, 0.0, 0.0, 0.0, 12.0)
+
+
+def test_the_whole_network_on_the_device_is_not_cut_into_micro_batches(make_profile: MakeProfile) -> None:
+    profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
+    with pytest.raises(PlanError, match="Split point 2 keeps all of hand on the device"):
+        stage_times(profile, profile, Plan(2, 4), 100, SLOW)
+
+
+@pytest.mark.parametrize("plan", [Plan(0, 1), Plan(3, 1), Plan(1, 0), Plan(1, 101)])
+def test_a_plan_that_does_not_fit_is_refused(make_profile: MakeProfile, plan: Plan) -> None:
+    profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
+    with pytest.raises(PlanError):
+        stage_times(profile, profile, plan, 100, SLOW)
+
+
+def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None:
+    device, server = make_profile([(1.0, 1.0, 1, 0)] * 2), make_profile([(1.0, 1.0, 1, 0)] * 3)
+    with pytest.raises(PlanError, match="2 layers, the server's of hand with 3"):
+        stage_times(device, server, Plan(1, 1), 100, SLOW)
+
+
+@pytest.mark.parametrize(
+    ("times", "n"),
+    [
+        (StageTimes(1, 1, 1, 1, 1, 1), 5),
+        (StageTimes(2, 1, 1, 1, 1, 4), 3),
+        (StageTimes(4, 1, 1, 1, 1, 3), 3),
+        (StageTimes(4, 1, 1, 1, 1, 5), 2),
+        (StageTimes(4, 0, 0, 0, 0, 5), 1),
+        (StageTimes(0, 0, 0, 0, 0, 0), 1),
+        (StageTimes(0.1, 0.1, 0.1, 0.1, 0.0, 0.1), 4),  # 0.1 + 0.1 + 0.1 is a rounding above 3 x 0.1
+    ],
+)
+def test_idle_time_is_filled_by_this_many_micro_batches(times: StageTimes, n: int) -> None:
+    assert batches_to_fill_idle_time(times) == n
+
+
+@given(st.builds(StageTimes, *[st.integers(1, 1000).map(float)] * 6), st.integers(1, 20))
+def test_the_number_that_fills_idle_time_does_not_depend_on_the_cut(times: StageTimes, n: int) -> None:
+    assert batches_to_fill_idle_time(times.divided_by(n)) == batches_to_fill_idle_time(times)
+
+
+def test_a_device_that_takes_no_time_cannot_fill_idle_time() -> None:
+    with pytest.raises(PlanError, match="cannot fill its idle time"):
+        batches_to_fill_idle_time(StageTimes(0.0, 1.0, 1.0, 1.0, 1.0, 1.0))

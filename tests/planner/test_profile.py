@@ -1,0 +1,125 @@
+"""A profile survives its file to the last bit, and a broken file is one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.errors import ConfigError
+from pipar.planner.profile import FORMAT, LayerProfile, Profile
+
+PROFILE = Profile(
+    model="vgg5",
+    dtype="float32",
+    batch_sizes=(3, 25, 100),
+    layers=(
+        LayerProfile("conv1", (0.001, 0.007, 0.03), (0.002, 0.01, 0.04), 32768, 3840),
+        LayerProfile("fc2", (0.0, 0.1, 0.2), (0.0, 0.1, 0.3), 40, 1000),
+    ),
+    load_s=1e-5,
+    encode_s_per_byte=1e-10,
+    decode_s_per_byte=2e-10,
+    step_s_per_byte=3e-10,
+    pack_s_per_byte=4e-10,
+    install_s_per_byte=5e-10,
+    aggregate_s_per_byte=6e-10,
+    machine="a processor",
+    how="by hand",
+)
+amounts = st.floats(0, 1e6)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    sizes = tuple(sorted(draw(st.sets(st.integers(1, 1000), min_size=1, max_size=4))))
+    times = st.tuples(*[amounts] * len(sizes))
+    counts = st.integers(0, 2**40)
+    layers = st.lists(st.builds(LayerProfile, st.text(), times, times, counts, counts), min_size=1, max_size=4)
+    overheads = {name: draw(amounts) for name in ("load_s", "encode_s_per_byte", "pack_s_per_byte")}
+    return replace(PROFILE, model=draw(st.text()), batch_sizes=sizes, layers=tuple(draw(layers)), **overheads)  # type: ignore[arg-type]
+
+
+@given(profiles())
+def test_a_profile_comes_back_from_json_as_it_was(profile: Profile) -> None:
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == PROFILE
+
+
+def test_the_file_has_sorted_keys_and_a_format_number() -> None:
+    tree = json.loads(PROFILE.to_json())
+    assert list(tree) == sorted(tree)
+    assert tree["format"] == FORMAT
+
+
+def test_layers_are_counted_from_one() -> None:
+    assert PROFILE.output_bytes(1) == 32768
+    assert PROFILE.parameter_bytes(1, 1) == 3840
+    assert PROFILE.parameter_bytes(1, 2) == 4840
+    assert PROFILE.parameter_bytes(3, 2) == 0
+
+
+def _changed(change: dict[str, Any]) -> str:
+    return json.dumps({**json.loads(PROFILE.to_json()), **change})
+
+
+def _layer_changed(change: dict[str, Any]) -> str:
+    tree = json.loads(PROFILE.to_json())
+    tree["layers"][1].update(change)
+    return json.dumps(tree)
+
+
+BROKEN = {
+    "not JSON": ("{", "not valid JSON"),
+    "not an object": ("[]", f"format is not {FORMAT}"),
+    "another format": (_changed({"format": 99}), f"format is not {FORMAT}"),
+    "an unknown key": (_changed({"colour": 1}), "colour"),
+    "a missing key": (json.dumps({"format": FORMAT, "model": "x"}), "batch_sizes"),
+    "no layers": (_changed({"layers": []}), "no layers"),
+    "layers that are a word": (_changed({"layers": "two"}), "layers is not a list"),
+    "a layer that is a number": (_changed({"layers": [1]}), "backward_s"),
+    "sizes out of order": (_changed({"batch_sizes": [100, 25, 3]}), "ascending"),
+    "a size of zero": (_changed({"batch_sizes": [0, 25, 100]}), "ascending"),
+    "sizes that are lists": (_changed({"batch_sizes": [[1], [2], [3]]}), "ascending"),
+    "a time missing": (_layer_changed({"forward_s": [0.1, 0.2]}), "forward_s of layer 'fc2'"),
+    "a negative time": (_layer_changed({"backward_s": [0.1, 0.2, -1]}), "backward_s of layer 'fc2'"),
+    "a time that is not a number": (_layer_changed({"backward_s": [0.1, 0.2, float("nan")]}), "backward_s"),
+    "a time that is true": (_layer_changed({"backward_s": [0.1, 0.2, True]}), "backward_s"),
+    "a size that is a fraction": (_layer_changed({"output_bytes": 1.5}), "layer 'fc2' is not a number of bytes"),
+    "an overhead that is a word": (_changed({"load_s": "fast"}), "load_s is not a number"),
+    "an overhead without end": (_changed({"pack_s_per_byte": float("inf")}), "pack_s_per_byte"),
+    "a machine that is a number": (_changed({"machine": 5}), "machine is not text"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as raised:
+        Profile.load(path)
+    assert str(path) in str(raised.value)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_one_sentence_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot read the profile .*gone\.json: No such file"):
+        Profile.load(tmp_path / "gone.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.json is not a profile"):
+        Profile.load(tmp_path / "binary.json")
+
+
+def test_a_profile_made_in_code_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match="batch_sizes"):
+        replace(PROFILE, batch_sizes=())

@@ -1,0 +1,220 @@
+"""The configuration: defaults as documented, a round trip through TOML, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.config import Config, DeviceSection, Link, config_from, device_specs, dump_config, load_config
+from pipar.errors import ConfigError
+
+
+def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_by_pipar() -> None:
+    config = config_from({})
+    assert config == Config()
+    assert (config.run.method, config.run.epochs, config.run.batch_size, config.run.seed) == ("pipar", 5, 100, 0)
+    assert (config.model.name, config.model.norm, config.model.dtype) == ("vgg5", "group", "float32")
+    assert config.data.name == "digits"
+    assert (config.plan.split_point, config.plan.micro_batches) == ("auto", "auto")
+    assert config.plan.schedule == "all-forward"
+    assert config.wire.encoding == "auto"
+    assert config.server.aggregator == "fedavg"
+
+
+def test_the_default_optimizer_is_sgd_whose_momentum_is_reset_at_aggregation() -> None:
+    optimizer = Config().optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.momentum) == ("sgd", 0.01, 0.9)
+    assert optimizer.momentum_at_aggregation == "reset"
+
+
+def test_an_empty_configuration_has_four_devices_on_4g_at_a_twentieth_of_this_machine() -> None:
+    devices = device_specs(Config())
+    assert [device.name for device in devices] == ["device-1", "device-2", "device-3", "device-4"]
+    assert {(device.link.up_bps, device.link.down_bps, device.speed) for device in devices} == {(10e6, 25e6, 0.05)}
+
+
+@pytest.mark.parametrize(
+    ("written", "link"),
+    [
+        ("4g", Link(up_bps=10e6, down_bps=25e6)),
+        ("4g+", Link(up_bps=20e6, down_bps=40e6)),
+        ("wifi", Link(up_bps=50e6, down_bps=50e6)),
+        ("unlimited", Link()),
+        ({"up": "10Mbit/s", "down": "25Mbit/s", "latency": "20ms"}, Link(up_bps=10e6, down_bps=25e6, latency_s=0.02)),
+        ({"down": 5e6}, Link(down_bps=5e6)),
+        ({}, Link()),
+    ],
+)
+def test_a_link_is_a_name_or_its_numbers(written: Any, link: Link) -> None:
+    assert config_from({"devices": [{"link": written}]}).devices[0].link == link
+
+
+def test_names_are_padded_so_that_they_sort_by_number() -> None:
+    names = [spec.name for spec in device_specs(config_from({"devices": [{"name": "pi", "count": 12}]}))]
+    assert names[:3] == ["pi-01", "pi-02", "pi-03"]
+    assert names == sorted(names)
+
+
+def test_a_group_of_one_keeps_its_name_and_groups_of_one_name_count_on() -> None:
+    tree = {"devices": [{"name": "phone"}, {"name": "pi", "speed": 0.1}, {"name": "pi", "speed": 0.2}]}
+    specs = device_specs(config_from(tree))
+    assert [(spec.name, spec.speed) for spec in specs] == [("phone", 0.05), ("pi-1", 0.1), ("pi-2", 0.2)]
+
+
+def test_a_device_takes_the_plan_of_its_group_before_that_of_the_run() -> None:
+    tree = {"plan": {"split_point": 2, "micro_batches": 4}, "devices": [{"count": 1, "split_point": "auto"}]}
+    (spec,) = device_specs(config_from(tree))
+    assert (spec.split_point, spec.micro_batches) == ("auto", 4)
+
+
+names = st.sampled_from(["a", "pi", "phone.1", "b-2"])
+rates = st.one_of(st.none(), st.floats(1, 1e12))
+links = st.builds(Link, up_bps=rates, down_bps=rates, latency_s=st.floats(0, 10))
+plan_numbers = st.one_of(st.none(), st.just("auto"), st.integers(1, 100))
+devices = st.builds(
+    DeviceSection,
+    name=names,
+    count=st.integers(1, 9),
+    link=links,
+    speed=st.floats(1e-3, 10),
+    split_point=plan_numbers,
+    micro_batches=plan_numbers,
+)
+
+
+@given(
+    st.lists(devices, min_size=1, max_size=3, unique_by=lambda group: group.name),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "run": st.fixed_dictionaries({"epochs": st.integers(1, 99), "method": st.sampled_from(["fl", "sfl2"])}),
+            "optimizer": st.fixed_dictionaries({"learning_rate": st.floats(1e-6, 10)}),
+            "data": st.fixed_dictionaries({"shape": st.just((3, 8, 8)), "samples_per_device": st.integers(1, 10**6)}),
+            "plan": st.fixed_dictionaries({"split_point": st.integers(1, 40)}),
+        },
+    ),
+)
+def test_a_configuration_comes_back_from_toml_as_it_was(groups: list[DeviceSection], sections: dict[str, Any]) -> None:
+    config = config_from({**sections, "devices": groups})
+    assert _from_toml(dump_config(config)) == config
+
+
+def _from_toml(text: str) -> Config:
+    return config_from(tomllib.loads(text))
+
+
+def test_a_dumped_file_loads_as_the_same_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    config = load_config(None, ["run.name=first", "devices.link=wifi", "data.samples_per_device=[1,2,3,4]"])
+    path.write_text(dump_config(config), "utf-8")
+    assert load_config(path) == config
+
+
+MISTAKES = [
+    ({"run": {"epochs": 0}}, "run.epochs = 0 is not allowed"),
+    ({"run": {"epochs": True}}, "run.epochs = True is not a number"),
+    ({"run": {"epochs": 1.5}}, "run.epochs = 1.5 is not allowed"),
+    ({"run": {"method": "fedsgd"}}, "run.method = 'fedsgd' is not known; allowed are pipar, fl, sl, sfl, sfl2."),
+    ({"run": {"name": "../up"}}, "run.name = '../up' is not allowed"),
+    ({"run": {"epoch": 1}}, "'epoch' is not a key of [run]: did you mean 'epochs'?"),
+    ({"runs": {}}, "'runs' is not a key of the configuration: did you mean 'run'?"),
+    ({"run": 5}, "run = 5 is not allowed"),
+    ({"model": {"name": "vgg6"}}, "model.name = 'vgg6' is not known; allowed are vgg5, resnet18"),
+    ({"model": {"norm": "layer"}}, "allowed are batch, group, none."),
+    ({"model": {"dtype": "float16"}}, "allowed are float32, float64."),
+    ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate = 0 is not allowed"),
+    ({"optimizer": {"momentum": 1}}, "optimizer.momentum = 1 is not allowed: it should be less than 1."),
+    ({"data": {"samples_per_device": [1, 2]}}, "lists 2 sizes for 4 devices"),
+    ({"data": {"alpha": float("nan")}}, "data.alpha = nan is not allowed"),
+    ({"plan": {"split_point": "soon"}}, "plan.split_point = 'soon' is neither 'auto' nor a whole number."),
+    ({"plan": {"split_point": True}}, "plan.split_point = True is neither 'auto' nor a whole number."),
+    ({"wire": {"encoding": "zip"}}, "wire.encoding = 'zip' is not known"),
+    ({"server": {"listen": "here"}}, "server.listen = 'here' is not allowed"),
+    ({"devices": []}, "devices = [] is not allowed"),
+    ({"devices": 5}, "devices = 5 is not allowed"),
+    ({"devices": [{"colour": 1}]}, "'colour' is not a key of [devices]"),
+    ({"devices": [{"speed": float("inf")}]}, "devices.speed = inf is not allowed"),
+    ({"devices": [{"name": "a b"}]}, "devices.name = 'a b' is not allowed"),
+    ({"devices": [{"link": "5g"}]}, "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited"),
+    ({"devices": [{"link": {"up": -1}}]}, "devices.link"),
+    ({"devices": [{"link": {"up": "fast"}}]}, "'fast' is not a rate; write it like '10Mbit/s'"),
+    ({"devices": [{"link": {"up": [1]}}]}, "'[1]' is not a rate"),
+    ({"devices": [{"link": {"latency": "-1s"}}]}, "'-1s' is not a duration"),
+    ({"devices": [{"name": "x", "count": 2}, {"name": "x-1"}]}, "Two devices are called 'x-1'"),
+]
+
+
+@pytest.mark.parametrize(("tree", "says"), MISTAKES, ids=[says for _, says in MISTAKES])
+def test_a_mistake_is_one_sentence_that_says_what_was_given(tree: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_from(tree)
+    message = str(raised.value)
+    assert says in message
+    assert "\n" not in message
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("setting", "section", "key", "value"),
+    [
+        ("run.epochs=3", "run", "epochs", 3),
+        ("run.method=fl", "run", "method", "fl"),
+        ('run.method="fl"', "run", "method", "fl"),
+        (" run.seed = 7 ", "run", "seed", 7),
+        ("data.augment=true", "data", "augment", True),
+        ("plan.split_point=auto", "plan", "split_point", "auto"),
+        ("optimizer.learning_rate=1e-3", "optimizer", "learning_rate", 0.001),
+        ("data.shape=[1, 8, 8]", "data", "shape", (1, 8, 8)),
+    ],
+)
+def test_a_setting_goes_over_the_default(setting: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_config(None, [setting]), section), key) == value
+
+
+def test_a_setting_goes_over_the_file_and_a_later_one_over_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[run]\nepochs = 2\nseed = 9\n", "utf-8")
+    run = load_config(path, ["run.epochs=3", "run.epochs=4"]).run
+    assert (run.epochs, run.seed) == (4, 9)
+
+
+def test_a_setting_for_devices_goes_to_every_group(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[[devices]]\nname = "a"\n[[devices]]\nname = "b"\nlink = "4g"\n', "utf-8")
+    groups = load_config(path, ["devices.link=wifi", "devices.speed=0.5"]).devices
+    assert [(group.name, group.link.up_bps, group.speed) for group in groups] == [("a", 50e6, 0.5), ("b", 50e6, 0.5)]
+
+
+def test_a_setting_for_devices_without_a_file_goes_to_the_default_four() -> None:
+    assert len(device_specs(load_config(None, ["devices.link=unlimited"]))) == 4
+    assert len(device_specs(load_config(None, ["devices.count=7"]))) == 7
+    link = load_config(None, ['devices.link={up = "1Mbit/s", latency = "5ms"}']).devices[0].link
+    assert link == Link(up_bps=1e6, latency_s=0.005)
+
+
+@pytest.mark.parametrize("setting", ["run=5", "epochs=1", "run.", "run.epochs", "=", "", ".epochs=1x"])
+def test_what_is_not_a_setting_is_one_sentence(setting: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [setting])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot read the configuration .*gone\.toml"):
+        load_config(tmp_path / "gone.toml")
+    (tmp_path / "torn.toml").write_text("[run", "utf-8")
+    with pytest.raises(ConfigError, match=r"torn\.toml is not valid TOML"):
+        load_config(tmp_path / "torn.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.toml is not valid TOML"):
+        load_config(tmp_path / "binary.toml")
+
+
+def test_a_configuration_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().run.epochs = 3
