@@ -116,32 +116,53 @@ def test_a_dumped_file_loads_as_the_same_configuration(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ({"run": {"epochs": 0}}, "run.epochs = 0 is not allowed"),
+    ({"run": {"epochs": 0}}, "run.epochs = 0 is not allowed: it should be at least 1."),
     ({"run": {"epochs": True}}, "run.epochs = True is not a number"),
-    ({"run": {"epochs": 1.5}}, "run.epochs = 1.5 is not allowed"),
+    ({"run": {"epochs": 1.5}}, "run.epochs = 1.5 is not allowed: it should be a whole number."),
     ({"run": {"method": "fedsgd"}}, "run.method = 'fedsgd' is not known; allowed are pipar, fl, sl, sfl, sfl2."),
-    ({"run": {"name": "../up"}}, "run.name = '../up' is not allowed"),
+    ({"run": {"name": "../up"}}, "run.name = '../up' is not allowed: a name starts with a letter or a digit"),
+    ({"run": {"name": 5}}, "run.name = 5 is not allowed: it should be text."),
     ({"run": {"epoch": 1}}, "'epoch' is not a key of [run]: did you mean 'epochs'?"),
     ({"runs": {}}, "'runs' is not a key of the configuration: did you mean 'run'?"),
-    ({"run": 5}, "run = 5 is not allowed"),
+    ({"run": 5}, "run = 5 is not allowed: write a section [run] with its keys below it."),
     ({"model": {"name": "vgg6"}}, "model.name = 'vgg6' is not known; allowed are vgg5, resnet18"),
     ({"model": {"norm": "layer"}}, "allowed are batch, group, none."),
     ({"model": {"dtype": "float16"}}, "allowed are float32, float64."),
     ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate = 0 is not allowed"),
     ({"optimizer": {"momentum": 1}}, "optimizer.momentum = 1 is not allowed: it should be less than 1."),
-    ({"data": {"samples_per_device": [1, 2]}}, "lists 2 sizes for 4 devices"),
+    ({"optimizer": {"momentum": True}}, "optimizer.momentum = True is not a number."),
+    ({"optimizer": {"weight_decay": False}}, "optimizer.weight_decay = False is not a number."),
+    (
+        {"data": {"samples_per_device": [1, 2]}},
+        "data.samples_per_device lists 2 sizes for 4 devices: give one for each.",
+    ),
+    ({"data": {"samples_per_device": 0}}, "data.samples_per_device = 0 is neither a whole number from 1 on nor a list"),
+    ({"data": {"samples_per_device": [5, True]}}, "data.samples_per_device = [5, True] is neither"),
+    ({"data": {"shape": [1, 2]}}, "data.shape = [1, 2] is not the shape of an image; write [channels, height, width]"),
+    ({"data": {"augment": "perhaps"}}, "data.augment = 'perhaps' is not allowed: it should be true or false."),
     ({"data": {"alpha": float("nan")}}, "data.alpha = nan is not allowed"),
     ({"plan": {"split_point": "soon"}}, "plan.split_point = 'soon' is neither 'auto' nor a whole number."),
     ({"plan": {"split_point": True}}, "plan.split_point = True is neither 'auto' nor a whole number."),
+    (
+        {"plan": {"micro_batches": 0}},
+        "plan.micro_batches = 0 is less than 1; give a whole number from 1 on, or 'auto'.",
+    ),
+    ({"plan": {"micro_batches": -4}}, "plan.micro_batches = -4 is less than 1"),
+    ({"plan": {"split_point": 0}}, "plan.split_point = 0 is less than 1"),
     ({"wire": {"encoding": "zip"}}, "wire.encoding = 'zip' is not known"),
     ({"server": {"listen": "here"}}, "server.listen = 'here' is not allowed"),
+    ({"server": {"listen": "here:99999"}}, "a port from 0 to 65535"),
     ({"devices": []}, "devices = [] is not allowed"),
-    ({"devices": 5}, "devices = 5 is not allowed"),
-    ({"devices": [{"colour": 1}]}, "'colour' is not a key of [devices]"),
+    ({"devices": 5}, "devices = 5 is not allowed: write [[devices]] with its keys below it"),
+    ({"devices": [1]}, "devices = [1] is not allowed: write [[devices]]"),
+    ({"devices": {"count": 3}}, "devices = {'count': 3} is not allowed: write [[devices]]"),
+    ({"devices": [{"colour": 1}]}, "'colour' is not a key of [devices]: allowed are name, count"),
+    ({"devices": [{"micro_batches": 0}]}, "devices.micro_batches = 0 is less than 1"),
     ({"devices": [{"speed": float("inf")}]}, "devices.speed = inf is not allowed"),
     ({"devices": [{"name": "a b"}]}, "devices.name = 'a b' is not allowed"),
     ({"devices": [{"link": "5g"}]}, "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited"),
-    ({"devices": [{"link": {"up": -1}}]}, "devices.link"),
+    ({"devices": [{"link": {"up": -1}}]}, "devices.link.up = -1.0 is not allowed: it should be greater than 0."),
+    ({"devices": [{"link": {"down": float("inf")}}]}, "devices.link.down = inf is not allowed"),
     ({"devices": [{"link": {"up": "fast"}}]}, "'fast' is not a rate; write it like '10Mbit/s'"),
     ({"devices": [{"link": {"up": [1]}}]}, "'[1]' is not a rate"),
     ({"devices": [{"link": {"latency": "-1s"}}]}, "'-1s' is not a duration"),
@@ -195,6 +216,14 @@ def test_a_setting_for_devices_without_a_file_goes_to_the_default_four() -> None
     assert len(device_specs(load_config(None, ["devices.count=7"]))) == 7
     link = load_config(None, ['devices.link={up = "1Mbit/s", latency = "5ms"}']).devices[0].link
     assert link == Link(up_bps=1e6, latency_s=0.005)
+
+
+@pytest.mark.parametrize("devices", ["[devices]\ncount = 3", "devices = 5", "devices = [1]"])
+def test_a_setting_over_devices_that_are_no_groups_is_one_sentence(tmp_path: Path, devices: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(devices, "utf-8")
+    with pytest.raises(ConfigError, match=r"write \[\[devices\]\]"):
+        load_config(path, ["devices.speed=0.5"])
 
 
 @pytest.mark.parametrize("setting", ["run=5", "epochs=1", "run.", "run.epochs", "=", "", ".epochs=1x"])

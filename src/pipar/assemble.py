@@ -30,7 +30,7 @@ def assemble_server(
     observe: Observer,
 ) -> Server:
     """Return the server of a job, ready to admit its devices."""
-    keep = job.traced_devices()
+    keep = job.traced_devices
     recorder, beside = Recorder(SERVER, keep), Recorder(SERVER, keep)
     ledger = Ledger(job.links, job.bounds(), job.cores, recorder=recorder, background=beside, emit=emit)
     training = Training(
@@ -64,7 +64,7 @@ async def run_device(
     observe: Observer,
 ) -> None:
     """Run one device of a job over a transport, from hello to the end."""
-    recorder = Recorder(name, job.traced_devices())
+    recorder = Recorder(name, job.traced_devices)
     link = job.links[name]
     channel = Channel(transport, recorder, UPLINK)
     channel.shape(link.up_bps, link.latency_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ class ThreadCompute:
     def _start_thread(self) -> None:
         self._thread.lane = self._unnamed.pop()
         self._thread.free_at = self._loop.time()
-        if self._nice:
+        if self._nice and sys.platform == "linux":  # elsewhere a priority is the whole process's
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
 
     async def run(self, *steps: Step) -> Any:

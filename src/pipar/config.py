@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipar.errors import ConfigError
 from pipar.units import format_rate, parse_duration, parse_rate
@@ -33,23 +34,67 @@ def _refuse_bool(value: Any) -> Any:
 
 
 def _plan_number(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError("is neither 'auto' nor a whole number")
+    if value != "auto" and value < 1:
+        raise ValueError("is less than 1; give a whole number from 1 on, or 'auto'")
+    return value
+
+
+def _shape(value: Any) -> Any:
+    sides = list(value) if isinstance(value, list | tuple) else []
+    if len(sides) != 3 or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
+        raise ValueError("is not the shape of an image; write [channels, height, width], as in [3, 32, 32]")
+    return value
+
+
+def _sizes(value: Any) -> Any:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    if value is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
+        raise ValueError("is neither a whole number from 1 on nor a list of them, one for each device")
+    return value
+
+
+def _groups(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(g, Mapping | _Section) for g in value):
+        raise ValueError("is not allowed: write [[devices]] with its keys below it, once for each group of devices")
+    return value
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("is not allowed: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051")
+    return value
+
+
+def _named(letters: str) -> Callable[[str], str]:
+    """Return a check that a name has only letters, digits and these other signs: it names files and folders."""
+    pattern = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(letters)}]*")
+
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            signs = " ".join(letters)
+            raise ValueError(f"is not allowed: a name starts with a letter or a digit and has only those and {signs}")
         return value
-    raise ValueError("is neither 'auto' nor a whole number")
+
+    return check
 
 
 Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
+Decay = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
 PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
 
 
 class Link(_Section):
     """The two directions of one device's connection, each with its own rate; None is no limit."""
 
-    up_bps: float | None = Field(default=None, gt=0)
-    down_bps: float | None = Field(default=None, gt=0)
-    latency_s: float = Field(default=0.0, ge=0)
+    up_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    down_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    latency_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 def _parse_link(value: Any) -> Any:
@@ -74,7 +119,7 @@ def _parse_limit(text: str | float) -> float | None:
 
 
 class RunSection(_Section):
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: Annotated[str, AfterValidator(_named("._+-"))] | None = None
     method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
     epochs: Positive = 5
     batch_size: Positive = 100
@@ -93,8 +138,8 @@ class ModelSection(_Section):
 class OptimizerSection(_Section):
     name: Literal["sgd"] = "sgd"
     learning_rate: Fraction = 0.01
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
+    momentum: Momentum = 0.9
+    weight_decay: Decay = 0.0
     momentum_at_aggregation: Literal["reset", "keep"] = "reset"
 
 
@@ -105,11 +150,11 @@ class DataSection(_Section):
     partition: Literal["iid", "dirichlet", "shards"] = "iid"
     alpha: Fraction = 0.5
     shards_per_device: Positive = 2
-    samples_per_device: Positive | list[Positive] | None = None
+    samples_per_device: Annotated[int | list[int] | None, BeforeValidator(_sizes)] = None
     validation: NotNegative | None = None
     test: NotNegative | None = None
     augment: bool = False
-    shape: tuple[Positive, Positive, Positive] | None = None  # of synthetic images
+    shape: Annotated[tuple[int, int, int], BeforeValidator(_shape)] | None = None  # of synthetic images
     classes: Positive | None = None  # of synthetic images, or what a factory's labels go up to
 
 
@@ -128,12 +173,12 @@ class ServerSection(_Section):
     cores: Positive | None = None
     speed: Fraction = 1.0
     profile: str | None = None
-    listen: str = Field(default="127.0.0.1:0", pattern=r"^.+:[0-9]{1,5}$")
+    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:0"
     aggregator: Literal["fedavg"] = "fedavg"
 
 
 class DeviceSection(_Section):
-    name: str = Field(default="device", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_named("._-"))] = "device"
     count: Positive = 1
     link: Annotated[Link, BeforeValidator(_parse_link)] = Link(up_bps=10e6, down_bps=25e6)
     speed: Fraction = 0.05
@@ -152,18 +197,18 @@ class Config(_Section):
     plan: PlanSection = PlanSection()
     wire: WireSection = WireSection()
     server: ServerSection = ServerSection()
-    devices: tuple[DeviceSection, ...] = Field(default=(DeviceSection(count=4),), min_length=1)
+    devices: Annotated[tuple[DeviceSection, ...], BeforeValidator(_groups)] = (DeviceSection(count=4),)
 
     @model_validator(mode="after")
     def _sizes_match_devices(self) -> Config:
         sizes = self.data.samples_per_device
         count = sum(group.count for group in self.devices)
         if isinstance(sizes, list) and len(sizes) != count:
-            raise ValueError(f"data.samples_per_device lists {len(sizes)} sizes for {count} devices")
+            raise ValueError(f"data.samples_per_device lists {len(sizes)} sizes for {count} devices: give one for each")
         names = [spec.name for spec in device_specs(self)]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"two devices are called '{twice}'; give each group of devices its own name")
+            raise ValueError(f"Two devices are called '{twice}'; give each group of devices its own name")
         return self
 
 
@@ -250,8 +295,11 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
     value = _toml_value(text.strip())
     if section == "devices":
         # A device key is set for every group: "all devices on wifi". The default group has four devices.
-        for group in tree.setdefault("devices", [{"count": 4}]):
-            group[name] = value
+        # What is not a list of groups stays as it is: the check that follows says what is wrong with it.
+        groups = tree.setdefault("devices", [{"count": 4}])
+        for group in groups if isinstance(groups, list) else []:
+            if isinstance(group, dict):
+                group[name] = value
     else:
         tree.setdefault(section, {})
         if isinstance(tree[section], dict):
@@ -269,9 +317,8 @@ def _sentence(error: ValidationError) -> str:
     """Turn the first of pydantic's errors into one sentence: what was given, what is allowed."""
     first = error.errors()[0]
     # pydantic adds the names of its own validators to the place; a person wants section and key.
-    where = ".".join(
-        part for part in first["loc"][:3] if isinstance(part, str) and part.isidentifier() and part != "auto"
-    )
+    parts = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier() and part != "auto"]
+    where = ".".join(parts[:3]).removesuffix("_bps").replace("latency_s", "latency")
     given, kind = first.get("input"), first["type"]
     if kind == "extra_forbidden":
         return _unknown_key(first["loc"])
@@ -280,9 +327,27 @@ def _sentence(error: ValidationError) -> str:
         return f"{where} = {given!r} is not known; allowed are {allowed}."
     if kind == "value_error":
         cause = str(first["ctx"]["error"])
-        return f"{where} = {given!r} {cause}." if where else f"{cause[0].upper()}{cause[1:]}."
-    message = first["msg"].replace("Input should", "should").replace("Tuple should", "should")
-    return f"{where} = {given!r} is not allowed: it {message}." if where else f"{message}."
+        return f"{where} = {given!r} {cause}." if where else f"{cause}."
+    if kind == "model_type":
+        return f"{where} = {given!r} is not allowed: write a section [{where}] with its keys below it."
+    return f"{where} = {given!r} is not allowed: it {_should(first['msg'])}."
+
+
+def _should(message: str) -> str:
+    """Return pydantic's "Input should be ..." as the end of a sentence about a key."""
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return message.partition(",")[0]
+
+
+_WORDS = {
+    "Input should": "should",
+    "a valid integer": "a whole number",
+    "a valid string": "text",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+}
 
 
 def _unknown_key(location: tuple[int | str, ...]) -> str:
@@ -293,6 +358,6 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     known = list(section.model_fields)
     key = str(location[-1])
     close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    hint = f"did you mean '{close[0]}'? Allowed" if close else "allowed"
     place = f"[{location[0]}]" if len(location) > 1 else "the configuration"
-    return f"'{key}' is not a key of {place}: {hint}Allowed are {', '.join(known)}."
+    return f"'{key}' is not a key of {place}: {hint} are {', '.join(known)}."

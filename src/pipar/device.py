@@ -7,7 +7,6 @@ What it computes with, what it talks over and what time is are given to it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -83,6 +82,9 @@ class Device:
         helpers = [self._loop.create_task(self._receive()), self._loop.create_task(self._upload())]
         try:
             await self._while_running(self._obey(), helpers)
+        except ProtocolError as error:
+            self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
+            raise
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -230,16 +232,17 @@ class Device:
     async def _while_running(self, main: Coroutine[Any, Any, None], helpers: list[asyncio.Task[None]]) -> None:
         """Run to the end of `main`, or raise what ended a helper first."""
         task = self._loop.create_task(main)
-        await asyncio.wait([task, *helpers], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        try:
+            await asyncio.wait([task, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            for helper in helpers:
-                if helper.done():
-                    helper.result()
-            raise LinkError("The connection to the server was lost.")
-        task.result()
+            await asyncio.gather(task, return_exceptions=True)
+        for helper in helpers:
+            if helper.done():
+                helper.result()
+        raise LinkError("The connection to the server was lost.")
 
 
 def _size_bytes(activation: Any) -> int:

@@ -52,6 +52,19 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class Started:
+    """Everything is prepared and the run's folder is there: the training begins."""
+
+    folder: str
+    method: str
+    epochs: int
+    cores: int  # of the server
+    plans: dict[str, str]  # by device: "P=2 N=3"
+    samples: dict[str, int]  # by device
+    iterations: dict[str, int]  # of one epoch, by device
+
+
+@dataclass(frozen=True)
 class Listening:
     """The server can be reached."""
 
@@ -66,7 +79,7 @@ class Joined:
     devices: int
 
 
-Event = Progress | EpochResult | Preparing | Listening | Joined
+Event = Progress | EpochResult | Preparing | Started | Listening | Joined
 Observer = Callable[[Event], None]
 
 

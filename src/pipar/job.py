@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from pipar.config import Config, DeviceSpec, Link, device_specs
 from pipar.errors import PlanError
@@ -50,11 +50,11 @@ class Job:
     def cores(self) -> int:
         return self.config.server.cores or os.cpu_count() or 1
 
-    @property
+    @cached_property
     def links(self) -> dict[str, Link]:
         return {spec.name: spec.link for spec in self.specs}
 
-    @property
+    @cached_property
     def split_points(self) -> dict[str, int]:
         return {name: plan.split_point for name, plan in self.plans.items()}
 
@@ -86,10 +86,6 @@ class Job:
             for number, spec in enumerate(self.specs, start=1)
         }
 
-    def device_costs(self, name: str) -> Costs:
-        spec = next(spec for spec in self.specs if spec.name == name)
-        return Costs(self.device_profiles[name], spec.speed)
-
     def server_costs(self) -> Costs:
         return Costs(self.server_profile, self.config.server.speed)
 
@@ -116,8 +112,9 @@ class Job:
                 total += sum(costs.seconds(Work(kind, 0, 0, 0, first, last, piece)) for kind in kinds)
         return total
 
+    @cached_property
     def traced_devices(self) -> frozenset[str] | None:
-        """Return the devices whose spans are kept; None for all of them."""
+        """The devices whose spans are kept; None for all of them."""
         names = [spec.name for spec in self.specs]
         trace = self.config.run.trace
         if trace == "off":

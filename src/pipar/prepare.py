@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, device_specs
-from pipar.data.catalog import dataset_info
+from pipar.config import Config, config_from, device_specs
+from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.job import Job, make_plans
+from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
 from pipar.planner.profile import Profile
+from pipar.planner.select import check_given
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,34 +28,74 @@ def prepare(workload: Workload, observe: Observer = ignore) -> Job:
     from pipar.nn.models import uses_batch_statistics, uses_dropout
 
     model = workload.checked_model()
-    profile = _given_profile(workload.config) or measured_profile(workload, model, observe)
+    check_given_plans(workload.config, len(model), workload.model_name)
     sizes = workload.sizes()
     empty = [name for name, size in sizes.items() if size == 0]
     if empty:
         raise DataError(f"{empty[0]} has no samples: give every device at least one, or fewer devices.")
+    profile = _given_profile(workload.config) or measured_profile(workload, model, observe)
     job = _job(workload.config, profile, sizes, dataset=workload.data_name, model=workload.model_name)
     return replace(job, batch_statistics=uses_batch_statistics(model), dropout=uses_dropout(model))
 
 
-def prepare_without_torch(config: Config) -> Job | None:
-    """Return the job of a timing-only run from counts and a profile that is there already; None if that needs more."""
-    sizes = config.data.samples_per_device
-    if sizes is None or config.data.factory or config.model.factory:
+def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
+    """Return the job of a timing-only run, from counts and a profile; None for factories, which must be looked at.
+
+    The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
+    """
+    if config.data.factory or config.model.factory:
         return None
-    names = [spec.name for spec in device_specs(config)]
-    counted = dict(zip(names, sizes if isinstance(sizes, list) else [sizes] * len(names), strict=True))
     info = dataset_info(config.data.name)
-    if info.train and sum(counted.values()) > info.train:
-        return None  # loading the dataset says what is wrong
-    shape = config.data.shape or info.shape
-    key = profile_key(config, shape, config.data.classes or info.classes)
-    profile = _given_profile(config) or find_profile(key)
+    sizes = _counted(config, info)
+    shape, classes = config.data.shape or info.shape, config.data.classes or info.classes
+    profile = _given_profile(config) or find_profile(profile_key(config, shape, classes))
     if profile is None:
-        return None
-    return _job(config, profile, counted, dataset=config.data.name, model=config.model.name)
+        profile = _profile_of_shape(config, shape, classes, observe)
+    return _job(config, profile, sizes, dataset=config.data.name, model=config.model.name)
+
+
+def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
+    """Return each device's number of samples, as far as the dataset's published size allows."""
+    from pipar.data.partition import even_sizes  # brings numpy, which `pipar --help` has no time for
+
+    names = [spec.name for spec in device_specs(config)]
+    given = config.data.samples_per_device
+    total = info.train or SYNTHETIC_SAMPLES * len(names)
+    sizes = (
+        given if isinstance(given, list) else even_sizes(total, len(names)) if given is None else [given] * len(names)
+    )
+    if info.train and sum(sizes) > info.train:
+        raise DataError(
+            f"{sum(sizes)} samples are asked for, but {info.name} has {info.train}: "
+            "give fewer samples_per_device or fewer devices."
+        )
+    return dict(zip(names, sizes, strict=True))
+
+
+def _profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, observe: Observer) -> Profile:
+    """Return this machine's profile of the network for samples of this shape, whatever is in them."""
+    from pipar.workload import Workload
+
+    tree = config.model_dump()
+    tree["data"] |= {
+        "name": "synthetic",
+        "shape": shape,
+        "classes": classes,
+        "samples_per_device": config.run.batch_size,
+    }
+    tree["devices"] = [{}]
+    workload = Workload(config_from(tree))
+    return measured_profile(workload, workload.checked_model(), observe)
+
+
+def check_given_plans(config: Config, layers: int, model: str) -> None:
+    """Raise PlanError if a given P or N fits no method: before anything is measured, or trained by another method."""
+    for p, n in {(spec.split_point, spec.micro_batches) for spec in device_specs(config)}:
+        check_given(METHODS["pipar"], p, n, layers=layers, batch_size=config.run.batch_size, model=model)
 
 
 def _job(config: Config, profile: Profile, sizes: Mapping[str, int], *, dataset: str, model: str) -> Job:
+    check_given_plans(config, len(profile.layers), model)
     server = _load_profile(config.server.profile, profile)
     files = {group.profile for group in config.devices}
     loaded = {file: _load_profile(file, profile) for file in files}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
+import socket
 import sys
 import time
 import types
@@ -21,8 +23,9 @@ from pipar.events import Event, Listening, Observer, Progress
 from pipar.job import Job
 from pipar.workload import Own, Workload
 
-#: What the fork server imports once for all processes; never grpc, which does not survive a fork.
-_PRELOAD = ["torch", "pipar.workload", "pipar.torchside", "pipar.assemble", "pipar.results"]
+#: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
+#: of a process imports torch._dynamo, for more than a second.
+_PRELOAD = ["torch", "torch._dynamo", "pipar.workload", "pipar.torchside", "pipar.assemble", "pipar.results"]
 _PROGRESS_EVERY_S = 0.2
 _GRACE_S = 20.0
 
@@ -46,6 +49,18 @@ def train_in_processes(job: Job, own: Own, folder: Path, command: str, observe: 
         household.wait_for_end()
     finally:
         household.end()
+
+
+def check_address(address: str) -> None:
+    """Raise one sentence if the server cannot listen on HOST:PORT: before anything is started for it."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError as error:
+        is_name = isinstance(error, socket.gaierror)
+        why = "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
+        raise InputError(f"Cannot listen on {address}: {why}.") from None
 
 
 class _Household:
@@ -105,13 +120,11 @@ class _Household:
             raise TrainingError(f"The process of {name} {how}.")
 
     def end(self) -> None:
-        """End what still runs: the server first, which then saves; nothing is left behind."""
+        """End what still runs, the server first: it saves before its devices are gone. Nothing is left behind."""
         for process in self._processes.values():
             if process.is_alive():
                 process.terminate()
-        deadline = time.monotonic() + _GRACE_S
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
+                process.join(_GRACE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -192,9 +205,12 @@ def _server_process(connection: Connection, job: Job, own: Own, folder: Path, co
     learner = make_learner(job, workload)
     run = RunFolder(folder, job, world="real", command=command)
     observe = _observer(connection)
-    whole = _run_until_terminated(_serve(job, workload, learner, run, observe))
-    accuracy = test_accuracy(learner, workload) if whole else None
-    run.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
+    whole = False
+    try:
+        whole = _run_until_terminated(_serve(job, workload, learner, run, observe))
+    finally:  # whatever ended the training, the epochs so far and the last global model are kept
+        accuracy = test_accuracy(learner, workload) if whole else None
+        run.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
 
 
 async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: Observer) -> None:
@@ -226,6 +242,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         await server.farewell()
     finally:
         await listener.stop()
+        server.close()
 
 
 def _device_process(connection: Connection, job: Job, own: Own, name: str, address: str) -> None:

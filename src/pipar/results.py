@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +37,12 @@ def new_folder(name: str) -> Path:
             raise InputError(f"Cannot make the run's folder {folder}: {error.strerror}.") from None
         else:
             return folder
+
+
+def drop_unused(folder: Path) -> None:
+    """Remove the folder of a run that came to nothing: not one epoch was finished."""
+    if not (folder / "metrics.jsonl").exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

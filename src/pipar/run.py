@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipar.config import Config, config_from, load_config
+from pipar import methods as known
+from pipar.config import Config, load_config
 from pipar.errors import ConfigError
-from pipar.events import EpochResult, Observer, ignore
+from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
-from pipar.prepare import prepare, prepare_without_torch
-from pipar.results import RunFolder, new_folder, run_name
+from pipar.prepare import prepare, prepare_timing_only
+from pipar.results import RunFolder, drop_unused, new_folder, run_name
+from pipar.schedule import cut_epoch
 from pipar.trace import Span
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def run(
     resolved = _configuration(config, settings, datasets)
     words = command if command is not None else "pipar.run"
     if world == "timing-only" and model is None and datasets is None:
-        job = prepare_without_torch(resolved)
+        job = prepare_timing_only(resolved, observe)
         if job is not None:
             return _run_timing_only(job, words, observe)
     from pipar.workload import Own
@@ -100,11 +102,9 @@ def compare(
 
 def with_method(config: Config, method: str) -> Config:
     """Return the configuration with another method, checked; a given name is told apart by it."""
-    tree = config.model_dump()
-    tree["run"]["method"] = method
-    if tree["run"]["name"]:
-        tree["run"]["name"] += f"-{method}"
-    return config_from(tree)
+    name = f"{config.run.name}-{method}" if config.run.name else None
+    run = config.run.model_copy(update={"method": known.method(method).name, "name": name})
+    return config.model_copy(update={"run": run})
 
 
 def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Config:
@@ -123,9 +123,15 @@ def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Confi
 def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
     from pipar.virtual import train_without_mathematics
 
-    folder = RunFolder(new_folder(run_name(job.config)), job, world="timing-only", command=command)
-    train_without_mathematics(job, _emitter(folder, observe), observe)
-    return Result(folder.path, folder.finish(test_accuracy=None, weights=None, weights_sha256=None))
+    nothing = {"test_accuracy": None, "weights": None, "weights_sha256": None}
+    with _open_folder(job, observe) as path:
+        folder = RunFolder(path, job, world="timing-only", command=command)
+        try:
+            train_without_mathematics(job, _emitter(folder, observe), observe)
+        except KeyboardInterrupt:
+            folder.finish(**nothing)
+            raise
+        return Result(path, folder.finish(**nothing))
 
 
 def _run_with_torch(config: Config, own: Own, world: World, command: str, observe: Observer) -> Result:
@@ -141,27 +147,63 @@ def _run_with_torch(config: Config, own: Own, world: World, command: str, observ
 
 
 def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Result:
-    from pipar.torchside import test_accuracy
+    from pipar.torchside import make_learner, test_accuracy
     from pipar.virtual import train_virtually
 
-    folder = RunFolder(new_folder(run_name(job.config)), job, world="virtual", command=command)
-    learner = train_virtually(job, workload, _emitter(folder, observe), observe)
-    accuracy = test_accuracy(learner, workload)
-    content = folder.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
-    return Result(folder.path, content)
+    learner = make_learner(job, workload)
+    with _open_folder(job, observe) as path:
+        folder = RunFolder(path, job, world="virtual", command=command)
+        try:
+            train_virtually(job, workload, _emitter(folder, observe), observe, learner)
+        except KeyboardInterrupt:
+            folder.finish(test_accuracy=None, weights=learner.packed_state(), weights_sha256=learner.sha256())
+            raise
+        accuracy = test_accuracy(learner, workload)
+        content = folder.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
+        return Result(path, content)
 
 
 def _run_real(job: Job, own: Own, command: str, observe: Observer) -> Result:
-    from pipar.processes import train_in_processes
+    from pipar.processes import check_address, train_in_processes
 
     fast = [spec.name for spec in job.specs if spec.speed > 1]
     if fast:
         raise ConfigError(
             f"{fast[0]} is to be faster than this machine: in the real world a speed is at most 1. Use --virtual."
         )
+    check_address(job.config.server.listen)
+    with _open_folder(job, observe) as folder:
+        train_in_processes(job, own, folder, command, observe)
+        return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
+
+
+@contextmanager
+def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
+    """Make the run's folder and say that the training begins; a run that fails at once leaves no folder behind."""
     folder = new_folder(run_name(job.config))
-    train_in_processes(job, own, folder, command, observe)
-    return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
+    observe(_started(job, folder))
+    try:
+        yield folder
+    except KeyboardInterrupt:
+        if not (folder / "result.json").exists():
+            drop_unused(folder)
+        raise
+    except Exception:
+        drop_unused(folder)
+        raise
+
+
+def _started(job: Job, folder: Path) -> Started:
+    run, cut = job.config.run, job.batch_statistics
+    return Started(
+        folder=str(folder),
+        method=run.method,
+        epochs=run.epochs,
+        cores=job.cores,
+        plans={name: str(plan) for name, plan in sorted(job.plans.items())},
+        samples=dict(job.sizes),
+        iterations={name: len(cut_epoch(n, run.batch_size, batch_statistics=cut)) for name, n in job.sizes.items()},
+    )
 
 
 def _emitter(folder: RunFolder, observe: Observer) -> Any:
@@ -170,8 +212,3 @@ def _emitter(folder: RunFolder, observe: Observer) -> Any:
         observe(result)
 
     return emit
-
-
-def command_line() -> str:
-    """Return the command as it was typed, without where the program lies."""
-    return " ".join(["pipar", *sys.argv[1:]])

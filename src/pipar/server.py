@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pipar.compute import Compute
 from pipar.config import Link
-from pipar.errors import LinkError, ProtocolError, TrainingError
+from pipar.errors import LinkError, PiparError, ProtocolError, TrainingError
 from pipar.events import Joined, Observer, Progress, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
@@ -22,7 +22,7 @@ from pipar.methods import Method
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders, Returned
 from pipar.stages import Work
-from pipar.trace import DOWNLINK, SERVER, Recorder, unpack_trace
+from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, Recorder, unpack_trace
 from pipar.turns import Turns
 
 
@@ -68,6 +68,8 @@ class _Session:
         self.channel = channel
         self.recorder = recorder
         self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.outstanding = 0  # micro-batches that came and are not answered yet
+        self.asked_for = 0  # the last epoch whose trace was asked for
         self.last_trace = 0  # the last epoch whose trace came in
         self.stopped_after: int | None = None
 
@@ -76,6 +78,46 @@ class _Session:
         if isinstance(message, Exception):
             raise TrainingError(f"{self.device} was lost: {message}") from message
         return message
+
+    def refuse(self, reason: Exception) -> None:
+        """Tell the device why its session is over."""
+        self.channel.post(Message(Kind.FAULT, body=json_body({"reason": str(reason)})))
+
+
+class _Pieces:
+    """Sees to it that a device's micro-batches come in order and add up to their batches."""
+
+    def __init__(self, epoch: int, micro_batches: int) -> None:
+        self.samples = 0  # of the epoch
+        self._epoch = epoch
+        self._micro_batches = micro_batches
+        self._iteration, self._number, self._trained, self._batch = 1, 1, 0, 0
+
+    @property
+    def whole(self) -> bool:
+        """True between two batches."""
+        return self._trained == 0
+
+    def take(self, message: Message) -> None:
+        """Count one micro-batch, or raise if it is not the one that comes next."""
+        if self._number == 1:
+            self._batch = message.batch_samples
+        place = (message.epoch, message.iteration, message.micro_batch, message.batch_samples)
+        trained = self._trained + message.samples
+        if (
+            place != (self._epoch, self._iteration, self._number, self._batch)
+            or self._number > self._micro_batches
+            or not self._trained < trained <= self._batch
+        ):
+            raise ProtocolError(
+                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
+                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
+                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
+            )
+        self.samples += message.samples
+        self._trained, self._number = trained, self._number + 1
+        if trained == self._batch:
+            self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
 
 
 class Server:
@@ -110,6 +152,7 @@ class Server:
         self._validating: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
         self._samples = 0
+        self._iterations = 0
 
     # --- who takes part
 
@@ -122,10 +165,17 @@ class Server:
             channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             await channel.close()
             return
-        await self._take_in(session)
-        await channel.close()
-        self._present.discard(session.device)
-        self._left.set()
+        try:
+            await self._take_in(session)
+        finally:
+            await channel.close()
+            self._present.discard(session.device)
+            self._left.set()
+
+    def close(self) -> None:
+        """Let running work end, so that nobody changes the model any more."""
+        self._pool.close()
+        self._background.close()
 
     async def farewell(self) -> None:
         """Return when every device has left, after 'stop training'."""
@@ -156,18 +206,36 @@ class Server:
         try:
             while True:
                 message = await session.channel.receive()
-                if message.kind is Kind.TRACE:
-                    self._take_trace(session, message)
-                else:
-                    session.inbox.put_nowait(message)
+                match message.kind:
+                    case Kind.TRACE:
+                        self._take_trace(session, message)
+                    case Kind.FAULT:
+                        raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
+                    case Kind.ACTIVATION:
+                        self._count_outstanding(session, message)
+                        session.inbox.put_nowait(message)
+                    case _:
+                        session.inbox.put_nowait(message)
         except (LinkError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                session.refuse(error)
             # Behind 'stop training' and its last trace, a device may leave.
             if session.stopped_after is None or session.last_trace < session.stopped_after:
                 session.inbox.put_nowait(error)
                 self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
 
+    def _count_outstanding(self, session: _Session, message: Message) -> None:
+        allowed = self._training.orders[session.device].plan.micro_batches
+        session.outstanding += 1
+        if session.outstanding > allowed:
+            raise ProtocolError(f"{message} came with {allowed} micro-batches outstanding, which is all it may have.")
+
     def _take_trace(self, session: _Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)
+        if not trace.epoch == message.epoch == session.last_trace + 1 <= session.asked_for:
+            raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not asked for.")
+        if not {COMPUTE, IO} <= trace.totals.keys():
+            raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
         session.last_trace = trace.epoch
         downlink = session.recorder.take(trace.epoch)
         received, sent = session.channel.received_bytes, session.channel.sent_bytes
@@ -179,6 +247,14 @@ class Server:
         """Train for all epochs, or until validation has not improved for `patience` of them."""
         await self._all_joined.wait()
         sessions = [self._sessions[name] for name in sorted(self._sessions)]
+        try:
+            await self._train(sessions)
+        except PiparError as error:
+            for session in sessions:
+                session.refuse(error)
+            raise
+
+    async def _train(self, sessions: list[_Session]) -> None:
         groups = [[session] for session in sessions] if self._training.method.one_device_at_a_time else [sessions]
         await self._distribute(groups[0], epoch=0)
         for epoch in range(1, self._training.epochs + 1):
@@ -200,39 +276,44 @@ class Server:
                 self._turns = Turns(session.device for session in group)
             for session in group:
                 session.channel.post(Message(Kind.ROUND, epoch))
-            served = await _all([self._serve_epoch(session, epoch) for session in group])
+            served = await _all([self._serve(session, epoch) for session in group])
             await self._aggregate(epoch, [returned for returned, _ in served])
             samples += sum(returned.samples for returned, _ in served)
             loss_sum += sum(loss or 0.0 for _, loss in served)
         await self._distribute(groups[0], epoch)
         # The trace of this epoch travels while the next one's first batch is computed.
         for session in self._sessions.values():
+            session.asked_for = epoch
             session.channel.post(Message(Kind.REPORT, epoch))
         has_loss = any(loss is not None for _, loss in served)
         self._ledger.add_round(epoch, samples, loss_sum / samples if has_loss else None)
         self._start_validation(epoch)
 
+    async def _serve(self, session: _Session, epoch: int) -> tuple[Returned, float | None]:
+        """Serve one device's epoch; a device that breaks the protocol ends the training."""
+        try:
+            return await self._serve_epoch(session, epoch)
+        except ProtocolError as error:
+            raise TrainingError(f"{session.device} broke the protocol: {error}") from error
+
     async def _serve_epoch(self, session: _Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device until 'stop epoch'; return its trained part and its summed loss."""
-        replica = self._learner.replica(session.device)
-        samples, trained = 0, 0
+        replica, orders = self._learner.replica(session.device), self._training.orders[session.device]
+        pieces = _Pieces(epoch, orders.plan.micro_batches)
         while (message := await session.next()).kind is Kind.ACTIVATION:
-            _check_place(message, epoch, session.device)
+            pieces.take(message)
             await self._serve_micro_batch(session, replica, message)
-            samples += message.samples
-            trained += message.samples
-            if trained == message.batch_samples:
+            if pieces.whole:
                 await self._finish_iteration(session, replica, message)
-                trained = 0
         if self._turns is not None:
             self._turns.finish(session.device)
-        _expect(message, Kind.END_EPOCH, epoch, session.device)
-        counted = read_json(message)
+        samples, loss = _read_end(message, epoch)
+        splits = orders.plan.split_point < orders.layers
+        if not pieces.whole or samples != (pieces.samples if splits else samples):
+            raise ProtocolError(f"{message} says {samples} samples, but {pieces.samples} came in whole batches.")
         model = await session.next()
-        _expect(model, Kind.MODEL, epoch, session.device)
-        on_device = counted.get("loss_sum")
-        loss = replica.take_loss() if samples else on_device
-        return Returned(session.device, model.body, samples or int(counted["samples"])), loss
+        _expect(model, Kind.MODEL, epoch)
+        return Returned(session.device, model.body, samples), replica.take_loss() if splits else loss
 
     async def _serve_micro_batch(self, session: _Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
@@ -245,6 +326,7 @@ class Server:
             (work("encode"), replica.encode),
         )
         place = (message.epoch, message.iteration, message.micro_batch, message.samples, message.batch_samples)
+        session.outstanding -= 1
         session.channel.post(Message(Kind.GRADIENT, *place, body=body))
 
     async def _finish_iteration(self, session: _Session, replica: ServerPart, message: Message) -> None:
@@ -258,7 +340,10 @@ class Server:
         if self._validating is not None:
             await self._copied.wait()  # validation takes its copy of the global model before that changes
         work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(returned))
-        await self._pool.run((work, partial(self._learner.aggregate, returned)))
+        try:
+            await self._pool.run((work, partial(self._learner.aggregate, returned)))
+        except ProtocolError as error:  # it names the device whose model cannot be used
+            raise TrainingError(str(error)) from error
 
     async def _distribute(self, group: list[_Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""
@@ -280,8 +365,15 @@ class Server:
         self._validating = self._loop.create_task(self._validate(epoch, before))
 
     async def _validate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
-        if not self._training.validation:
+        try:
+            await self._evaluate(epoch, before)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
+            self._ledger.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
+        finally:
             self._copied.set()
+
+    async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
+        if not self._training.validation:
             self._ledger.add_validation(epoch, None, None)
             return
         copy = Work("validate", epoch, samples=0)
@@ -313,19 +405,28 @@ class Server:
 
     def _report_progress(self, message: Message) -> None:
         self._samples += message.batch_samples
-        if self._observe is not ignore:
+        self._iterations += 1
+        # Once for all devices: a report adds up their downlinks, which would cost K * K for an iteration of each.
+        if self._observe is not ignore and self._iterations % len(self._sessions) == 0:
             place = (SERVER, message.epoch, message.iteration, self._samples)
-            self._observe(Progress(*place, None, self._loop.time(), dict(self._recorder.busy_s)))
+            downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in self._sessions.values()]
+            busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
+            self._observe(Progress(*place, None, self._loop.time(), busy))
 
 
-def _check_place(message: Message, epoch: int, device: str) -> None:
-    if message.epoch != epoch:
-        raise TrainingError(f"{device} sent {message} in epoch {epoch}.")
-
-
-def _expect(message: Message, kind: Kind, epoch: int, device: str) -> None:
+def _expect(message: Message, kind: Kind, epoch: int) -> None:
     if message.kind is not kind or message.epoch != epoch:
-        raise TrainingError(f"{device} sent {message} where {kind.name} of epoch {epoch} belongs.")
+        raise ProtocolError(f"{message} came where {kind.name} of epoch {epoch} belongs.")
+
+
+def _read_end(message: Message, epoch: int) -> tuple[int, float | None]:
+    """Return on how many samples a device says it trained, and the loss summed over them if it has computed it."""
+    _expect(message, Kind.END_EPOCH, epoch)
+    content = read_json(message)
+    samples, loss = content.get("samples"), content.get("loss_sum")
+    if type(samples) is not int or samples < 1 or not (loss is None or type(loss) is float):
+        raise ProtocolError(f"{message} carries {samples!r} samples and the loss {loss!r}.")
+    return samples, loss
 
 
 async def _all(coroutines: list[Any]) -> list[Any]:

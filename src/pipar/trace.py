@@ -8,6 +8,7 @@ Everything a person sees is computed from spans, or from sums that were taken as
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -157,8 +158,10 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
             Span(owner, lanes[lane], WORK_KINDS[kind], epoch, iteration, micro_batch, start, end, waiting)
             for lane, kind, waiting, iteration, micro_batch, start, end in _SPAN.iter_unpack(data[4 + length :])
         ]
-    except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (struct.error, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
+    if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < math.inf for span in spans):
+        raise ProtocolError(f"{owner} sent a trace with a span that ends before it starts.")
     return EpochTrace(owner, epoch, totals, spans)
 
 

@@ -26,14 +26,19 @@ if TYPE_CHECKING:  # a timing-only run does without torch
 Emit = Callable[[EpochResult, list[Span]], None]
 
 
-def train_virtually(job: Job, workload: Workload, emit: Emit, observe: Observer) -> TorchLearner:
-    """Train with the real mathematics in virtual time; return the learner with the global model."""
+def train_virtually(
+    job: Job, workload: Workload, emit: Emit, observe: Observer, learner: TorchLearner | None = None
+) -> TorchLearner:
+    """Train with the real mathematics in virtual time; return the learner with the global model.
+
+    Who passes the learner in has the model as far as it came, even if the training is interrupted.
+    """
     import torch
 
     from pipar.torchside import make_learner, part_builder
 
     torch.set_num_threads(1)  # the order of additions, and so the last bits, depend on the number of threads
-    learner = make_learner(job, workload)
+    learner = learner or make_learner(job, workload)
     build = part_builder(workload)
     validation = workload.held_out_batches("validation")
     run_virtually(_train(job, learner, validation, workload.shard, lambda _: build, emit, observe))

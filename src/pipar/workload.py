@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipar.config import Config, device_specs
+from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import even_sizes, partition
 from pipar.data.shard import Shard
@@ -23,8 +24,6 @@ from pipar.nn.models import build_model, check_fits, check_sequential
 from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import TORCH_DTYPES
 
-#: How many samples synthetic data has for each device unless the configuration says so: the paper's CIFAR-10 share.
-SYNTHETIC_SAMPLES = 500
 _EVALUATION_BATCH = 250
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from pipar.errors import DataError
 
+#: How many samples synthetic data has for each device unless the configuration says so: the paper's CIFAR-10 share.
+SYNTHETIC_SAMPLES = 500
+
 
 @dataclass(frozen=True)
 class RemoteFile:

@@ -86,7 +86,8 @@ class Channel:
     async def drain(self) -> None:
         """Return when all that was posted has left (or the peer is gone)."""
         while (self._control or self._data or self._posted is None) and not self._sender.done():
-            self._drained = self._loop.create_future()
+            if self._drained is None or self._drained.done():
+                self._drained = self._loop.create_future()
             await asyncio.wait([self._drained, self._sender], return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:

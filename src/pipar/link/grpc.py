@@ -42,7 +42,11 @@ class _Stream:
         except grpc.RpcError:
             pass  # for a reader the stream is at its end, whatever ended it
         finally:
-            self._arrived.put_nowait(None)
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._arrived.put_nowait(None)
 
     async def write(self, frame: Frame) -> None:
         try:
@@ -53,7 +57,7 @@ class _Stream:
     async def read(self) -> Frame:
         data = await self._arrived.get()
         if data is None:
-            self._arrived.put_nowait(None)  # every later read ends, too
+            self.end()  # every later read ends, too
             raise LinkError(_GONE)
         return unpack_frame(data)
 
@@ -89,8 +93,14 @@ class Listener:
 
     async def _connected(self, _: Any, context: Any) -> None:
         stream = _Stream(context)
+        session = asyncio.ensure_future(self._accept(stream))
         try:
-            await self._accept(stream)
+            await asyncio.shield(session)
+        except asyncio.CancelledError:
+            # So gRPC says that the device is gone. The session is not cancelled: it is told as by any other link.
+            stream.end()
+            await session
+            raise
         finally:
             await stream.close()
 

@@ -24,8 +24,8 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
         for name, tensor in state.items():
             if name not in sums:
                 dtypes[name] = tensor.dtype
-                kept = torch.float64 if tensor.is_floating_point() else tensor.dtype
-                sums[name] = torch.zeros(tensor.shape, dtype=kept)
+                floating = tensor.is_floating_point()
+                sums[name] = torch.zeros(tensor.shape, dtype=torch.float64) if floating else tensor
             if tensor.is_floating_point():
                 sums[name].add_(tensor.to(torch.float64), alpha=samples)
             else:

@@ -76,7 +76,10 @@ class TorchLearner:
         return join_states(self._device_state(back), self.replica(back.device).state())
 
     def _device_state(self, back: Returned) -> dict[str, torch.Tensor]:
-        state = read_state(back.body)
+        try:
+            state = read_state(back.body)
+        except ProtocolError as error:
+            raise ProtocolError(f"{back.device} brought back no model: {error}") from None
         part, _ = split_model(self.model, self._split_points[back.device])
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in part.state_dict().items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:

@@ -133,22 +133,38 @@ class TorchServerPart(Part):
     def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, classes: int) -> None:
         super().__init__(module, optimizer)
         self._classes = classes
-        # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try.
-        first = next(iter(module), None)
-        self._overwrites_input = first is not None and any(getattr(m, "inplace", False) for m in first.modules())
+        # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
+        # and so would one with a view of its input, as nn.Flatten makes it, in between.
+        self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
+        self._takes: tuple[torch.Size, torch.dtype] | None = None  # one sample's activation, known from the first
         self.loss_sum = 0.0
 
     def decode(self, message: Message) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return read_tensor(message), read_labels(message, self._classes), message.batch_samples
+        activation = read_tensor(message)
+        if self._takes not in (None, (activation.shape[1:], activation.dtype)):
+            raise ProtocolError(f"{message} has another shape or dtype than the activations before it.")
+        return activation, read_labels(message, self._classes), message.batch_samples
 
     def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return activations and loss of one micro-batch: its share of the batch's mean loss."""
         activation, labels, batch_samples = decoded
         activation.requires_grad_()
-        output = self.module(activation.clone() if self._overwrites_input else activation)
-        loss = F.cross_entropy(output, labels, reduction="sum") / batch_samples
+        loss = self._loss(activation, labels) / batch_samples
         self.loss_sum += loss.item() * batch_samples
         return activation, loss
+
+    def _loss(self, activation: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss; the first activation of a device may be one that these layers do not take."""
+        try:
+            output = self.module(activation.clone() if self._overwrites_input else activation)
+            loss = F.cross_entropy(output, labels, reduction="sum")
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self._takes is not None:
+                raise  # not the shape's fault
+            given = f"{tuple(activation.shape)} in {activation.dtype}"
+            raise ProtocolError(f"The layers behind the cut do not take activations of {given}: {error}") from error
+        self._takes = (activation.shape[1:], activation.dtype)
+        return loss
 
     def backward(self, forwarded: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Accumulate g(M^s_k | a_n) and return g(a_n)."""

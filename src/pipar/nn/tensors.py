@@ -46,8 +46,14 @@ def read_labels(message: Message, classes: int) -> torch.Tensor:
 
 def state_body(state: Mapping[str, torch.Tensor]) -> Body:
     """Return a model's tensors as safetensors bytes."""
-    packed = safetensors.torch.save({name: tensor.detach().contiguous() for name, tensor in state.items()})
-    return Body.of(packed, encoding="safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in state.items():
+        # safetensors refuses tensors that share memory, as tied weights do.
+        shared = tensor.untyped_storage().data_ptr() in taken
+        tensors[name] = tensor.detach().clone() if shared else tensor.detach().contiguous()
+        taken.add(tensor.untyped_storage().data_ptr())
+    return Body.of(safetensors.torch.save(tensors), encoding="safetensors")
 
 
 def read_state(body: Body) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 device                        server
 HELLO          ->                        name, samples
-               <-          WELCOME       session, plan, credits
+               <-          WELCOME       session, plan and the rest of its orders
                <-          MODEL         the device's part of the global model
                <-          ROUND         train this epoch
 ACTIVATION     ->                        one micro-batch and its labels
@@ -10,7 +10,8 @@ ACTIVATION     ->                        one micro-batch and its labels
 END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it
 MODEL          ->                        the trained part
                <-          MODEL         the new global model's part
-TRACE          ->                        the epoch's spans, sent when the model is installed
+               <-          REPORT        the round is over: how was it?
+TRACE          ->                        the epoch's spans
                <-          ROUND | STOP
 FAULT         <->                        why the sender closes the connection
 """
@@ -111,7 +112,7 @@ def read_json(message: Message) -> dict[str, Any]:
     """Return the content of a control message, or say how it breaks the protocol."""
     try:
         content = json.loads(bytes(message.body.contiguous()))
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets nested too deep are the peer's doing, too
         raise ProtocolError(f"{message} does not carry readable JSON.") from None
     if not isinstance(content, dict):
         raise ProtocolError(f"{message} carries {type(content).__name__} where an object belongs.")

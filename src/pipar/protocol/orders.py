@@ -29,11 +29,21 @@ class Orders:
     @classmethod
     def read(cls, message: Message) -> Orders:
         content = read_json(message)
-        try:
-            plan = Plan(content.pop("split_point"), content.pop("micro_batches"))
-            return cls(plan=plan, **content)
-        except (KeyError, TypeError):
-            raise ProtocolError("The server's welcome lacks something that this version needs.") from None
+        if {key: type(value) for key, value in content.items()} != _CONTENT:
+            raise ProtocolError("The server's welcome is not what this version of pipar takes.")
+        if min(content[key] for key in _COUNTS) < 1:
+            raise ProtocolError("The server's welcome has a count below 1.")
+        plan = Plan(content.pop("split_point"), content.pop("micro_batches"))
+        return cls(plan=plan, **content)
+
+
+_COUNTS = ("split_point", "micro_batches", "layers", "batch_size", "window")
+_CONTENT = {
+    **dict.fromkeys((*_COUNTS, "session"), int),
+    "schedule": str,
+    "batch_statistics": bool,
+    "keep_momentum": bool,
+}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipar.errors import ProtocolError
 from pipar.protocol.messages import DTYPES, ENCODINGS, Body, Kind, Message
@@ -17,8 +17,8 @@ from pipar.protocol.messages import DTYPES, ENCODINGS, Body, Kind, Message
 VERSION = 1
 MAGIC = b"PP"
 CHUNK_BYTES = 1_000_000
-#: More than any model we know of; a peer cannot make us reserve more.
-MAX_BODY_BYTES = 64 * 2**30
+#: As much as the header can count in chunks: more than any model we know of.
+MAX_BODY_BYTES = 65535 * CHUNK_BYTES
 
 _FIXED = struct.Struct("!2sBBIIIIHIIBBHHBQ")
 _KINDS = {int(kind): kind for kind in Kind}
@@ -45,7 +45,16 @@ class Frame:
 
 
 def cut_message(message: Message, session: int, sequence: int) -> Iterator[Frame]:
-    """Yield the frames of a message; buffers are shared, not copied."""
+    """Return the frames of a message; buffers are shared, not copied."""
+    # Here and not where bytes are made: whoever sends the message is told, not a task behind a queue.
+    if message.micro_batch > 65535 or message.body.size_bytes > MAX_BODY_BYTES or len(message.body.shape) > 255:
+        raise ProtocolError(
+            f"{message} does not fit a frame: at most 65535 micro-batches and {MAX_BODY_BYTES} bytes can be sent."
+        )
+    return _cut(message, session, sequence)
+
+
+def _cut(message: Message, session: int, sequence: int) -> Iterator[Frame]:
     size = message.body.size_bytes
     chunks = max(1, math.ceil(size / CHUNK_BYTES))
     if chunks == 1:
@@ -124,26 +133,39 @@ class Assembler:
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
-        self._parts: dict[int, list[memoryview]] = {}
-        self._received: dict[int, tuple[int, int]] = {}  # sequence -> (next chunk, bytes so far)
+        self._begun: dict[int, _Begun] = {}  # by sequence number
 
     def feed(self, frame: Frame) -> Message | None:
         """Return the message that this frame completes, or None if chunks are still to come."""
         size = frame.message.body.size_bytes
         if size > self._max_body_bytes:
             raise ProtocolError(f"{frame.message} announces {size} bytes; at most {self._max_body_bytes} are taken.")
-        chunk, received = self._received.pop(frame.sequence, (0, 0))
-        received += frame.payload_bytes
+        begun = self._begun.pop(frame.sequence, None)
+        if frame.chunks == 1 and begun is None and frame.payload_bytes == size:
+            return _with_buffers(frame.message, frame.payload)
+        begun = begun or _Begun(frame.message, frame.chunks)
+        begun.received += frame.payload_bytes
         last = frame.chunk == frame.chunks - 1
-        if frame.chunk != chunk or received > size or (last and received != size):
+        belongs = (frame.chunk, frame.chunks, frame.message) == (begun.chunk, begun.chunks, begun.message)
+        if not belongs or begun.received > size or (last and begun.received != size):
             raise ProtocolError(f"{frame.message} came with chunk {frame.chunk} of {frame.chunks} out of place.")
-        parts = self._parts.pop(frame.sequence, [])
-        parts.extend(frame.payload)
+        begun.parts.extend(frame.payload)
         if last:
-            return _with_buffers(frame.message, tuple(parts))
-        self._parts[frame.sequence] = parts
-        self._received[frame.sequence] = (chunk + 1, received)
+            return _with_buffers(frame.message, tuple(begun.parts))
+        begun.chunk += 1
+        self._begun[frame.sequence] = begun
         return None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A message of which some chunks have come."""
+
+    message: Message
+    chunks: int
+    chunk: int = 0  # the next one
+    received: int = 0
+    parts: list[memoryview] = field(default_factory=list)
 
 
 def _with_buffers(message: Message, buffers: tuple[memoryview, ...]) -> Message:

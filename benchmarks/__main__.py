@@ -1,0 +1,39 @@
+"""Run all measurements, or the named ones; exit 1 if a number is not what it is to be."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import agreement, bare_loop, efficiency, record, scale, shaping
+
+BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
+    "shaping": shaping.measure,
+    "efficiency": efficiency.measure,
+    "agreement": agreement.measure,
+    "bare_loop": bare_loop.measure,
+    "scale": scale.measure,
+}
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        print(f"'{unknown[0]}' is not a benchmark; there are {', '.join(BENCHMARKS)}.", file=sys.stderr)
+        return 2
+    failed = 0
+    for name in names or list(BENCHMARKS):
+        print(f"{name} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            claims, details = BENCHMARKS[name](Path(folder))
+        record.write(name, claims, details)
+        for claim in claims:
+            print(claim, flush=True)
+            failed += not claim.holds
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

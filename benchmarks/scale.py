@@ -1,0 +1,42 @@
+"""How large a testbed a laptop holds: virtual, timing-only, one epoch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.record import Claim
+
+_SETTINGS = [
+    "run.epochs=1", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=500",
+    "plan.split_point=1", "plan.micro_batches=8", "server.cores=8",
+]  # fmt: skip
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
+    interpreter = _seconds([sys.executable, "-c", "pass"], folder)
+    _seconds(_command(10), folder)  # the network is profiled once, before
+    hundred = _seconds(_command(100), folder) - interpreter
+    ten_thousand = _seconds(_command(10_000), folder) - interpreter
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    return [
+        Claim("100 devices, one epoch of 5 iterations, timing-only", hundred, "s", most=5),
+        Claim("10,000 devices, the same", ten_thousand, "s", most=300),
+        Claim("peak memory of 10,000 devices", peak, "GiB", most=4),
+    ], {"interpreter_s": interpreter}
+
+
+def _command(devices: int) -> list[str]:
+    settings = [f"--set={setting}" for setting in [*_SETTINGS, f"devices.count={devices}"]]
+    return [sys.executable, "-m", "pipar", "run", "--timing-only", "--json", *settings]
+
+
+def _seconds(command: list[str], folder: Path) -> float:
+    start = time.perf_counter()
+    environment = os.environ | {"PIPAR_RUNS": str(folder)}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=1200)
+    return time.perf_counter() - start

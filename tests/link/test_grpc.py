@@ -1,0 +1,138 @@
+"""What can go wrong with a real connection becomes an error of ours, and never ends the server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import grpc
+import pytest
+
+from pipar.errors import InputError, LinkError, ProtocolError
+from pipar.link.channel import Channel, Transport
+from pipar.link.grpc import Listener, connect
+from pipar.protocol.messages import Kind, Message
+from pipar.trace import Recorder
+
+Outcome = asyncio.Queue[BaseException | Message]
+
+
+def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
+    """Run a scenario against a listener that reports what comes of each connection."""
+
+    async def main() -> None:
+        outcome: Outcome = asyncio.Queue()
+
+        async def accept(transport: Transport) -> None:
+            channel = Channel(transport, Recorder("server"), "downlink")
+            try:
+                while True:
+                    outcome.put_nowait(await channel.receive())
+            except BaseException as error:
+                outcome.put_nowait(error)
+                if not isinstance(error, LinkError | ProtocolError):
+                    raise
+            finally:
+                channel.post(Message(Kind.FAULT))  # to nobody, or behind what the device still reads
+                await channel.close()
+
+        listener = Listener(accept)
+        port = await listener.start("127.0.0.1:0")
+        try:
+            await scenario(f"127.0.0.1:{port}", outcome)
+        finally:
+            await listener.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def good_connection(address: str, outcome: Outcome) -> None:
+    """A device that says one thing and leaves in order."""
+    channel = Channel(await connect(address, timeout_s=20), Recorder("pi"), "uplink")
+    channel.post(Message(Kind.STOP, 5))
+    assert await outcome.get() == Message(Kind.STOP, 5)
+    await channel.close()
+    assert isinstance(await outcome.get(), LinkError)
+
+
+def test_a_device_that_leaves_in_order_is_a_link_error_behind_its_last_message() -> None:
+    serve(good_connection)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1", b"PP\x01" + bytes(200)], ids=["empty", "http", "header"])
+def test_garbage_is_a_protocol_error_for_its_connection_and_the_next_device_is_served(garbage: bytes) -> None:
+    async def scenario(address: str, outcome: Outcome) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream("/pipar.Link/Connect")()
+            await call.write(garbage)
+            assert isinstance(await outcome.get(), ProtocolError)
+            assert (await call.read())[3] == Kind.FAULT
+            assert await call.read() is grpc.aio.EOF
+        await good_connection(address, outcome)
+
+    serve(scenario)
+
+
+def test_a_frame_longer_than_any_we_send_ends_its_connection_only() -> None:
+    async def scenario(address: str, outcome: Outcome) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream("/pipar.Link/Connect")()
+            await call.write(bytes(3_000_000))
+            assert isinstance(await outcome.get(), LinkError)
+        await good_connection(address, outcome)
+
+    serve(scenario)
+
+
+def test_a_device_that_is_gone_without_a_word_is_a_link_error() -> None:
+    async def scenario(address: str, outcome: Outcome) -> None:
+        channel = grpc.aio.insecure_channel(address)
+        call = channel.stream_stream("/pipar.Link/Connect")()
+        await call.write(bytes.fromhex("5050010a0000000000000001") + bytes(23) + b"\x01" + bytes(9))
+        assert isinstance(await outcome.get(), Message)
+        await channel.close()  # cancels the call, as the end of a process does
+        assert isinstance(await outcome.get(), LinkError)
+        await good_connection(address, outcome)
+
+    serve(scenario)
+
+
+def test_a_port_in_use_is_an_input_error_that_names_it() -> None:
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            listener = Listener(_nobody)
+            with pytest.raises(InputError, match=f"Cannot listen on {address}"):
+                await listener.start(address)
+            await listener.stop()
+
+    asyncio.run(main())
+
+
+def test_two_listeners_do_not_share_a_port() -> None:
+    async def main() -> None:
+        one, other = Listener(_nobody), Listener(_nobody)
+        port = await one.start("127.0.0.1:0")
+        with pytest.raises(InputError, match="Cannot listen"):
+            await other.start(f"127.0.0.1:{port}")
+        await one.stop()
+        await other.stop()
+
+    asyncio.run(main())
+
+
+def test_connecting_to_nobody_is_a_link_error_after_the_timeout() -> None:
+    async def main() -> None:
+        with socket.socket() as bound:  # bound, but nobody listens: nobody else gets the port meanwhile
+            bound.bind(("127.0.0.1", 0))
+            with pytest.raises(LinkError, match="No server answered at .* within 0.2 s"):
+                await connect(f"127.0.0.1:{bound.getsockname()[1]}", timeout_s=0.2)
+
+    asyncio.run(main())
+
+
+async def _nobody(transport: Transport) -> None:
+    raise AssertionError(transport)

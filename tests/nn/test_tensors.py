@@ -1,0 +1,136 @@
+"""Tensors, labels and states come back bit for bit; what does not fit its header is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipar.errors import ProtocolError
+from pipar.nn.tensors import TORCH_DTYPES, read_labels, read_state, read_tensor, state_body, tensor_body
+from pipar.protocol import wire
+from pipar.protocol.messages import Body, Kind, Message
+from pipar.protocol.wire import Assembler, cut_message, pack_frame, unpack_frame
+
+DTYPES = list(TORCH_DTYPES.values())
+
+
+def over_the_wire(message: Message) -> Message:
+    """The message as its receiver has it, cut into small chunks on the way."""
+    assembler, received = Assembler(), None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "CHUNK_BYTES", 64)
+        for frame in cut_message(message, 1, 1):
+            received = assembler.feed(unpack_frame(pack_frame(frame)))
+    assert received is not None
+    return received
+
+
+def activation(values: torch.Tensor, labels: torch.Tensor) -> Message:
+    return Message(Kind.ACTIVATION, 1, 1, 1, len(labels), 99, tensor_body(values, labels))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, dtype=dtype, generator=generator)
+    labels = torch.randint(0, 10, shape[:1], generator=generator)
+    received = over_the_wire(activation(values, labels))
+    assert same_bits(read_tensor(received), values)
+    assert torch.equal(read_labels(received, classes=10), labels)
+    gradient = over_the_wire(Message(Kind.GRADIENT, 1, 1, 1, shape[0], 99, tensor_body(values)))
+    assert same_bits(read_tensor(gradient), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_comes_back_too(dtype: torch.dtype) -> None:
+    values = torch.tensor([[float("nan"), float("inf"), -0.0, 5e-324]], dtype=dtype)
+    assert same_bits(read_tensor(over_the_wire(activation(values, torch.tensor([0])))), values)
+
+
+def test_a_tensor_that_is_not_contiguous_is_sent_in_its_own_order() -> None:
+    values = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(read_tensor(over_the_wire(activation(values, torch.zeros(3, dtype=torch.int64)))), values)
+
+
+def test_a_body_is_the_tensors_own_memory_and_what_is_read_is_memory_of_its_own() -> None:
+    values = torch.zeros(2, 2)
+    message = activation(values, torch.tensor([0, 1]))
+    values[0, 0] = 7.0
+    read = read_tensor(message)
+    assert read[0, 0] == 7.0
+    values[0, 0] = 8.0
+    assert read[0, 0] == 7.0
+
+
+@pytest.mark.parametrize("label", [-1, 10, 2**31 - 1])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    message = activation(torch.zeros(2, 3), torch.tensor([0, label]))
+    with pytest.raises(ProtocolError, match="label outside 0..9"):
+        read_labels(message, classes=10)
+
+
+def test_a_tensor_that_is_not_what_its_header_says_is_refused() -> None:
+    message = activation(torch.zeros(2, 3), torch.tensor([0, 1]))
+    for damaged in (replace(message, samples=3), replace(message, body=replace(message.body, shape=(2, 4)))):
+        with pytest.raises(ProtocolError):
+            read_tensor(damaged)
+        with pytest.raises(ProtocolError):
+            read_labels(damaged, classes=10)
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "0.weight": torch.randn(3, 2, generator=generator),
+        "0.bias": torch.randn(3, generator=generator, dtype=torch.float64),
+        "1.num_batches_tracked": torch.tensor(2**40),
+        "1.mask": torch.tensor([True, False]),
+        "1.empty": torch.zeros(0, 4),
+    }
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_names_and_dtypes() -> None:
+    read = read_state(over_the_wire(Message(Kind.MODEL, body=state_body(state()))).body)
+    assert read.keys() == state().keys()
+    assert all(same_bits(read[name], tensor) for name, tensor in state().items())
+
+
+def test_tied_weights_and_views_can_be_sent() -> None:
+    weight = torch.arange(6.0)
+    tied = {"a": weight, "b": weight, "c": weight[2:4], "d": weight.reshape(2, 3).t()}
+    read = read_state(state_body(tied))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tied.items())
+
+
+def test_a_model_without_tensors_can_be_sent() -> None:
+    assert read_state(state_body({})) == {}
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> None:
+    packed = bytearray(state_body(state()).contiguous())
+    for _ in range(data.draw(st.integers(0, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        read = read_state(Body.of(bytes(packed[: data.draw(st.integers(0, len(packed)) | st.just(len(packed)))])))
+    except ProtocolError:
+        return
+    assert all(isinstance(tensor, torch.Tensor) for tensor in read.values())
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_model_or_a_protocol_error(data: bytes) -> None:
+    try:
+        read_state(Body.of(data))
+    except ProtocolError:
+        pass

@@ -1,0 +1,125 @@
+"""What a message's body may hold, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.errors import ProtocolError
+from pipar.methods import Plan
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
+from pipar.protocol.orders import Orders
+
+ORDERS = Orders(
+    session=3,
+    plan=Plan(2, 4),
+    layers=5,
+    batch_size=100,
+    batch_statistics=False,
+    schedule="1f1b",
+    window=3,
+    keep_momentum=True,
+)
+
+
+def activation(samples: int = 3, shape: tuple[int, ...] = (3, 2), dtype: str = "float32", size: int = 36) -> Message:
+    """3 samples of 2 float32 each and 3 labels: 24 + 12 bytes."""
+    return Message(Kind.ACTIVATION, 1, 1, 1, samples, 10, Body.of(bytes(size), dtype=dtype, shape=shape))
+
+
+def test_the_tensor_of_an_activation_stands_before_its_labels() -> None:
+    assert tensor_bytes(activation()) == 24
+    assert tensor_bytes(activation(dtype="float64", size=60)) == 48
+
+
+def test_a_gradient_has_no_labels() -> None:
+    assert tensor_bytes(replace(activation(size=24), kind=Kind.GRADIENT)) == 24
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        (activation(size=35), "carries 35 bytes"),
+        (activation(size=24), "carries 24 bytes"),
+        (activation(dtype="float64"), "float64 of shape"),
+        (activation(dtype=""), "no dtype"),
+        (activation(shape=(3, 3)), "carries 36 bytes"),
+        (activation(samples=2, size=32), "says 2 samples, but its shape is"),
+        (activation(samples=0, size=24), "says 0 samples"),
+        (activation(samples=0, shape=(0, 2), size=0), "says 0 samples"),
+        (activation(samples=1, shape=(), size=8), "says 1 samples, but its shape is"),
+        (activation(shape=(2**32 - 1,) * 255), "carries 36 bytes"),
+        (replace(activation(), body=replace(activation().body, encoding="json")), "carries 36 bytes"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_is_not_what_its_header_says_is_refused(message: Message, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        tensor_bytes(message)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
+def test_json_comes_back_equal(value: object) -> None:
+    content = {"a": value}
+    assert read_json(Message(Kind.HELLO, body=json_body(content))) == content
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe\x00", b"[1]", b"3", b"null", b"[" * 100_000, b"9" * 5000])
+def test_a_control_message_without_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_json(Message(Kind.HELLO, body=Body.of(data, encoding="json")))
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_json_object_or_a_protocol_error(data: bytes) -> None:
+    try:
+        assert isinstance(read_json(Message(Kind.HELLO, body=Body.of(data))), dict)
+    except ProtocolError:
+        pass
+
+
+def test_a_body_of_one_buffer_is_not_copied_and_of_several_is_laid_end_to_end() -> None:
+    one = Body.of(struct.pack("<2i", 1, 2))
+    assert one.contiguous() is one.buffers[0]
+    several = Body.of(b"ab", b"", memoryview(b"cd"))
+    assert (bytes(several.contiguous()), several.size_bytes, len(several.buffers)) == (b"abcd", 4, 2)
+
+
+def test_only_a_body_with_a_size_and_no_bytes_is_hollow() -> None:
+    assert Body(5).hollow
+    assert not Body().hollow
+    assert not Body.of(b"x").hollow
+
+
+def test_orders_come_back_equal() -> None:
+    assert Orders.read(Message(Kind.WELCOME, body=ORDERS.to_body())) == ORDERS
+
+
+WELCOME = read_json(Message(Kind.WELCOME, body=ORDERS.to_body()))
+
+
+@pytest.mark.parametrize("key", WELCOME)
+def test_a_welcome_without_one_of_its_keys_is_refused(key: str) -> None:
+    lacking = {name: value for name, value in WELCOME.items() if name != key}
+    with pytest.raises(ProtocolError, match="not what this version"):
+        Orders.read(Message(Kind.WELCOME, body=json_body(lacking)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"more": 1}, {"plan": 1}, {"layers": "5"}, {"layers": True}, {"batch_statistics": 0}, {"schedule": None}],
+    ids=str,
+)
+def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="not what this version"):
+        Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, **change})))
+
+
+@pytest.mark.parametrize("key", ["split_point", "micro_batches", "layers", "batch_size", "window"])
+def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
+    with pytest.raises(ProtocolError, match="below 1"):
+        Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, key: 0})))

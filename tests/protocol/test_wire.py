@@ -1,0 +1,389 @@
+"""Messages become the bytes that docs/wire.md describes, and come back; whatever else arrives is a ProtocolError."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipar import trace
+from pipar.errors import ProtocolError
+from pipar.protocol import wire
+from pipar.protocol.messages import DTYPES, ENCODINGS, Body, Kind, Message, json_body
+from pipar.protocol.wire import Assembler, Frame, cut_message, pack_frame, unpack_frame
+
+WIRE_MD = (Path(__file__).parents[2] / "docs" / "wire.md").read_text("utf-8")
+
+# Header in the order of docs/wire.md: magic version kind | session sequence | epoch iteration micro_batch |
+# samples batch_samples | dtype encoding | chunk chunks | dimensions body_bytes || shape || payload.
+GOLDEN: dict[Kind, tuple[Message, str]] = {
+    Kind.HELLO: (
+        Message(Kind.HELLO, body=json_body({"name": "pi", "samples": 3})),
+        "5050 01 01 00000007 00000009 00000000 00000000 0000 00000000 00000000 00 01 0000 0001 00 000000000000001c"
+        "7b226e616d65223a20227069222c202273616d706c6573223a20337d",
+    ),
+    Kind.WELCOME: (
+        Message(Kind.WELCOME, body=json_body({"window": 3})),
+        "5050 01 02 00000007 00000009 00000000 00000000 0000 00000000 00000000 00 01 0000 0001 00 000000000000000d"
+        "7b2277696e646f77223a20337d",
+    ),
+    Kind.MODEL: (
+        Message(Kind.MODEL, 4, body=Body.of(b"\x08\x00", b"{}", encoding="safetensors")),
+        "5050 01 03 00000007 00000009 00000004 00000000 0000 00000000 00000000 00 02 0000 0001 00 0000000000000004"
+        "0800 7b7d",
+    ),
+    Kind.ROUND: (
+        Message(Kind.ROUND, 1),
+        "5050 01 04 00000007 00000009 00000001 00000000 0000 00000000 00000000 00 00 0000 0001 00 0000000000000000",
+    ),
+    Kind.ACTIVATION: (
+        Message(
+            Kind.ACTIVATION, 1, 2, 3, 2, 100,
+            Body.of(struct.pack("<4f", 0, 1, -2, 0.5), struct.pack("<2i", 7, 9), dtype="float32", shape=(2, 2)),
+        ),
+        "5050 01 05 00000007 00000009 00000001 00000002 0003 00000002 00000064 01 00 0000 0001 02 0000000000000018"
+        "00000002 00000002 00000000 0000803f 000000c0 0000003f 07000000 09000000",
+    ),
+    Kind.GRADIENT: (
+        Message(Kind.GRADIENT, 258, 65536, 65535, 1, 5, Body.of(struct.pack("<d", -1), dtype="float64", shape=(1,))),
+        "5050 01 06 00000007 00000009 00000102 00010000 ffff 00000001 00000005 02 00 0000 0001 01 0000000000000008"
+        "00000001 000000000000f0bf",
+    ),
+    Kind.END_EPOCH: (
+        Message(Kind.END_EPOCH, 2, body=json_body({"loss_sum": None})),
+        "5050 01 07 00000007 00000009 00000002 00000000 0000 00000000 00000000 00 01 0000 0001 00 0000000000000012"
+        "7b226c6f73735f73756d223a206e756c6c7d",
+    ),
+    Kind.REPORT: (
+        Message(Kind.REPORT, 3),
+        "5050 01 08 00000007 00000009 00000003 00000000 0000 00000000 00000000 00 00 0000 0001 00 0000000000000000",
+    ),
+    Kind.TRACE: (
+        Message(Kind.TRACE, 3, body=Body.of(b"\x00\x00\x00\x00", encoding="trace")),
+        "5050 01 09 00000007 00000009 00000003 00000000 0000 00000000 00000000 00 03 0000 0001 00 0000000000000004"
+        "00000000",
+    ),
+    Kind.STOP: (
+        Message(Kind.STOP, 5),
+        "5050 01 0a 00000007 00000009 00000005 00000000 0000 00000000 00000000 00 00 0000 0001 00 0000000000000000",
+    ),
+    Kind.FAULT: (
+        Message(Kind.FAULT, body=json_body({"reason": "no"})),
+        "5050 01 0b 00000007 00000009 00000000 00000000 0000 00000000 00000000 00 01 0000 0001 00 0000000000000010"
+        "7b22726561736f6e223a20226e6f227d",
+    ),
+}  # fmt: skip
+
+
+def frames_of(message: Message, sequence: int = 1) -> list[Frame]:
+    return [unpack_frame(pack_frame(frame)) for frame in cut_message(message, 7, sequence)]
+
+
+def content_of(message: Message) -> tuple[object, ...]:
+    """Everything that must survive the wire; buffers count by their bytes, not by how they are cut."""
+    body = message.body
+    return (
+        replace(message, body=Body()),
+        body.size_bytes,
+        body.dtype,
+        body.shape,
+        body.encoding,
+        bytes(body.contiguous()),
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(wire, "CHUNK_BYTES", 10)
+    return 10
+
+
+# --- bytes
+
+
+def test_there_are_golden_bytes_of_every_kind() -> None:
+    assert set(GOLDEN) == set(Kind)
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_a_frame_has_the_bytes_that_version_one_gave_it(kind: Kind) -> None:
+    message, golden = GOLDEN[kind]
+    (frame,) = cut_message(message, session=7, sequence=9)
+    assert pack_frame(frame).hex() == golden.replace(" ", "")
+    read = unpack_frame(bytes.fromhex(golden))
+    assert (read.session, read.sequence, read.chunk, read.chunks) == (7, 9, 0, 1)
+    received = Assembler().feed(read)
+    assert received is not None
+    assert content_of(received) == content_of(message)
+
+
+def test_a_frame_says_how_many_bytes_it_puts_on_the_wire() -> None:
+    for message, golden in GOLDEN.values():
+        (frame,) = cut_message(message, 7, 9)
+        assert frame.size_bytes == len(bytes.fromhex(golden))
+
+
+# --- the document
+
+
+def rows(heading: str, columns: int) -> list[list[str]]:
+    """The rows of the tables behind a heading of docs/wire.md that have so many columns."""
+    section = WIRE_MD.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return [row for row in cells if len(row) == columns and row[0].isdigit()]
+
+
+def layout(packed: struct.Struct) -> list[tuple[int, int]]:
+    """(offset, bytes) of every field of a struct."""
+    fields = re.findall(r"\d*[a-zA-Z?]", packed.format.lstrip("!"))
+    sizes = [struct.calcsize(f"!{field}") for field in fields]
+    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+
+
+def test_the_documents_table_is_the_headers_struct() -> None:
+    table = rows("A frame", 4)
+    assert [(int(row[0]), int(row[1])) for row in table] == layout(wire._FIXED)
+    assert f"has {wire._FIXED.size} bytes" in WIRE_MD
+
+
+def test_the_documents_names_stand_where_their_fields_are_packed() -> None:
+    values = {
+        "kind": 3, "session": 11, "sequence": 12, "epoch": 13, "iteration": 14, "micro_batch": 15, "samples": 16,
+        "batch_samples": 17, "dtype": 2, "encoding": 2, "chunk": 1, "chunks": 3, "dimensions": 1, "body_bytes": 2_500_000,
+        "version": 1,
+    }  # fmt: skip
+    body = Body(2_500_000, dtype="float64", shape=(16,), encoding="safetensors")
+    frames = list(cut_message(Message(Kind.MODEL, 13, 14, 15, 16, 17, body), 11, 12))
+    packed = pack_frame(frames[1])
+    for offset, size, name, _ in rows("A frame", 4):
+        found = packed[int(offset) : int(offset) + int(size)]
+        if name == "`magic`":
+            assert found == wire.MAGIC
+        else:
+            assert int.from_bytes(found, "big") == values[name.strip("`")], name
+
+
+def test_the_document_names_every_kind_dtype_encoding_and_the_chunk() -> None:
+    assert [(int(number), kind) for number, kind, _, _ in rows("Kinds", 4)] == [(int(k), k.name) for k in Kind]
+    for names in (DTYPES, ENCODINGS):
+        assert ", ".join(f"{number} {name or 'none'}" for name, number in names.items()) in WIRE_MD
+    assert f"{wire.CHUNK_BYTES:,} bytes" in WIRE_MD
+    assert f"version` | {wire.VERSION};" in WIRE_MD
+
+
+def test_the_documents_span_is_the_traces_struct() -> None:
+    table = rows("A trace", 4)
+    assert [(int(row[0]), int(row[1])) for row in table] == layout(trace._SPAN)
+    assert f"| {trace._SPAN.size} each |" in WIRE_MD
+
+
+# --- round trips
+
+buffers = st.lists(st.integers(0, 35), max_size=5).map(
+    lambda sizes: [bytes((place + size) % 251 for place in range(size)) for size in sizes]
+)
+short, word = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    body = Body.of(
+        *draw(buffers),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        shape=tuple(draw(st.lists(word, max_size=6) | st.just([1] * 255))),
+        encoding=draw(st.sampled_from(list(ENCODINGS))),
+    )
+    counts = (draw(word), draw(word), draw(short), draw(word), draw(word))
+    return Message(draw(st.sampled_from(Kind)), *counts, body)
+
+
+def assemble(assembler: Assembler, frames: Iterator[Frame] | list[Frame]) -> list[Message]:
+    return [message for frame in frames if (message := assembler.feed(frame)) is not None]
+
+
+@given(messages())
+def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(message: Message) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "CHUNK_BYTES", 10)
+        frames = frames_of(message)
+    (received,) = assemble(Assembler(), frames)
+    assert content_of(received) == content_of(message)
+    size = message.body.size_bytes
+    assert [frame.payload_bytes for frame in frames] == ([10] * (size // 10) + [size % 10] * (size % 10 > 0) or [0])
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (2_000_000, 2), (2_000_001, 3)]
+)
+def test_a_body_is_cut_at_the_chunks_border(size: int, chunks: int) -> None:
+    message = Message(Kind.MODEL, body=Body.of(bytes(size // 2), bytes(size - size // 2), encoding="safetensors"))
+    frames = frames_of(message)
+    assert len(frames) == chunks
+    (received,) = assemble(Assembler(), frames)
+    assert content_of(received) == content_of(message)
+
+
+@given(st.lists(messages(), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_messages_whose_chunks_are_mixed_come_back_whole(several: list[Message], random: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "CHUNK_BYTES", 10)
+        queues = [frames_of(message, sequence) for sequence, message in enumerate(several, start=1)]
+    mixed = []
+    while any(queues):
+        queue = random.choice([queue for queue in queues if queue])  # type: ignore[attr-defined]
+        mixed.append(queue.pop(0))
+    received = assemble(Assembler(), mixed)
+    assert sorted(map(repr, map(content_of, received))) == sorted(map(repr, map(content_of, several)))
+
+
+@given(st.integers(1, 3_500_000))
+def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) -> None:
+    message = Message(Kind.ACTIVATION, body=Body(size, dtype="float32"))
+    frames = list(cut_message(message, 1, 1))
+    assert sum(frame.payload_bytes for frame in frames) == size
+    assert all(frame.payload == () for frame in frames)
+    (received,) = assemble(Assembler(), frames)
+    assert received.body.hollow
+
+
+def test_a_frame_shares_the_senders_and_the_receivers_memory() -> None:
+    source = bytearray(b"0123456789")
+    (frame,) = cut_message(Message(Kind.MODEL, body=Body.of(memoryview(source))), 1, 1)
+    data = pack_frame(frame)
+    received = unpack_frame(data)
+    source[0] = ord("x")
+    assert bytes(frame.payload[0][:1]) == b"x"
+    assert received.payload[0].obj is data
+
+
+# --- refusals
+
+
+def damaged(offset: int, packed: bytes) -> bytes:
+    """The ACTIVATION of the golden table with other bytes at a place."""
+    data = bytes.fromhex(GOLDEN[Kind.ACTIVATION][1])
+    return data[:offset] + packed + data[offset + len(packed) :]
+
+
+BAD_FRAMES = {
+    "nothing": (b"", "not a pipar frame"),
+    "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
+    "another version": (damaged(2, b"\x02"), "version 2 of the protocol; this is version 1"),
+    "unknown kind": (damaged(3, b"\x0c"), "kind 12"),
+    "kind zero": (damaged(3, b"\x00"), "kind 0"),
+    "unknown dtype": (damaged(30, b"\x03"), "dtype 3"),
+    "unknown encoding": (damaged(31, b"\x04"), "encoding 4"),
+    "chunk behind the last": (damaged(32, b"\x00\x01"), "chunk 1 of 1"),
+    "no chunks": (damaged(34, b"\x00\x00"), "chunk 0 of 0"),
+    "header cut short": (damaged(0, b"")[:44], "not a pipar frame"),
+    "shape cut short": (damaged(36, b"\xff"), "damaged header"),
+    "body larger than any": (damaged(37, struct.pack("!Q", wire.MAX_BODY_BYTES + 1)), "damaged header"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FRAMES)
+def test_a_frame_is_refused_for(case: str) -> None:
+    data, sentence = BAD_FRAMES[case]
+    with pytest.raises(ProtocolError, match=re.escape(sentence)):
+        unpack_frame(data)
+
+
+def three_chunks() -> list[Frame]:
+    return frames_of(Message(Kind.MODEL, body=Body.of(bytes(range(25)), encoding="safetensors")))
+
+
+BAD_ORDERS: dict[str, Callable[[list[Frame]], list[Frame]]] = {
+    "begun in the middle": lambda f: [f[1]],
+    "a chunk left out": lambda f: [f[0], f[2]],
+    "a chunk twice": lambda f: [f[0], f[0]],
+    "swapped": lambda f: [f[0], f[2], f[1]],
+    "payload too long": lambda f: [f[0], f[1], replace(f[2], payload_bytes=6)],
+    "payload too long before the last": lambda f: [replace(f[0], payload_bytes=26)],
+    "payload too short": lambda f: [f[0], f[1], replace(f[2], payload_bytes=4)],
+    "another kind in the middle": lambda f: [f[0], replace(f[1], message=replace(f[1].message, kind=Kind.TRACE))],
+    "another number of chunks in the middle": lambda f: [f[0], replace(f[1], chunks=4)],
+    "one whole frame in the middle": lambda f: [f[0], replace(f[0], chunks=1, payload_bytes=25)],
+    "a single frame with too little": lambda f: [replace(f[0], chunks=1)],
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("case", BAD_ORDERS)
+def test_chunks_are_refused_when_they_come(case: str) -> None:
+    assembler = Assembler()
+    with pytest.raises(ProtocolError, match="out of place"):
+        assemble(assembler, BAD_ORDERS[case](three_chunks()))
+
+
+def test_a_body_larger_than_the_receiver_takes_is_refused_at_its_first_frame() -> None:
+    frame = next(iter(cut_message(Message(Kind.MODEL, body=Body(3_000_000)), 1, 1)))
+    with pytest.raises(ProtocolError, match="announces 3000000 bytes; at most 2999999"):
+        Assembler(max_body_bytes=2_999_999).feed(frame)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Kind.ACTIVATION, micro_batch=65536),
+        Message(Kind.MODEL, body=Body(wire.MAX_BODY_BYTES + 1)),
+        Message(Kind.GRADIENT, body=Body(shape=(1,) * 256)),
+    ],
+    ids=["micro-batch", "size", "dimensions"],
+)
+def test_what_no_header_can_say_is_refused_where_it_is_sent(message: Message) -> None:
+    with pytest.raises(ProtocolError, match="does not fit a frame"):
+        cut_message(message, 1, 1)
+
+
+def test_the_largest_micro_batch_number_and_the_largest_body_fit_the_header() -> None:
+    last = None
+    for last in cut_message(Message(Kind.MODEL, micro_batch=65535, body=Body(wire.MAX_BODY_BYTES)), 2**32 - 1, 1):
+        pass
+    assert last is not None
+    read = unpack_frame(pack_frame(replace(last, payload_bytes=0)))
+    assert (read.chunk, read.chunks, read.message.body.size_bytes) == (65534, 65535, wire.MAX_BODY_BYTES)
+
+
+GOLDEN_BYTES = [bytes.fromhex(golden) for _, golden in GOLDEN.values()]
+
+
+@given(st.binary(max_size=120) | st.binary(max_size=90).map(lambda tail: wire.MAGIC + b"\x01" + tail))
+def test_any_bytes_are_a_frame_or_a_protocol_error(data: bytes) -> None:
+    try:
+        frame = unpack_frame(data)
+    except ProtocolError:
+        return
+    assert pack_frame(frame) == data
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> list[bytes]:
+    """A few good frames with some bytes changed, some frames cut short, lengthened or doubled."""
+    sent = []
+    for data in draw(st.lists(st.sampled_from(GOLDEN_BYTES), min_size=1, max_size=4)):
+        changed = bytearray(data)
+        for _ in range(draw(st.integers(0, 3))):
+            changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+        end = draw(st.integers(0, len(changed)) | st.just(len(changed)))
+        sent += [bytes(changed[:end]) + draw(st.binary(max_size=8))] * draw(st.integers(1, 2))
+    return sent
+
+
+@given(mutations())
+@example([GOLDEN_BYTES[0] + b"x"])
+def test_damaged_frames_give_messages_of_their_announced_size_or_a_protocol_error(sent: list[bytes]) -> None:
+    assembler = Assembler()
+    for data in sent:
+        try:
+            message = assembler.feed(unpack_frame(data))
+        except ProtocolError:
+            continue
+        if message is not None:
+            assert len(message.body.contiguous()) == message.body.size_bytes

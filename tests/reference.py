@@ -1,0 +1,119 @@
+"""Each method of training written down once more from its definition, with torch alone.
+
+Nothing is split over machines, cut into micro-batches or pipelined here: every batch goes through the network whole.
+`data[k][e]` is the list of batches of device k (in name order) in epoch e.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = tuple[Tensor, Tensor]
+Data = Sequence[Sequence[Sequence[Batch]]]
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the weights depend on besides network and data."""
+
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    keep_momentum: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = field(default=F.cross_entropy)  # the mean over the batch
+
+    def optimizer(self, module: nn.Module) -> torch.optim.SGD | None:
+        parameters = list(module.parameters())
+        settings = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        return torch.optim.SGD(parameters, **settings) if parameters else None
+
+
+def train(method: str, model: nn.Sequential, data: Data, split_point: int, rules: Rules) -> State:
+    """Return the global model's state after all epochs; the given model stays as it is."""
+    start = copy.deepcopy(model).train()
+    if method == "sl":
+        return split_learning(start, data, split_point, rules)
+    if method == "sfl2":
+        return splitfed_v2(start, data, split_point, rules)
+    return federated(start, data, rules)  # fl, sfl and pipar train the same weights, wherever the cut is
+
+
+def federated(model: nn.Sequential, data: Data, rules: Rules) -> State:
+    """Every device trains the whole model on its own batches; the models are averaged by samples."""
+    models = [copy.deepcopy(model) for _ in data]
+    optimizers = [rules.optimizer(own) for own in models]
+    for epoch in range(len(data[0])):
+        for own, optimizer, device in zip(models, optimizers, data, strict=True):
+            for batch in device[epoch]:
+                step(own, [optimizer], batch, rules)
+        mean = average([own.state_dict() for own in models], [samples(device[epoch]) for device in data])
+        for own in models:
+            own.load_state_dict(mean)
+        if not rules.keep_momentum:
+            optimizers = [rules.optimizer(own) for own in models]
+    return models[0].state_dict()
+
+
+def split_learning(model: nn.Sequential, data: Data, split_point: int, rules: Rules) -> State:
+    """One model goes from device to device; each trains an epoch. Only the server's layers keep their momentum."""
+    behind_the_cut = rules.optimizer(model[split_point:])
+    for epoch in range(len(data[0])):
+        for device in data:
+            in_front = rules.optimizer(model[:split_point])  # handed over: the momentum stays with the one before
+            for batch in device[epoch]:
+                step(model, [in_front, behind_the_cut], batch, rules)
+    return model.state_dict()
+
+
+def splitfed_v2(model: nn.Sequential, data: Data, split_point: int, rules: Rules) -> State:
+    """One server part serves the devices in turn, iteration by iteration; the device parts are averaged by samples."""
+    server = model[split_point:]
+    fronts = [copy.deepcopy(model[:split_point]) for _ in data]
+    of_server = rules.optimizer(server)
+    of_fronts = [rules.optimizer(front) for front in fronts]
+    for epoch in range(len(data[0])):
+        for iteration in zip_longest(*(device[epoch] for device in data)):
+            for front, optimizer, batch in zip(fronts, of_fronts, iteration, strict=True):
+                if batch is not None:  # a device that has run out of batches is passed over
+                    step(nn.Sequential(front, server), [optimizer, of_server], batch, rules)
+        mean = average([front.state_dict() for front in fronts], [samples(device[epoch]) for device in data])
+        for front in fronts:
+            front.load_state_dict(mean)
+        if not rules.keep_momentum:
+            of_fronts = [rules.optimizer(front) for front in fronts]
+    model[:split_point].load_state_dict(fronts[0].state_dict())
+    return model.state_dict()
+
+
+def step(model: nn.Module, optimizers: Sequence[torch.optim.SGD | None], batch: Batch, rules: Rules) -> None:
+    """One step of gradient descent on one whole batch."""
+    inputs, labels = batch
+    model.zero_grad()
+    rules.loss(model(inputs), labels).backward()
+    for optimizer in optimizers:
+        if optimizer is not None:
+            optimizer.step()
+
+
+def samples(batches: Sequence[Batch]) -> int:
+    return sum(len(labels) for _, labels in batches)
+
+
+def average(states: Sequence[State], counts: Sequence[int]) -> State:
+    """Return sum_k n_k M_k / sum_k n_k; of counters the largest."""
+    mean = {}
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            wide = [state[name].double() * (count / sum(counts)) for state, count in zip(states, counts, strict=True)]
+            mean[name] = torch.stack(wide).sum(0).to(first.dtype)
+        else:
+            mean[name] = torch.stack([state[name] for state in states]).amax(0)
+    return mean

@@ -1,0 +1,169 @@
+"""Bad input through the real command: exit code 2, one line that says what is wrong, and nothing left behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipar.cli import main
+
+FACTORIES = """
+from torch import nn
+
+def wrong_classes():
+    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 7))
+
+def wrong_input():
+    return nn.Sequential(nn.Flatten(), nn.Linear(99, 10))
+
+def not_a_sequential():
+    return nn.Linear(1024, 10)
+
+number = 5
+"""
+TORN = "[run\nepochs = 1"
+MNIST_LIKE = "run --virtual --data synthetic --set data.shape=[1,28,28]"
+
+#: The command line (words split at blanks), and words that its one line has.
+COMMANDS = [
+    # unknown words
+    ("runn", "'runn' is not a command; there are compare, data, profile, run"),
+    ("data fetch", "'fetch' is not a command; there are get, list"),
+    ("run --colour red", "No such option"),
+    ("run --virtual --timing-only", "exclude each other"),
+    ("run a.toml b.toml", "unexpected extra argument"),
+    ("run --epochs", "--epochs"),
+    # keys and values
+    ("run --set run.epoch=3", "'epoch' is not a key of [run]: did you mean 'epochs'?"),
+    ("run --set colours.red=1", "'colours' is not a key of the configuration"),
+    ("run --set run.epochs", "is not a setting; write --set section.key=value"),
+    ("run --set run.epochs=0", "run.epochs = 0 is not allowed: it should be at least 1"),
+    ("run --epochs many", "run.epochs = 'many' is not allowed: it should be a whole number"),
+    ("run --method fedsgd", "run.method = 'fedsgd' is not known; allowed are pipar, fl"),
+    ("run --model vgg6", "model.name = 'vgg6' is not known"),
+    ("run --data digit", "data.name = 'digit' is not known"),
+    ("run --link 5g", "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited"),
+    ("run --link {up=-1}", "devices.link.up"),
+    ("run --speed 0", "devices.speed = 0 is not allowed"),
+    ("run --devices 0", "devices.count = 0 is not allowed"),
+    ("run --seed -1", "run.seed = -1 is not allowed"),
+    ("run --name ../up", "run.name = '../up' is not allowed"),
+    ("run --set server.listen=here:99999", "a port from 0 to 65535"),
+    ("run --set data.samples_per_device=[1,2]", "data.samples_per_device lists 2 sizes for 4 devices"),
+    ("compare --methods fl,fedsgd", "'fedsgd' is not a method; there are fl, sl, sfl, sfl2, pipar"),
+    ("compare --methods ,", "--methods names no method"),
+    ("profile --budget 0", "--budget"),
+    ("profile -o nowhere/profile.json", "Cannot write nowhere/profile.json"),
+    ("data get cifar", "There is no dataset 'cifar': known are digits, mnist"),
+    # plans
+    ("run --virtual --split-point 6", "Split point 6 is outside 1..5: vgg5 has 5 layers"),
+    ("run --virtual --split-point 0", "plan.split_point = 0 is less than 1"),
+    ("run --virtual --split-point soon", "plan.split_point = 'soon' is neither 'auto' nor a whole number"),
+    ("run --virtual --micro-batches 101", "101 micro-batches are outside 1..100: a batch has 100 samples"),
+    ("run --virtual --micro-batches 0", "plan.micro_batches = 0 is less than 1"),
+    ("run --timing-only --micro-batches -2", "plan.micro_batches = -2 is less than 1"),
+    ("compare --virtual --split-point 6 --methods fl,pipar", "Split point 6 is outside 1..5"),
+    # sizes
+    (f"{MNIST_LIKE} --model vgg16", "vgg16"),
+    ("run --virtual --set model.factory=own_models:wrong_classes", "(2, 10) is needed for 10 classes"),
+    ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
+    ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
+    ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices ask for 4000"),
+    ("run --timing-only --set data.samples_per_device=1000", "4000 samples are asked for, but digits has 1197"),
+    ("run --speed 2", "device-1 is to be faster than this machine: in the real world a speed is at most 1"),
+    # what is not there
+    ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
+    ("run --set model.factory=own_models:number", "is a int, not a function"),
+    ("run --set model.factory=no_such_module:f", "no module 'no_such_module'"),
+    ("run --set model.factory=own_models", "is not of the form 'package.module:function'"),
+    ("run gone.toml", "Cannot read the configuration gone.toml"),
+    ("run .", "Cannot read the configuration ."),
+    ("run torn.toml", "torn.toml is not valid TOML"),
+    ("run table.toml --speed 0.5", "write [[devices]] with its keys below it"),
+    (
+        "run --virtual --set server.profile=gone.json --set devices.profile=gone.json",
+        "Cannot read the profile gone.json",
+    ),
+    ("run --virtual --set server.profile=torn.toml --set devices.profile=torn.toml", "torn.toml is not a profile"),
+    ("run --virtual --data mnist --set data.path=empty", "mnist is not complete in empty/MNIST/raw"),
+]
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for measured profiles: the networks of these tests are measured once."""
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to stand in, with a module of factories and a torn file; runs go to `runs` in it."""
+    (tmp_path / "own_models.py").write_text(FACTORIES, "utf-8")
+    (tmp_path / "torn.toml").write_text(TORN, "utf-8")
+    (tmp_path / "table.toml").write_text("[devices]\ncount = 3\n", "utf-8")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(profiles))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("own_models", None)
+
+
+def _check(code: object, out: str, err: str, says: str, runs: Path) -> None:
+    assert says in err
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+    assert "Usage:" not in err
+    assert not runs.exists() or not list(runs.iterdir())
+
+
+@pytest.mark.parametrize(("command", "says"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_bad_input_is_one_sentence(command: str, says: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    captured = capfd.readouterr()
+    _check(ended.value.code, captured.out, captured.err, says, place / "runs")
+
+
+@pytest.mark.parametrize("command", ["run --json --virtual --split-point 6", "compare --json --methods none"])
+def test_bad_input_leaves_standard_output_empty_for_machines(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split())
+    captured = capfd.readouterr()
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+
+
+def test_a_port_in_use_is_found_before_anything_starts(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SystemExit) as ended:
+            main(["run", "--set", f"server.listen={address}"])
+    captured = capfd.readouterr()
+    says = f"Cannot listen on {address}: address already in use."
+    _check(ended.value.code, captured.out, captured.err, says, place / "runs")
+
+
+def test_a_folder_that_cannot_be_made_is_named(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "runs").write_text("a file where the folder would be", "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--timing-only"])
+    assert ended.value.code == 2
+    assert "Cannot make the run's folder" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "says"), [("runn", "is not a command"), ("run --virtual --micro-batches 101", "outside 1..100")]
+)
+def test_the_installed_program_says_the_same(command: str, says: str, place: Path) -> None:
+    program = [sys.executable, "-m", "pipar", *command.split()]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    _check(done.returncode, done.stdout, done.stderr, says, place / "runs")

@@ -1,0 +1,343 @@
+"""The device's program in virtual time, against a server that is played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from pipar.clock import run_virtually
+from pipar.compute import VirtualCompute
+from pipar.device import Device
+from pipar.errors import LinkError, PiparError, ProtocolError, TrainingError
+from pipar.hollow import HollowDevicePart, HollowSamples
+from pipar.link.channel import Channel
+from pipar.link.memory import memory_pair
+from pipar.methods import Plan
+from pipar.planner.costs import Costs
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.protocol.orders import Orders
+from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
+
+# A batch of 10 takes the device 10 s forward and 20 s backward.
+PROFILE = Profile(
+    "hand",
+    "float32",
+    (10,),
+    (LayerProfile("one", (10.0,), (20.0,), 8, 16), LayerProfile("two", (1.0,), (1.0,), 4, 16)),
+)
+ORDERS = Orders(
+    session=1,
+    plan=Plan(1, 5),
+    layers=2,
+    batch_size=10,
+    batch_statistics=False,
+    schedule="all-forward",
+    window=3,
+    keep_momentum=False,
+)
+MODEL = Message(Kind.MODEL, 0, body=Body(16, encoding="safetensors"))
+Script = Callable[[Channel], Awaitable[None]]
+
+
+class CountingPart(HollowDevicePart):
+    """Counts the activations that it holds, and remembers the order of its work."""
+
+    def __init__(self) -> None:
+        super().__init__(PROFILE, 1)
+        self.held, self.most, self.log = 0, 0, []
+
+    def forward(self, micro_batch: int, piece: Any) -> Any:
+        self.held += 1
+        self.most = max(self.most, self.held)
+        self.log.append(f"fc{micro_batch}")
+        return super().forward(micro_batch, piece)
+
+    def backward(self, micro_batch: int, gradient: Any) -> None:
+        self.held -= 1
+        self.log.append(f"bc{micro_batch}")
+
+
+@dataclass
+class Outcome:
+    failure: PiparError | None = None
+    part: CountingPart = field(default_factory=CountingPart)
+    received: list[Message] = field(default_factory=list)
+    left_running: int = 0
+    trace: EpochTrace | None = None
+
+    def spans(self, kind: str) -> list[Span]:
+        assert self.trace is not None
+        return [span for span in self.trace.spans if span.kind == kind and not span.waiting and span.lane == COMPUTE]
+
+
+def live(script: Script, *, samples: int = 20) -> Outcome:
+    """Run a device against a scripted server in virtual time."""
+    outcome = Outcome()
+
+    async def main() -> None:
+        near, far = memory_pair()
+        recorder = Recorder("pi")
+        device_channel, server_channel = Channel(near, recorder, UPLINK), Channel(far, Recorder("server"), DOWNLINK)
+        costs = Costs(PROFILE)
+        device = Device(
+            "pi",
+            HollowSamples(samples),
+            lambda _: outcome.part,
+            channel=device_channel,
+            compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
+            io=VirtualCompute([IO], recorder, costs.seconds),
+            recorder=recorder,
+        )
+
+        async def server() -> None:
+            await script(server_channel)
+            await server_channel.close()
+
+        playing = asyncio.create_task(server())
+        try:
+            await device.train()
+        except PiparError as error:
+            outcome.failure = error
+        finally:
+            await device_channel.close()
+        await playing
+        outcome.left_running = len(asyncio.all_tasks()) - 1
+
+    run_virtually(main())
+    return outcome
+
+
+def welcome(orders: Orders = ORDERS) -> Message:
+    return Message(Kind.WELCOME, body=orders.to_body())
+
+
+def gradient(of: Message) -> Message:
+    return replace(of, kind=Kind.GRADIENT, body=Body(8 * of.samples, dtype="float32"))
+
+
+def serve_at_once(outcome_trace: list[EpochTrace], orders: Orders = ORDERS) -> Script:
+    """A server that answers every activation the moment it comes, for one epoch."""
+
+    async def script(channel: Channel) -> None:
+        assert (await channel.receive()).kind is Kind.HELLO
+        channel.post(welcome(orders))
+        channel.post(MODEL)
+        channel.post(Message(Kind.ROUND, 1))
+        while (message := await channel.receive()).kind is Kind.ACTIVATION:
+            channel.post(gradient(message))
+        assert message.kind is Kind.END_EPOCH
+        assert (await channel.receive()).kind is Kind.MODEL
+        channel.post(replace(MODEL, epoch=1))
+        channel.post(Message(Kind.REPORT, 1))
+        message = await channel.receive()
+        outcome_trace.append(unpack_trace(message.body.contiguous(), owner="pi"))
+        channel.post(Message(Kind.STOP, 1))
+
+    return script
+
+
+def served_at_once(orders: Orders = ORDERS, samples: int = 20) -> Outcome:
+    traces: list[EpochTrace] = []
+    outcome = live(serve_at_once(traces, orders), samples=samples)
+    assert outcome.failure is None
+    assert outcome.left_running == 0
+    outcome.trace = traces[0]
+    return outcome
+
+
+def test_first_backward_waits_for_last_forward_even_if_its_gradient_came_early() -> None:
+    outcome = served_at_once(samples=10)
+    forwards, backwards = outcome.spans("fc"), outcome.spans("bc")
+    # Five micro-batches of 2 s forward; the first gradient is back at 2 s.
+    assert [span.end for span in forwards] == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert backwards[0].start == 10.0
+    assert [span.end for span in backwards] == [14.0, 18.0, 22.0, 26.0, 30.0]
+
+
+def test_all_forwards_come_before_all_backwards_in_every_iteration() -> None:
+    one = [f"fc{n}" for n in range(1, 6)] + [f"bc{n}" for n in range(1, 6)]
+    assert served_at_once(samples=20).part.log == one * 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9])
+def test_one_forward_one_backward_holds_at_most_a_window_of_activations(window: int) -> None:
+    outcome = served_at_once(replace(ORDERS, schedule="1f1b", window=window))
+    assert outcome.part.most == min(window, 5)
+    assert outcome.part.held == 0
+
+
+def test_one_forward_one_backward_alternates_behind_its_window() -> None:
+    outcome = served_at_once(replace(ORDERS, schedule="1f1b", window=2), samples=10)
+    assert outcome.part.log == ["fc1", "fc2", "bc1", "fc3", "bc2", "fc4", "bc3", "fc5", "bc4", "bc5"]
+
+
+def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> None:
+    sent: list[Message] = []
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        for message in (welcome(), MODEL, Message(Kind.ROUND, 1)):
+            channel.post(message)
+        while (message := await channel.receive()).kind is Kind.ACTIVATION:
+            sent.append(message)
+            channel.post(gradient(message))
+        sent.append(message)
+        channel.post(Message(Kind.STOP, 1))
+
+    live(script, samples=23)
+    *activations, end = sent
+    counts = [(m.iteration, m.micro_batch, m.samples, m.batch_samples) for m in activations]
+    # 10, 10 and 3 samples; the three left over make three pieces.
+    assert counts == [(i, n, 2, 10) for i in (1, 2) for n in range(1, 6)] + [(3, n, 1, 3) for n in (1, 2, 3)]
+    assert read_json(end) == {"samples": 23, "loss_sum": None}
+
+
+@pytest.mark.parametrize("schedule", ["all-forward", "1f1b"])
+def test_a_device_without_answers_sends_no_more_than_its_plans_micro_batches(schedule: str) -> None:
+    arrived: list[int] = []
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        orders = replace(ORDERS, schedule=schedule, window=5)
+        for message in (welcome(orders), MODEL, Message(Kind.ROUND, 1)):
+            channel.post(message)
+        for _ in range(2):
+            held = []
+            try:
+                while True:
+                    async with asyncio.timeout(10_000):
+                        held.append(await channel.receive())
+            except TimeoutError:  # nothing comes any more
+                arrived.append(len(held))
+            for message in held:
+                channel.post(gradient(message))
+        channel.post(Message(Kind.FAULT, body=json_body({"reason": "seen enough"})))
+
+    outcome = live(script, samples=20)
+    assert arrived == [5, 5]
+    assert "seen enough" in str(outcome.failure)
+
+
+def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
+    outcome = served_at_once()
+    assert outcome.trace is not None
+    spans = sorted((s for s in outcome.trace.spans if s.lane == COMPUTE), key=lambda span: (span.start, span.end))
+    assert all(one.end == other.start for one, other in zip(spans, spans[1:], strict=False))
+
+
+# --- what a server may not do
+
+
+def says(*messages: Message) -> Script:
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        for message in messages:
+            if message.kind is Kind.FAULT:  # which would overtake the others
+                await channel.drain()
+                await asyncio.sleep(5.0)
+            channel.post(message)
+        with pytest.raises(LinkError):  # until the device has gone
+            while True:
+                faults.append(await channel.receive())
+
+    faults: list[Message] = []
+    script.faults = faults  # type: ignore[attr-defined]
+    return script
+
+
+def fault(reason: str) -> Message:
+    return Message(Kind.FAULT, body=json_body({"reason": reason}))
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ([fault("'pi' is unknown")], "The server refused this device: 'pi' is unknown"),
+        ([Message(Kind.FAULT, body=json_body({}))], "The server refused this device: no reason"),
+        ([welcome(), MODEL, Message(Kind.ROUND, 1), fault("b was lost")], "ended the session: b was lost"),
+    ],
+    ids=["refused", "no reason", "in an epoch"],
+)
+def test_a_fault_ends_the_device_with_the_servers_reason(said: list[Message], sentence: str) -> None:
+    outcome = live(says(*said))
+    assert isinstance(outcome.failure, TrainingError)
+    assert sentence in str(outcome.failure)
+    assert outcome.left_running == 0
+
+
+BREACHES: dict[str, tuple[list[Message], str]] = {
+    "no welcome": ([MODEL], "where a welcome belongs"),
+    "a welcome without orders": ([Message(Kind.WELCOME, body=json_body({}))], "not what this version"),
+    "a gradient that nobody waits for": (
+        [welcome(), MODEL, Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(16, dtype="float32"))],
+        "nothing waits for it",
+    ),
+    "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which a device does not take"),
+    "a fault without json": ([welcome(), Message(Kind.FAULT)], "readable JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BREACHES)
+def test_a_breach_of_the_protocol_ends_the_device(case: str) -> None:
+    said, sentence = BREACHES[case]
+    outcome = live(says(*said))
+    assert isinstance(outcome.failure, ProtocolError)
+    assert sentence in str(outcome.failure)
+    assert outcome.left_running == 0
+
+
+def test_a_device_tells_the_server_why_it_gives_up() -> None:
+    script = says(*BREACHES["a command for servers"][0])
+    live(script)
+    (message,) = script.faults  # type: ignore[attr-defined]
+    assert message.kind is Kind.FAULT
+    assert "which a device does not take" in read_json(message)["reason"]
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2, 3])
+def test_a_server_that_is_lost_is_a_link_error_wherever_the_device_is(behind: int) -> None:
+    said = [welcome(), MODEL, Message(Kind.ROUND, 1)][:behind]
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        for message in said:
+            channel.post(message)
+        await channel.drain()
+        await asyncio.sleep(1.0)
+
+    outcome = live(script)
+    assert isinstance(outcome.failure, LinkError)
+    assert outcome.left_running == 0
+
+
+def test_a_device_that_is_cancelled_leaves_nothing_running() -> None:
+    async def main() -> int:
+        near, far = memory_pair()
+        recorder = Recorder("pi")
+        channel, server = Channel(near, recorder, UPLINK), Channel(far, Recorder("server"), DOWNLINK)
+        costs = Costs(PROFILE)
+        device = Device(
+            "pi",
+            HollowSamples(20),
+            lambda _: CountingPart(),
+            channel=channel,
+            compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
+            io=VirtualCompute([IO], recorder, costs.seconds),
+            recorder=recorder,
+        )
+        training = asyncio.create_task(device.train())
+        for message in (welcome(), MODEL, Message(Kind.ROUND, 1)):
+            server.post(message)
+        await asyncio.sleep(7.0)  # in the middle of a forward
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        await channel.close()
+        await server.close()
+        return len(asyncio.all_tasks()) - 1
+
+    assert run_virtually(main()) == 0

@@ -1,0 +1,174 @@
+"""What a person sees: numbers taken from events, lines that fit 80 columns, and silence where it is asked for."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from pipar.config import config_from
+from pipar.display import Display, Gauges, epoch_header, epoch_line, plans_text, setting_text
+from pipar.events import EpochResult, Event, Joined, Preparing, Progress, Started
+
+STARTED = Started(
+    folder="runs/x",
+    method="pipar",
+    epochs=3,
+    cores=2,
+    plans={"device-1": "P=2 N=3", "device-2": "P=2 N=3"},
+    samples={"device-1": 100, "device-2": 100},
+    iterations={"device-1": 4, "device-2": 4},
+)
+EPOCH = EpochResult(
+    epoch=1,
+    seconds=4.0,
+    samples=200,
+    train_loss=2.25,
+    val_loss=2.125,
+    val_accuracy=0.5,
+    bytes_up=10_000_000,
+    bytes_down=1_000_000,
+    server_idle_s=3.5,
+    device_idle_s=0.25,
+    bound_s=3.0,
+    efficiency=0.75,
+    validation_s=0.1,
+)
+
+
+def _report(owner: str, iteration: int, at_s: float, epoch: int = 1, **busy_s: float) -> Progress:
+    return Progress(owner, epoch, iteration, 100, None, at_s, {lane.replace("_", " "): s for lane, s in busy_s.items()})
+
+
+def _gauges(*events: Event) -> Gauges:
+    gauges = Gauges()
+    for event in (STARTED, *events):
+        gauges.take(event)
+    return gauges
+
+
+def test_utilisation_is_busy_time_between_reports_over_the_time_between_them() -> None:
+    gauges = _gauges(
+        _report("device-1", 1, 10.0, compute=5.0, uplink=1.0),
+        _report("device-1", 2, 12.0, compute=6.5, uplink=2.0),
+        _report("device-2", 1, 10.0, compute=5.0, uplink=1.0),
+        _report("device-2", 2, 12.0, compute=5.5, uplink=2.0),
+    )
+    assert gauges.utilisation() == {"device": 0.5, "uplink": 0.5, "server": None, "downlink": None}
+
+
+def test_the_server_is_the_mean_of_its_cores_also_of_those_that_never_worked() -> None:
+    gauges = _gauges(
+        _report("server", 1, 10.0, core_0=1.0, downlink=0.5),
+        _report("server", 2, 14.0, core_0=3.0, downlink=1.5),
+    )
+    shares = gauges.utilisation()
+    assert (shares["server"], shares["downlink"]) == (0.25, 0.25)
+
+
+def test_one_report_says_nothing_about_how_busy_a_lane_is() -> None:
+    assert set(_gauges(_report("device-1", 1, 10.0, compute=5.0)).utilisation().values()) == {None}
+
+
+def test_the_place_is_that_of_the_furthest_device_and_the_share_that_of_all() -> None:
+    gauges = _gauges(_report("device-1", 4, 10.0), _report("device-2", 2, 10.0))
+    assert gauges.place() == (1, 4, 4, 0.75)
+    gauges.take(_report("device-1", 1, 11.0, epoch=2))
+    assert gauges.place() == (2, 1, 4, 0.125)
+
+
+def test_samples_a_second_add_up_over_the_devices() -> None:
+    gauges = _gauges(_report("device-1", 1, 10.0), _report("device-2", 1, 10.0))
+    assert gauges.samples_per_s() is None
+    gauges.take(_report("device-1", 3, 12.0))
+    gauges.take(_report("device-2", 2, 11.0))
+    assert gauges.samples_per_s() == 25.0 + 25.0
+
+
+def test_a_new_run_starts_from_nothing() -> None:
+    gauges = _gauges(_report("device-1", 4, 10.0), EPOCH)
+    gauges.take(STARTED)
+    assert (gauges.last, gauges.running, gauges.place()) == (None, False, (1, 0, 0, 0.0))
+
+
+def test_a_line_of_an_epoch_has_its_values_under_their_titles_within_80_columns() -> None:
+    assert epoch_header() == "epoch  seconds samples/s train loss val loss val acc idle s: server device  eff."
+    assert epoch_line(EPOCH) == "    1     4.00      50.0     2.2500   2.1250  50.0 %           3.50   0.25  75 %"
+    long = replace(EPOCH, epoch=1000, seconds=12345.678, server_idle_s=12345.678, device_idle_s=999.99)
+    assert len(epoch_line(long)) <= 80
+
+
+def test_a_run_without_mathematics_has_no_losses() -> None:
+    assert epoch_line(replace(EPOCH, train_loss=None, val_loss=None, val_accuracy=None)).split().count("-") == 3
+
+
+@pytest.mark.parametrize(
+    ("group", "says"),
+    [
+        ({"count": 4}, "4 devices, link 10/25 Mbit/s, speed 0.05 of this machine"),
+        ({"link": "unlimited"}, "1 device, link unlimited, speed 0.05 of this machine"),
+        ({"link": {"up": "5Mbit/s", "latency": "20ms"}}, "1 device, link 5/unlimited Mbit/s + 20 ms, speed 0.05 of"),
+        (
+            {"name": "pi", "profile": "pi.json", "speed": 1},
+            "pi: 1 device, link 10/25 Mbit/s, profile pi.json, speed 1 of",
+        ),
+    ],
+)
+def test_what_is_emulated_is_said_in_words(group: dict[str, object], says: str) -> None:
+    assert says in setting_text(config_from({"devices": [group]}))
+
+
+def test_plans_of_many_devices_are_grouped() -> None:
+    assert plans_text(["P=2 N=3"] * 100) == "P=2 N=3"
+    assert plans_text(["P=2 N=3", "P=1 N=9", "P=2 N=3"]) == "1 x P=1 N=9, 2 x P=2 N=3"
+
+
+def _shown(*events: Event, terminal: bool, quiet: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, height=24, color_system=None, legacy_windows=False)
+    with Display(console, quiet=quiet, emulated="4 devices") as display:
+        for event in events:
+            display.observe(event)
+        if terminal:
+            console.print(display._picture())
+    return out.getvalue()
+
+
+RUN = (Preparing("Measuring the layers", 0.5), STARTED, Joined("device-1", 1), _report("device-1", 1, 1.0), EPOCH)
+
+
+def test_without_a_terminal_there_are_plain_lines_only() -> None:
+    shown = _shown(*RUN, terminal=False)
+    assert shown.splitlines() == [
+        "Emulated: 4 devices.",
+        "",
+        "pipar: PiPar, P=2 N=3",
+        epoch_header(),
+        epoch_line(EPOCH),
+    ]
+
+
+def test_nothing_is_written_before_a_run_begins() -> None:
+    assert _shown(RUN[0], terminal=False) == ""
+
+
+def test_quiet_is_quiet() -> None:
+    assert _shown(*RUN, terminal=False, quiet=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([], ["Preparing"]),
+        (RUN[:1], ["Measuring the layers", "50.0 %"]),
+        (RUN[:3], ["1 of 2 devices have joined"]),
+        (RUN, ["epoch 1/3  iteration 1/4", "loss 2.250", "val acc 50.0 %", "device", "uplink", "server", "downlink"]),
+    ],
+)
+def test_a_terminal_shows_where_the_run_is(events: list[Event], says: list[str]) -> None:
+    shown = _shown(*events, terminal=True)
+    for words in says:
+        assert words in shown
+    assert max(len(line) for line in shown.replace("\r", "\n").splitlines() if "\x1b" not in line) <= 80

@@ -1,0 +1,246 @@
+"""The documents say what the code does: keys and defaults, links, commands and examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from pydantic import BaseModel
+
+from pipar.cli import cli
+from pipar.config import Config, DeviceSection, config_from
+from pipar.events import EpochResult
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+README = (ROOT / "README.md").read_text("utf-8")
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: DeviceSection if name == "devices" else type(getattr(Config(), name)) for name in Config.model_fields
+}
+NOT_SET = "not set"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the contents of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# --- the configuration
+
+
+def documented_defaults() -> dict[str, dict[str, str]]:
+    """Return what docs/configuration.md says: section, key, and the default as it is written there."""
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    found: dict[str, dict[str, str]] = {}
+    for heading, body in re.findall(r"^## \[+(\w+)\]+\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
+        rows = re.findall(r"^\| `(\w+)` \|.*?\| (?:`([^`]*)`|(not set)) \|", body, re.MULTILINE)
+        found[heading] = {key: default or absent for key, default, absent in rows}
+    return found
+
+
+def test_configuration_document_has_every_key_and_no_other() -> None:
+    keys = {section: list(written) for section, written in documented_defaults().items()}
+    assert keys == {name: list(model.model_fields) for name, model in SECTIONS.items()}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_configuration_document_has_the_defaults(section: str) -> None:
+    written = documented_defaults()[section]
+    given = {key: tomllib.loads(f"x = {text}")["x"] for key, text in written.items() if text != NOT_SET}
+    model = SECTIONS[section]
+    assert {key for key in written if key not in given} == {
+        key for key, field in model.model_fields.items() if field.default is None
+    }
+    assert model.model_validate(given) == model()
+
+
+def test_configuration_document_names_the_choices() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    for section, model in SECTIONS.items():
+        properties = model.model_json_schema()["properties"]
+        for key, schema in properties.items():
+            row = re.search(rf"^## \[+{section}\]+\n.*?^\| `{key}` \|([^|]*)\|", text, re.MULTILINE | re.DOTALL)
+            assert row is not None
+            assert [choice for choice in schema.get("enum", []) if f'"{choice}"' not in row[1]] == []
+
+
+def readme_block() -> str:
+    (block,) = blocks(README, "toml")
+    return block
+
+
+def test_readme_block_is_what_an_empty_file_means() -> None:
+    assert config_from(tomllib.loads(readme_block())) == Config()
+
+
+def test_readme_block_has_every_key_and_no_other() -> None:
+    everything = re.sub(r"^# (?=\w+ = )", "", readme_block(), flags=re.MULTILINE)
+    tree: dict[str, Any] = tomllib.loads(everything)
+    config_from(tree)
+    written = {name: list(tree[name][0] if name == "devices" else tree[name]) for name in tree}
+    assert written == {name: list(model.model_fields) for name, model in SECTIONS.items()}
+
+
+# --- names and links
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text("utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_files_and_make_targets_that_are_named_exist(document: Path) -> None:
+    text = document.read_text("utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text))
+    roots = (ROOT, ROOT / "src" / "pipar")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make (\w+)", text, re.MULTILINE)) <= targets
+
+
+def test_architecture_lists_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    (listing,) = re.findall(r"^## Layers\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    words = set(re.findall(r"\w+", listing))
+    modules = {path.stem for path in (ROOT / "src" / "pipar").rglob("*.py")} - {"__init__", "__main__"}
+    assert modules - words == set()
+
+
+def test_architecture_links_every_decision() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert re.findall(r"\(decisions/([^)]+)\)", text) == decisions
+    assert [int(name[:3]) for name in decisions] == list(range(1, len(decisions) + 1))
+
+
+def test_fields_of_an_epoch_are_documented() -> None:
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    (section,) = re.findall(r"^## An epoch\n(.*?)^\*\*", text, re.MULTILINE | re.DOTALL)
+    first_cells = " ".join(re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE))
+    assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
+    assert [field.name for field in fields(EpochResult) if f"`{field.name}`" not in README] == []
+
+
+def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
+    # Folders of one person or one machine, and where this clone lies.
+    places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w|\b[A-Z]:\\")
+    suffixes = {".md", ".py", ".toml", ".txt", ".json", ".yml"}
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    found = {}
+    for path in files:
+        if path.is_file() and (path.suffix in suffixes or path.name == "Makefile"):
+            text = path.read_text("utf-8")
+            if (place := places.search(text)) or str(ROOT) in text:
+                found[name_of(path)] = place[0] if place else str(ROOT)
+    assert found == {}
+
+
+# --- commands and examples
+
+
+def commands() -> list[list[str]]:
+    """Return the words behind `pipar` of every command in README's code blocks."""
+    lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("pipar ")]
+
+
+def parse(words: list[str]) -> click.Context:
+    """Return the context of a command without running it; a mistake is a UsageError."""
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words[0])
+        assert found is not None, words
+        command, words = found, words[1:]
+    return command.make_context(command.name, list(words))
+
+
+def test_readme_has_commands() -> None:
+    assert {words[0] for words in commands()} == {"run", "compare", "data"}
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_readme_commands_are_understood(words: list[str]) -> None:
+    parse(words).close()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("documents")
+    own = {"PIPAR_RUNS": folder / "runs", "XDG_CACHE_HOME": folder / "cache", "PIPAR_DATA": folder / "data"}
+    return os.environ | {name: str(path) for name, path in own.items()}
+
+
+def python(arguments: list[str], environment: dict[str, str]) -> str:
+    """Run Python in the clone's root and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def small(words: list[str]) -> list[str]:
+    """Return a training command for one epoch of few samples, in virtual time."""
+    world = [] if {"--virtual", "--timing-only"} & set(words) else ["--timing-only"]
+    few = ["--set", "data.samples_per_device=20"] if "--virtual" in words else []
+    return [*words, *world, *few, "--epochs", "1", "--json"]
+
+
+TRAININGS = [words for words in commands() if words[0] in ("run", "compare")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
+def test_readme_commands_run(words: list[str], environment: dict[str, str]) -> None:
+    printed = json.loads(python(["-m", "pipar", *small(words)], environment))
+    results = printed if isinstance(printed, list) else [printed]
+    assert [len(result["epochs"]) for result in results] == [1] * len(results)
+    documented = (ROOT / "docs" / "results.md").read_text("utf-8")
+    for key in set(results[0]) - {"folder"}:
+        assert f"`{key}`" in README
+        assert f"`{key}`" in documented
+
+
+@pytest.mark.slow
+def test_readme_lists_datasets(environment: dict[str, str]) -> None:
+    assert "digits" in python(["-m", "pipar", "data", "list"], environment)
+
+
+@pytest.mark.slow
+def test_readme_python_runs(environment: dict[str, str]) -> None:
+    (block,) = blocks(README, "python")
+    assert len(block.splitlines()) == 5
+    seconds, loss, folder = python(["-c", block], environment).split()
+    assert float(seconds) > 0
+    assert float(loss) > 0
+    assert (Path(folder) / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_quickstart_runs(environment: dict[str, str]) -> None:
+    assert "the model is yours again" in python(["examples/quickstart.py"], environment)

@@ -1,0 +1,16 @@
+"""What `import pipar` gives."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipar
+
+
+@pytest.mark.parametrize("name", pipar.__all__)
+def test_a_public_name_exists_and_says_what_it_is(name: str) -> None:
+    assert (getattr(pipar, name).__doc__ or "").strip()
+
+
+def test_the_public_names_are_sorted_and_none_stands_twice() -> None:
+    assert pipar.__all__ == sorted(set(pipar.__all__))

@@ -1,0 +1,172 @@
+"""A run's folder: new names, whole files, epochs as they happen, and a result that keeps its contract."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipar.config import Config, config_from, load_config
+from pipar.errors import InputError
+from pipar.events import EpochResult
+from pipar.job import Job, make_plans
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.results import RunFolder, new_folder, run_name, versions, write_atomically
+from pipar.trace import Span
+
+CONFIG = config_from(
+    {
+        "run": {"method": "pipar", "epochs": 2, "batch_size": 10, "seed": 7},
+        "plan": {"split_point": 1, "micro_batches": 2},
+        "devices": [{"name": "pi", "count": 2, "link": {"up": "1Mbit/s", "down": "2.5Mbit/s", "latency": "20ms"}}],
+    }
+)
+
+
+def job() -> Job:
+    layers = tuple(LayerProfile(name, (1.0,), (2.0,), 8, 16) for name in ("one", "two"))
+    profile = Profile("hand", "float32", (10,), layers)
+    specs = ("pi-1", "pi-2")
+    profiles = dict.fromkeys(specs, profile)
+    from pipar.config import device_specs
+
+    return Job(
+        config=CONFIG,
+        specs=device_specs(CONFIG),
+        sizes=dict.fromkeys(specs, 20),
+        server_profile=profile,
+        device_profiles=profiles,
+        batch_statistics=False,
+        dropout=False,
+        plans=make_plans(CONFIG, profile, profiles),
+        dataset="digits",
+        model="vgg5",
+    )
+
+
+EPOCH = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
+SPAN = Span("pi-1", "compute", "fc", 1, 1, 1, 100.0, 101.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path, job(), world="virtual", command="pipar run --virtual")
+
+
+def test_a_name_that_is_taken_gets_a_number_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "deep" / "runs"))
+    assert [new_folder("vgg5").name for _ in range(3)] == ["vgg5", "vgg5-2", "vgg5-3"]
+    assert sorted(path.name for path in (tmp_path / "deep" / "runs").iterdir()) == ["vgg5", "vgg5-2", "vgg5-3"]
+
+
+def test_runs_go_to_the_current_directory_without_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPAR_RUNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert new_folder("x").resolve() == (tmp_path / "runs" / "x").resolve()
+
+
+def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="Cannot make the run's folder"):
+        new_folder("x")
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_atomically(path, b"old")
+
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+    monkeypatch.undo()
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_the_configuration_reads_back_equal(folder: RunFolder) -> None:
+    assert load_config(folder.path / "config.toml") == CONFIG
+
+
+def test_an_epoch_stands_in_the_metrics_as_soon_as_it_is_over(folder: RunFolder) -> None:
+    metrics = folder.path / "metrics.jsonl"
+    assert not metrics.exists()
+    for number in (1, 2):
+        folder.add_epoch(replace(EPOCH, epoch=number), [])
+        lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+        assert [line["epoch"] for line in lines] == list(range(1, number + 1))
+    assert lines[0] == EPOCH.to_dict()
+
+
+def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> None:
+    folder.add_epoch(EPOCH, [SPAN])
+    result = folder.finish(test_accuracy=0.75, weights=b"weights", weights_sha256="ab" * 32)
+    assert json.loads((folder.path / "result.json").read_text("utf-8")) == result
+    assert {key: value for key, value in result.items() if key not in ("epochs", "versions")} == {
+        "method": "pipar",
+        "model": "vgg5",
+        "dataset": "digits",
+        "world": "virtual",
+        "equivalence": "exact",
+        "seed": 7,
+        "plans": [
+            {"device": "pi-1", "split_point": 1, "micro_batches": 2},
+            {"device": "pi-2", "split_point": 1, "micro_batches": 2},
+        ],
+        "test_accuracy": 0.75,
+        "weights_sha256": "ab" * 32,
+        "command": "pipar run --virtual",
+    }
+    assert result["epochs"][0].keys() >= {
+        "epoch", "seconds", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
+        "server_idle_s", "device_idle_s", "bound_s", "efficiency", "validation_s",
+    }  # fmt: skip
+    assert result["versions"] == versions()
+    assert set(versions()) == {"pipar", "torch", "numpy", "grpcio"}
+
+
+def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder) -> None:
+    folder.add_epoch(EPOCH, [SPAN])
+    folder.finish(test_accuracy=None, weights=b"weights", weights_sha256=None)
+    assert sorted(path.name for path in folder.path.iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "result.json",
+        "trace.json",
+    ]
+    assert (folder.path / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_run_without_weights_or_epochs_can_be_finished_too(folder: RunFolder) -> None:
+    result = folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    assert (result["epochs"], result["test_accuracy"], result["weights_sha256"]) == ([], None, None)
+    assert not (folder.path / "model.safetensors").exists()
+
+
+def test_the_trace_starts_at_zero_with_its_first_span(folder: RunFolder) -> None:
+    folder.add_epoch(EPOCH, [replace(SPAN, start=103.0, end=104.0), SPAN])
+    folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    events = json.loads((folder.path / "trace.json").read_text("utf-8"))["traceEvents"]
+    assert [event["ts"] for event in events if event["ph"] == "X"] == [0.0, 3_000_000.0]
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [
+        ({}, "vgg5-digits-pipar"),
+        ({"run": {"name": "mine"}}, "mine"),
+        ({"run": {"method": "fl"}, "model": {"factory": "my.nets:small"}}, "my_nets_small-digits-fl"),
+    ],
+)
+def test_a_run_is_called_after_what_it_trains(tree: dict[str, dict[str, str]], name: str) -> None:
+    config: Config = config_from(tree)
+    assert run_name(config) == name

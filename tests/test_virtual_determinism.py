@@ -1,0 +1,85 @@
+"""In virtual time the same seed gives the same files, byte for byte, whatever the machine is doing meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import Case, hand_made_profile
+
+import pipar
+from pipar.run import Result, World
+
+METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def configuration(tmp_path: Path, method: str, **fields: Any) -> dict[str, Any]:
+    """Return a configuration with uneven devices, latencies, and a profile file for every machine."""
+    case = Case(method, (1,), (5,), **{"dtype": "float32", "shape": (1, 8, 8), "norm": "group", **fields})
+    workload = case.workload()
+    model = workload.build_model()
+    overheads = {"load_s": 1e-5, "encode_s_per_byte": 1e-9, "decode_s_per_byte": 2e-9, "step_s_per_byte": 1e-9}
+    exchange = {"pack_s_per_byte": 1e-9, "install_s_per_byte": 1e-9, "aggregate_s_per_byte": 3e-9}
+    profile = hand_made_profile(model, workload.input_shape, case.dtype, **overheads, **exchange)
+    file = tmp_path / "profile.json"
+    profile.save(file)
+    tree = case.tree()
+    tree["server"]["profile"] = str(file)
+    for device in tree["devices"]:
+        device["profile"] = str(file)
+    return tree
+
+
+def run(tree: dict[str, Any], world: World = "virtual") -> Result:
+    return pipar.run(tree, world=world)
+
+
+@pytest.mark.parametrize("world", ["virtual", "timing-only"])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_seed_gives_the_same_files(tmp_path: Path, method: str, world: World) -> None:
+    tree = configuration(tmp_path, method)
+    one, other = run(tree, world), run(tree, world)
+    assert one.folder != other.folder
+    names = sorted(path.name for path in one.folder.iterdir())
+    assert {"config.toml", "metrics.jsonl", "result.json", "trace.json"} <= set(names)
+    assert names == sorted(path.name for path in other.folder.iterdir())
+    for name in names:
+        assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_seed_gives_other_weights(tmp_path: Path, method: str) -> None:
+    one, other = (run(configuration(tmp_path, method, seed=seed, epochs=1)) for seed in (0, 1))
+    assert one.content["weights_sha256"] != other.content["weights_sha256"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_run_without_mathematics_takes_as_long_as_the_one_with_it(tmp_path: Path, method: str) -> None:
+    # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
+    tree = configuration(tmp_path, method, shape=(1, 16, 16))
+    virtual, timed = run(tree), run(tree, "timing-only")
+    assert len(virtual.epochs) == len(timed.epochs) == 2
+    for one, other in zip(virtual.epochs, timed.epochs, strict=True):
+        assert other["seconds"] == pytest.approx(one["seconds"], rel=1e-3)
+        assert other["samples"] == one["samples"]
+
+
+def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path: Path) -> None:
+    result = run(configuration(tmp_path, "pipar"))
+    events = json.loads((result.folder / "trace.json").read_text("utf-8"))["traceEvents"]
+    tracks = [event for event in events if event["name"] == "thread_name"]
+    lanes = sorted(event["args"]["name"] for event in tracks)
+    phones = ["compute", "downlink", "io", "uplink"] * 3
+    assert [lane for lane in lanes if not lane.startswith(("core", "validation"))] == sorted(phones)
+    for track in tracks:
+        busy = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (track["pid"], track["tid"])]
+        for one, after in zip(busy, busy[1:], strict=False):
+            assert one["ts"] + one["dur"] <= after["ts"] + 0.002, (track["args"], one, after)  # two roundings
