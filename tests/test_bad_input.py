@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipar.cli import main
+from pipar.config import Config
+from pipar.planner.cache import keep_profile
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.prepare import profile_key
 
 FACTORIES = """
 from torch import nn
@@ -95,13 +99,17 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="session")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for measured profiles: the networks of these tests are measured once."""
-    return tmp_path_factory.mktemp("profiles")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds a made-up profile of VGG-5 on digits: nothing is measured here."""
+    folder = tmp_path_factory.mktemp("cache")
+    layer = LayerProfile("layer", (0.0, 0.01), (0.0, 0.02), output_bytes=4096, parameter_bytes=4096)
+    made = Profile("vgg5", "float32", (1, 100), (layer,) * 5)
+    keep_profile(profile_key(Config(), (1, 32, 32), 10), made, folder / "pipar" / "profiles")
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to stand in, with a module of factories and a torn file; runs go to `runs` in it."""
     (tmp_path / "own_models.py").write_text(FACTORIES, "utf-8")
     (tmp_path / "torn.toml").write_text(TORN, "utf-8")
@@ -109,7 +117,7 @@ def place(tmp_path: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(profiles))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     yield tmp_path
     sys.modules.pop("own_models", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.clock import run_virtually, sleep_until
@@ -46,8 +47,11 @@ def by_hand(lanes: int, jobs: list[tuple[int, int]]) -> list[tuple[float, float,
 jobs = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=15).map(sorted)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 4), jobs)
-def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(lanes: int, arrivals: list[tuple[int, int]]) -> None:
+def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(
+    lanes: int, arrivals: list[tuple[int, int]]
+) -> None:
     recorder, ends = Recorder("server"), []
 
     async def submit(pool: VirtualCompute, number: int, seconds: int) -> None:
@@ -76,7 +80,9 @@ def test_the_steps_of_a_job_stay_on_one_lane_and_hand_their_results_on() -> None
     async def main() -> tuple[Any, float]:
         pool = VirtualCompute(["core 0", "core 1"], recorder, lambda w: float(w.samples))
         result = await pool.run(
-            (work("decode", seconds=1), lambda: 5), (work("fs", seconds=2), lambda x: x + 1), (work("bs", seconds=4), str)
+            (work("decode", seconds=1), lambda: 5),
+            (work("fs", seconds=2), lambda x: x + 1),
+            (work("bs", seconds=4), str),
         )
         return result, asyncio.get_running_loop().time()
 
@@ -135,7 +141,7 @@ def test_one_lane_runs_one_job_at_a_time_in_the_order_of_submission() -> None:
     _, spans = with_threads(["core 0"], scenario)
     assert order == [f"{what} {number}" for number in range(20) for what in ("start", "end")]
     busy = [span for span in spans if not span.waiting]
-    assert all(one.end <= other.start for one, other in zip(busy, busy[1:], strict=False))
+    assert all(one.end <= other.start for one, other in itertools.pairwise(busy))
 
 
 def test_two_lanes_run_two_jobs_at_once() -> None:

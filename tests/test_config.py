@@ -247,3 +247,8 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().run.epochs = 3
+
+
+def test_a_device_with_a_profile_of_its_own_runs_at_the_speed_of_the_profile() -> None:
+    groups = config_from({"devices": [{"profile": "board.json"}, {"name": "half", "profile": "b.json", "speed": 0.5}]})
+    assert [spec.speed for spec in device_specs(groups)] == [1.0, 0.5]

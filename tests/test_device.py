@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,7 +59,7 @@ class CountingPart(HollowDevicePart):
         self.log.append(f"fc{micro_batch}")
         return super().forward(micro_batch, piece)
 
-    def backward(self, micro_batch: int, gradient: Any) -> None:
+    def backward(self, micro_batch: int, gradient: Any) -> None:  # noqa: ARG002
         self.held -= 1
         self.log.append(f"bc{micro_batch}")
 
@@ -227,7 +229,7 @@ def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
     outcome = served_at_once()
     assert outcome.trace is not None
     spans = sorted((s for s in outcome.trace.spans if s.lane == COMPUTE), key=lambda span: (span.start, span.end))
-    assert all(one.end == other.start for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one.end == other.start for one, other in itertools.pairwise(spans))
 
 
 # --- what a server may not do
@@ -241,7 +243,7 @@ def says(*messages: Message) -> Script:
                 await channel.drain()
                 await asyncio.sleep(5.0)
             channel.post(message)
-        with pytest.raises(LinkError):  # until the device has gone
+        with contextlib.suppress(LinkError):  # until the device has gone
             while True:
                 faults.append(await channel.receive())
 

@@ -162,7 +162,7 @@ def test_quiet_is_quiet() -> None:
     ("events", "says"),
     [
         ([], ["Preparing"]),
-        (RUN[:1], ["Measuring the layers", "50.0 %"]),
+        (RUN[:1], ["Measuring the layers", "50 %"]),
         (RUN[:3], ["1 of 2 devices have joined"]),
         (RUN, ["epoch 1/3  iteration 1/4", "loss 2.250", "val acc 50.0 %", "device", "uplink", "server", "downlink"]),
     ],

@@ -1,7 +1,4 @@
-"""The real world trains the very weights that virtual time does and the definitions say: over gRPC, in threads and
-
-in processes.
-"""
+"""The real world trains the weights that the definitions say, and the very bits of virtual time."""
 
 from __future__ import annotations
 
@@ -68,6 +65,7 @@ async def train_over_grpc(case: Case) -> Trained:
             await server.farewell()
     finally:
         await listener.stop()
+        server.close()
     return Trained(job, learner.state(), epochs, spans)
 
 

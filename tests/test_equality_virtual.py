@@ -148,7 +148,11 @@ def test_batch_normalisation_with_micro_batches_is_reported_as_statistical_and_d
 
 @pytest.mark.parametrize(
     ("n", "sizes", "iterations"),
-    [(1, (201,), [(100,), (101,)]), (7, (101,), [(15, 15, 15, 14, 14, 14, 14)]), (12, (103,), [(9, 9, 9, 9) + (8,) * 8, (3,)])],
+    [
+        (1, (201,), [(100,), (101,)]),
+        (7, (101,), [(15, 15, 15, 14, 14, 14, 14)]),
+        (12, (103,), [(9, 9, 9, 9) + (8,) * 8, (3,)]),
+    ],
 )
 def test_batch_normalisation_trains_every_sample(n: int, sizes: tuple[int, ...], iterations: list[Any]) -> None:
     trained = train_in_virtual_time(Case("pipar", (2,), (n,), norm="batch", sizes=sizes))

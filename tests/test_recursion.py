@@ -157,9 +157,7 @@ def test_frames_without_their_headers_would_be_seen(instance: Instance) -> None:
 def test_recursion_worked_out_by_hand() -> None:
     """f_c = 2, b_c = 3, f_s = b_s = 0.5; u = d = 1 for both micro-batches, by the rate that makes it so."""
     layers = [(1.0, 2.0), (1.0, 1.0), (0.5, 0.5)]
-    profile = Profile(
-        "by hand", "float32", (1,), tuple(LayerProfile(str(f), (f,), (b,), 512, 0) for f, b in layers)
-    )
+    profile = Profile("by hand", "float32", (1,), tuple(LayerProfile(str(f), (f,), (b,), 512, 0) for f, b in layers))
     up, down = (HEADER_BYTES + 512 + LABEL_BYTES) * 8.0, (HEADER_BYTES + 512) * 8.0
     spans = run(Instance(2, 2, up, down, 1, 1.0, profile, profile))
     start = spans[Stage("fc", 1)].start

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipar.config import Config, config_from, load_config
+from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
 from pipar.events import EpochResult
 from pipar.job import Job, make_plans
@@ -31,8 +31,6 @@ def job() -> Job:
     profile = Profile("hand", "float32", (10,), layers)
     specs = ("pi-1", "pi-2")
     profiles = dict.fromkeys(specs, profile)
-    from pipar.config import device_specs
-
     return Job(
         config=CONFIG,
         specs=device_specs(CONFIG),
@@ -160,13 +158,21 @@ def test_the_trace_starts_at_zero_with_its_first_span(folder: RunFolder) -> None
 
 
 @pytest.mark.parametrize(
-    ("tree", "name"),
+    ("tree", "model", "name"),
     [
-        ({}, "vgg5-digits-pipar"),
-        ({"run": {"name": "mine"}}, "mine"),
-        ({"run": {"method": "fl"}, "model": {"factory": "my.nets:small"}}, "my_nets_small-digits-fl"),
+        ({}, "vgg5", "vgg5-digits-pipar"),
+        ({}, "own", "own-digits-pipar"),
+        ({"run": {"name": "mine"}}, "vgg5", "mine"),
+        ({"run": {"method": "fl"}}, "my.nets:small", "my_nets_small-digits-fl"),
     ],
 )
-def test_a_run_is_called_after_what_it_trains(tree: dict[str, dict[str, str]], name: str) -> None:
-    config: Config = config_from(tree)
-    assert run_name(config) == name
+def test_a_run_is_called_after_what_it_trains(tree: dict[str, dict[str, str]], model: str, name: str) -> None:
+    assert run_name(replace(job(), config=config_from(tree), model=model, dataset="digits")) == name
+
+
+def test_a_loss_that_has_diverged_is_null_and_the_files_stay_strict_json(folder: RunFolder) -> None:
+    folder.add_epoch(replace(EPOCH, train_loss=float("nan"), val_loss=float("inf")), [])
+    result = folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    assert (result["epochs"][0]["train_loss"], result["epochs"][0]["val_loss"]) == (None, None)
+    for file in ("result.json", "metrics.jsonl"):
+        assert not {"NaN", "Infinity"} & set((folder.path / file).read_text("utf-8").replace(",", " ").split())

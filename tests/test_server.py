@@ -198,7 +198,8 @@ def by_hand(*said: Message | Kind, name: str = "b", leaves: bool = False) -> tup
 
 
 EPOCH_BY_HAND = (
-    Kind.ROUND, activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT, end_epoch(), model(), Kind.REPORT, trace(),
+    Kind.ROUND, activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT,
+    end_epoch(), model(), Kind.REPORT, trace(),
 )  # fmt: skip
 
 
@@ -238,7 +239,7 @@ def test_who_may_not_join_is_told_why_and_the_others_train_on(said: Message, rea
 
 
 def test_a_connection_that_ends_before_its_hello_disturbs_nobody() -> None:
-    async def silent(channel: Channel) -> None:
+    async def silent(_: Channel) -> None:
         await asyncio.sleep(0.5)
 
     assert train([("silent", silent), honest("a"), honest("b")]).failure is None

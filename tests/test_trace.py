@@ -8,7 +8,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.errors import ProtocolError
@@ -112,6 +112,7 @@ totals = st.dictionaries(
 )
 
 
+@settings(max_examples=50)
 @given(totals, st.lists(spans, max_size=8))
 def test_a_trace_comes_back_equal_to_the_last_bit(sums: dict[str, Totals], found: list[Span]) -> None:
     trace = EpochTrace("pi", 3, sums, found)
@@ -220,6 +221,7 @@ def test_spans_become_chrome_events_with_the_server_first_and_a_track_a_lane() -
     assert chrome_events(found, origin=10.0) == json.loads(GOLDEN_EVENTS)
 
 
+@settings(max_examples=50)
 @given(st.lists(spans, max_size=20))
 def test_every_span_is_one_event_and_a_track_holds_one_lane(found: list[Span]) -> None:
     events = chrome_events(found)

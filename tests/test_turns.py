@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.clock import run_virtually
@@ -42,6 +42,7 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, list[float]]]:
     return iterations, {name: draw(st.lists(delay, min_size=5, max_size=5)) for name in names}
 
 
+@settings(max_examples=50)
 @given(rounds())
 def test_turns_go_by_iteration_and_then_by_name_whoever_arrives_first(
     round_: tuple[dict[str, int], dict[str, list[float]]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -81,5 +82,5 @@ def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path
     assert [lane for lane in lanes if not lane.startswith(("core", "validation"))] == sorted(phones)
     for track in tracks:
         busy = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (track["pid"], track["tid"])]
-        for one, after in zip(busy, busy[1:], strict=False):
+        for one, after in itertools.pairwise(busy):
             assert one["ts"] + one["dur"] <= after["ts"] + 0.002, (track["args"], one, after)  # two roundings

@@ -14,7 +14,7 @@ import torch
 from reference import Batch, Data, Rules, State
 from torch import nn
 
-from pipar.config import Config, config_from, device_specs
+from pipar.config import config_from, device_specs
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.job import Job, make_plans

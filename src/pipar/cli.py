@@ -138,7 +138,7 @@ _SHORTCUTS = [
         "--speed",
         "devices.speed",
         "SHARE",
-        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}]",
+        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}; 1 with a profile]",
     ),
     _shortcut("--seed", "run.seed", "NUMBER", f"What all randomness is drawn from.  [default: {_RUN.seed}]"),
     _shortcut("--name", "run.name", "NAME", "Name of the run's folder.  [default: MODEL-DATA-METHOD]", text=True),

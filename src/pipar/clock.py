@@ -7,9 +7,11 @@ only nobody waits. The same program with the same seed runs in the same order, t
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import heapq
 import math
 import selectors
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pipar.errors import TrainingError
@@ -49,6 +51,21 @@ class _NothingToWaitFor(selectors.BaseSelector):
         self._keys.clear()
 
 
+class _Timer(asyncio.TimerHandle):
+    """A timer that keeps its place among timers of the same moment: first come, first served."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._place = place
+
+    def __lt__(self, other: Any) -> bool:
+        if self._when == other._when:  # type: ignore[attr-defined]
+            return bool(self._place < other._place)
+        return bool(self._when < other._when)  # type: ignore[attr-defined]
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual time; starts at 0.0 seconds.
 
@@ -57,6 +74,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     _now: float = 0.0
+    _timers: int = 0
 
     def __init__(self) -> None:
         selector = _NothingToWaitFor()
@@ -66,6 +84,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._timers += 1
+        timer = _Timer(self._timers, when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     def jump(self) -> None:
         """Move the clock to the next timer."""

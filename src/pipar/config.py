@@ -186,6 +186,14 @@ class DeviceSection(_Section):
     split_point: PlanNumber | None = None
     micro_batches: PlanNumber | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _own_speed(cls, tree: Any) -> Any:
+        """A profile of the device itself has its speed in it."""
+        if isinstance(tree, Mapping) and tree.get("profile") is not None and "speed" not in tree:
+            return {**tree, "speed": 1.0}
+        return tree
+
 
 class Config(_Section):
     """A whole configuration; `Config()` is what an empty file means."""

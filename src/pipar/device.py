@@ -71,7 +71,7 @@ class Device:
         self._loop = asyncio.get_running_loop()
         self._commands: asyncio.Queue[Message | None] = asyncio.Queue()
         self._uploads: asyncio.Queue[tuple[Work, Any, Any]] = asyncio.Queue()
-        self._gradients: dict[int, asyncio.Future[Any]] = {}  # by micro-batch of the running iteration
+        self._gradients: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # by epoch, iteration, micro-batch
 
     async def train(self) -> None:
         """Take part in the training until the server says stop."""
@@ -126,7 +126,7 @@ class Device:
             if stage.kind == "fc":
                 activation = await self._compute.run((work, partial(part.forward, n, piece)))
                 if splits:
-                    self._gradients[n] = self._loop.create_future()
+                    self._gradients[epoch, iteration, n] = self._loop.create_future()
                     self._uploads.put_nowait((work, activation, piece))
             else:
                 gradient = await self._gradient(epoch, iteration, n) if splits else None
@@ -187,14 +187,14 @@ class Device:
         place = (message.epoch, message.iteration, message.micro_batch)
         decode = Work("decode", *place, size_bytes=message.body.size_bytes)
         gradient = await self._io.run((decode, partial(self._part.decode, message)))
-        waiting = self._gradients.get(message.micro_batch)
+        waiting = self._gradients.get(place)
         if waiting is None or waiting.done():
             raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
         waiting.set_result(gradient)
 
     async def _gradient(self, epoch: int, iteration: int, n: int) -> Any:
-        gradient = await self._waiting_for("d", self._gradients[n], epoch, iteration, n)
-        del self._gradients[n]
+        gradient = await self._waiting_for("d", self._gradients[epoch, iteration, n], epoch, iteration, n)
+        del self._gradients[epoch, iteration, n]
         return gradient
 
     async def _next_command(self) -> Message:

@@ -191,14 +191,14 @@ class Display:
 
     def _picture(self) -> RenderableType:
         if self._preparing is not None:
-            return _bar_line(self._preparing.what, self._preparing.share, _percent(self._preparing.share))
+            return _bar_line(self._preparing.what, self._preparing.share, _percent(self._preparing.share, 0))
         if self._gauges.started is None:
             return Text("Preparing", style="dim")
         if not self._gauges.running:
             return Text(
                 f"{self._gauges.joined} of {len(self._gauges.started.samples)} devices have joined", style="dim"
             )
-        lanes = [_bar_line(lane, share, _percent(share)) for lane, share in self._gauges.utilisation().items()]
+        lanes = [_bar_line(lane, share, _percent(share, 0)) for lane, share in self._gauges.utilisation().items()]
         return Group(self._headline(self._gauges.started), *lanes)
 
     def _headline(self, started: Started) -> RenderableType:
@@ -214,7 +214,7 @@ class Display:
             Text(
                 "  ".join([*words, f"{elapsed[0]}:{elapsed[1]:02d}"]), style="bold", no_wrap=True, overflow="ellipsis"
             ),
-            _bar_line("epoch", share, _percent(share), style="cyan"),
+            _bar_line("epoch", share, _percent(share, 0), style="cyan"),
         )
 
 
@@ -364,9 +364,14 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
     for method, result in results.items():
         table.add_row(method, *_comparison_row(result, results[base].seconds_per_epoch))
     first = next(iter(results.values())).content
-    title = f"{first['model']} on {first['dataset']}, {_world(first)}: {setting_text(config)}"
+    title = f"{first['model']} on {first['dataset']}, {_world(first)}, mean of {_epochs_text(first)}"
     folders = [Text(f"{result.folder}/", overflow="fold") for result in results.values()]
-    return Group(Text(f"\n{title}"), table, *folders)
+    return Group(Text(f"\n{title}"), Text(setting_text(config)), table, *folders)
+
+
+def _epochs_text(content: Mapping[str, Any]) -> str:
+    count = len(content["epochs"])
+    return "one epoch" if count == 1 else f"{count} epochs"
 
 
 def _comparison_row(result: Result, base_s: float) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, PiparError
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
@@ -26,6 +26,17 @@ def load_factory(spec: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"factory {spec!r} is a {type(function).__name__}, not a function: name a function.")
     return function
+
+
+def call_factory(spec: str, *arguments: Any) -> Any:
+    """Return what the function gives; whatever it raises becomes one sentence with its name."""
+    function = load_factory(spec)
+    try:
+        return function(*arguments)
+    except PiparError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"factory {spec!r} raised {type(error).__name__}: {error}.") from error
 
 
 def _is_dotted_name(text: str) -> bool:

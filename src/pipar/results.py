@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, dump_config
+from pipar.config import dump_config
 from pipar.errors import InputError
 from pipar.events import EpochResult
 from pipar.job import Job
@@ -76,7 +77,7 @@ class RunFolder:
         self._epochs.append(result)
         self._spans += spans
         with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(result.to_dict()) + "\n")
+            file.write(json.dumps(strict_json(result.to_dict())) + "\n")
 
     def finish(
         self, *, test_accuracy: float | None, weights: bytes | None, weights_sha256: str | None
@@ -86,7 +87,7 @@ class RunFolder:
         _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
         if weights is not None:
             write_atomically(self.path / "model.safetensors", weights)
-        result = self._result(test_accuracy, weights_sha256)
+        result: dict[str, Any] = strict_json(self._result(test_accuracy, weights_sha256))
         _write_json(self.path / "result.json", result, indent=1)
         return result
 
@@ -115,15 +116,23 @@ def plans_as_json(job: Job) -> list[dict[str, Any]]:
     ]
 
 
+def strict_json(value: Any) -> Any:
+    """Return the value with null for what JSON has no number for: a loss that has diverged is infinite or no number."""
+    if isinstance(value, dict):
+        return {key: strict_json(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [strict_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> None:
-    write_atomically(path, (json.dumps(content, indent=indent) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode())
 
 
-def run_name(config: Config) -> str:
+def run_name(job: Job) -> str:
     """Return the name of a run: the given one, or what it trains by which method."""
-    model = config.model.factory or config.model.name
-    data = config.data.factory or config.data.name
-    return config.run.name or f"{_plain(model)}-{_plain(data)}-{config.run.method}"
+    run = job.config.run
+    return run.name or f"{_plain(job.model)}-{_plain(job.dataset)}-{run.method}"
 
 
 def _plain(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
-from pipar.config import Config, load_config
+from pipar.config import Config, device_specs, load_config
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
@@ -137,6 +137,8 @@ def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
 def _run_with_torch(config: Config, own: Own, world: World, command: str, observe: Observer) -> Result:
     from pipar.workload import Workload
 
+    if world == "real":
+        _check_real_world(config)
     workload = Workload(config, own)
     job = prepare(workload, observe)
     if world == "timing-only":
@@ -164,23 +166,29 @@ def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Re
 
 
 def _run_real(job: Job, own: Own, command: str, observe: Observer) -> Result:
-    from pipar.processes import check_address, train_in_processes
+    from pipar.processes import train_in_processes
 
-    fast = [spec.name for spec in job.specs if spec.speed > 1]
-    if fast:
-        raise ConfigError(
-            f"{fast[0]} is to be faster than this machine: in the real world a speed is at most 1. Use --virtual."
-        )
-    check_address(job.config.server.listen)
     with _open_folder(job, observe) as folder:
         train_in_processes(job, own, folder, command, observe)
         return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
 
 
+def _check_real_world(config: Config) -> None:
+    """Raise if real processes cannot be what the configuration says: a device's speed, the server's port."""
+    from pipar.processes import check_address
+
+    fast = [spec.name for spec in device_specs(config) if spec.speed > 1]
+    if fast:
+        raise ConfigError(
+            f"{fast[0]} is to be faster than this machine: in the real world a speed is at most 1. Use --virtual."
+        )
+    check_address(config.server.listen)
+
+
 @contextmanager
 def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
     """Make the run's folder and say that the training begins; a run that fails at once leaves no folder behind."""
-    folder = new_folder(run_name(job.config))
+    folder = new_folder(run_name(job))
     observe(_started(job, folder))
     try:
         yield folder

@@ -299,12 +299,12 @@ class Server:
     async def _serve_epoch(self, session: _Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device until 'stop epoch'; return its trained part and its summed loss."""
         replica, orders = self._learner.replica(session.device), self._training.orders[session.device]
-        pieces = _Pieces(epoch, orders.plan.micro_batches)
+        pieces, losses = _Pieces(epoch, orders.plan.micro_batches), []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
             await self._serve_micro_batch(session, replica, message)
             if pieces.whole:
-                await self._finish_iteration(session, replica, message)
+                losses.append(await self._finish_iteration(session, replica, message))
         if self._turns is not None:
             self._turns.finish(session.device)
         samples, loss = _read_end(message, epoch)
@@ -313,7 +313,8 @@ class Server:
             raise ProtocolError(f"{message} says {samples} samples, but {pieces.samples} came in whole batches.")
         model = await session.next()
         _expect(model, Kind.MODEL, epoch)
-        return Returned(session.device, model.body, samples), replica.take_loss() if splits else loss
+        known = [batch for batch in losses if batch is not None]
+        return Returned(session.device, model.body, samples), sum(known) if known else loss
 
     async def _serve_micro_batch(self, session: _Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
@@ -329,12 +330,15 @@ class Server:
         session.outstanding -= 1
         session.channel.post(Message(Kind.GRADIENT, *place, body=body))
 
-    async def _finish_iteration(self, session: _Session, replica: ServerPart, message: Message) -> None:
+    async def _finish_iteration(self, session: _Session, replica: ServerPart, message: Message) -> float | None:
+        """Apply the gradients of a batch; return its summed loss."""
         step = self._work(session.device, message)("step")
         await self._pool.run((step, replica.step))
+        loss = replica.take_loss()  # while nobody else's forward, in another thread, adds to that of a shared model
         if self._turns is not None:
             self._turns.done(session.device)
         self._report_progress(message)
+        return loss
 
     async def _aggregate(self, epoch: int, returned: list[Returned]) -> None:
         if self._validating is not None:

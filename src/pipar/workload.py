@@ -18,7 +18,7 @@ from pipar.data.datasets import Dataset, Images, dataset_images, factory_images,
 from pipar.data.partition import even_sizes, partition
 from pipar.data.shard import Shard
 from pipar.errors import DataError, ModelError
-from pipar.factory import load_factory
+from pipar.factory import call_factory
 from pipar.nn.learner import Batches
 from pipar.nn.models import build_model, check_fits, check_sequential
 from pipar.nn.steps import Optimizer
@@ -217,7 +217,7 @@ class Workload:
         elif section.factory is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                model = check_sequential(load_factory(section.factory)())
+                model = check_sequential(call_factory(section.factory))
         else:
             return build_model(
                 section.name,

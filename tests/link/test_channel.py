@@ -178,7 +178,7 @@ def test_closing_loses_nothing_that_was_posted(world: World, closes: str, latenc
 
     async def scenario(device: Channel, server: Channel) -> list[Message]:
         sender, receiver = (device, server) if closes == "device" else (server, device)
-        sender.shape(None, latency_s)
+        sender.shape(400e6, latency_s)  # so that much is still to be sent when it closes
         for number in range(1, 21):
             sender.post(activation(number))
         sender.post(model(2_000_001))

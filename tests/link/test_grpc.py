@@ -128,7 +128,7 @@ def test_connecting_to_nobody_is_a_link_error_after_the_timeout() -> None:
     async def main() -> None:
         with socket.socket() as bound:  # bound, but nobody listens: nobody else gets the port meanwhile
             bound.bind(("127.0.0.1", 0))
-            with pytest.raises(LinkError, match="No server answered at .* within 0.2 s"):
+            with pytest.raises(LinkError, match=r"No server answered at .* within 0\.2 s"):
                 await connect(f"127.0.0.1:{bound.getsockname()[1]}", timeout_s=0.2)
 
     asyncio.run(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from fractions import Fraction
 
 import pytest
@@ -18,7 +17,7 @@ models = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(models)
 def test_the_average_is_the_weighted_mean_to_the_last_bits_of_float64(given_: list[tuple[list[float], int]]) -> None:
     states = [({"w": torch.tensor(weights, dtype=torch.float64)}, samples) for weights, samples in given_]

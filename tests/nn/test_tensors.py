@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and one.numpy().tobytes() == other.numpy().tobytes()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**31))
 def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +75,7 @@ def test_a_body_is_the_tensors_own_memory_and_what_is_read_is_memory_of_its_own(
 @pytest.mark.parametrize("label", [-1, 10, 2**31 - 1])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
     message = activation(torch.zeros(2, 3), torch.tensor([0, label]))
-    with pytest.raises(ProtocolError, match="label outside 0..9"):
+    with pytest.raises(ProtocolError, match=r"label outside 0\.\.9"):
         read_labels(message, classes=10)
 
 
@@ -115,7 +116,7 @@ def test_a_model_without_tensors_can_be_sent() -> None:
     assert read_state(state_body({})) == {}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> None:
     packed = bytearray(state_body(state()).contiguous())
@@ -130,7 +131,5 @@ def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_model_or_a_protocol_error(data: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolError):
         read_state(Body.of(data))
-    except ProtocolError:
-        pass

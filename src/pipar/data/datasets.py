@@ -19,7 +19,7 @@ from pipar.data import formats
 from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
 from pipar.errors import DataError
-from pipar.factory import load_factory
+from pipar.factory import call_factory
 
 Indices = NDArray[np.int64]
 
@@ -149,7 +149,7 @@ def factory_images(spec: str, name: str) -> Images | None:
 
     None when the factory returns None: it has no such set.
     """
-    dataset = load_factory(spec)(name)
+    dataset = call_factory(spec, name)
     return None if dataset is None else dataset_images(dataset)
 
 

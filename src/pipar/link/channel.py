@@ -54,6 +54,7 @@ class Channel:
         self._posted: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
+        self._stretch: tuple[Message, float] | None = None  # the message under way, and since when
         self._sender = self._loop.create_task(self._send_all())
 
     def shape(self, rate_bps: float | None, latency_s: float) -> None:
@@ -131,19 +132,32 @@ class Channel:
         if self._pacer.rate_bps is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
             end = self._pacer.free_at = max(end, self._loop.time())
-        message = frame.message
         _count(self.sent_bytes, frame)
+        self._record(frame, free_at, start, end)
+
+    def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
+        """Leave one span a message; a large one that was overtaken leaves one for each stretch."""
+        message = frame.message
         kind, cause = _SPANS.get(message.kind, _CONTROL)
-        place = (message.epoch, message.iteration, message.micro_batch)
+        place = (_travels_in(message), message.iteration, message.micro_batch)
         self._recorder.waited(self._lane, cause, *place, free_at, start)
-        self._recorder.busy(self._lane, kind, *place, start, end)
+        going_on = self._stretch is not None and self._stretch[0] is message
+        began = self._stretch[1] if self._stretch is not None and going_on else start
+        if frame.chunk < frame.chunks - 1 and not self._control:
+            self._stretch = (message, began)
+        else:
+            self._stretch = None
+            self._recorder.busy(self._lane, kind, *place, began, end)
 
 
 def _count(total: dict[int, int], frame: Frame) -> None:
-    # A trace is asked for when its epoch is over: it travels in the next one.
-    late = frame.message.kind is Kind.TRACE or frame.message.kind is Kind.REPORT
-    epoch = frame.message.epoch + late
+    epoch = _travels_in(frame.message)
     total[epoch] = total.get(epoch, 0) + frame.size_bytes
+
+
+def _travels_in(message: Message) -> int:
+    """Return the epoch in which a message is on the link: a trace is asked for when its own epoch is over."""
+    return message.epoch + (message.kind is Kind.TRACE or message.kind is Kind.REPORT)
 
 
 class DelayLine:

@@ -51,7 +51,8 @@ def state_body(state: Mapping[str, torch.Tensor]) -> Body:
     for name, tensor in state.items():
         # safetensors refuses tensors that share memory, as tied weights do.
         shared = tensor.untyped_storage().data_ptr() in taken
-        tensors[name] = tensor.detach().clone() if shared else tensor.detach().contiguous()
+        laid_out = tensor.detach().contiguous()
+        tensors[name] = laid_out.clone() if shared else laid_out
         taken.add(tensor.untyped_storage().data_ptr())
     return Body.of(safetensors.torch.save(tensors), encoding="safetensors")
 

@@ -1,0 +1,201 @@
+"""The server's mathematics: replicas, aggregation over different split points, evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipar.errors import ProtocolError
+from pipar.nn.aggregate import federated_average, weights_sha256
+from pipar.nn.learner import TorchLearner, evaluate_batch
+from pipar.nn.split import split_model
+from pipar.nn.steps import Optimizer
+from pipar.nn.tensors import read_state, state_body
+from pipar.protocol.messages import Body
+from pipar.protocol.orders import Returned
+
+LAYERS = 3
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+
+def learner(split_points: dict[str, int], *, shared: bool = False, keep_momentum: bool = False) -> TorchLearner:
+    return TorchLearner(
+        network(),
+        split_points,
+        Optimizer(learning_rate=0.1, momentum=0.9),
+        classes=3,
+        shares_server_model=shared,
+        keep_momentum=keep_momentum,
+    )
+
+
+def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Another state with the same names: weights moved, counters counted on."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        if tensor.is_floating_point()
+        else tensor + seed
+        for name, tensor in state.items()
+    }
+
+
+def bring_back(
+    one: TorchLearner, name: str, split_point: int, seed: int, samples: int
+) -> tuple[Returned, dict[str, torch.Tensor]]:
+    """A device's whole model as if it had been trained: its part is returned, the rest is in its replica."""
+    whole = changed(network().state_dict(), seed)
+    near, far = split_model(network(), split_point)
+    one.replica(name).module.load_state_dict({key: whole[key] for key in far.state_dict()})
+    return Returned(name, state_body({key: whole[key] for key in near.state_dict()}), samples), whole
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return weights_sha256(one) == weights_sha256(other)
+
+
+def test_models_that_were_cut_in_different_places_average_as_whole_models() -> None:
+    split_points = {"a": 1, "b": 2, "c": LAYERS}
+    one = learner(split_points)
+    brought = [
+        bring_back(one, name, p, seed, 10 * seed) for seed, (name, p) in enumerate(split_points.items(), start=1)
+    ]
+    one.aggregate([back for back, _ in reversed(brought)])
+    wanted = federated_average([(whole, 10 * seed) for seed, (_, whole) in enumerate(brought, start=1)])
+    assert same(one.state(), wanted)
+    assert one.state()["1.num_batches_tracked"].item() == 3
+
+
+def test_every_replica_and_every_device_gets_its_part_of_the_new_model() -> None:
+    split_points = {"a": 1, "b": 2, "c": LAYERS}
+    one = learner(split_points)
+    one.pack("a")  # packed before, so a stale copy would be found
+    one.aggregate([bring_back(one, name, p, 5, 1)[0] for name, p in split_points.items()])
+    for name in split_points:
+        whole = {**read_state(one.pack(name)), **one.replica(name).state()}
+        assert same(whole, one.state())
+
+
+def test_the_order_of_arrival_does_not_change_a_bit() -> None:
+    names = [f"pi-{n}" for n in range(5)]
+    hashes = set()
+    for order in (names, names[::-1], names[2:] + names[:2]):
+        one = learner(dict.fromkeys(names, 2))
+        backs = {name: bring_back(one, name, 2, seed, 7 * seed)[0] for seed, name in enumerate(names, start=1)}
+        one.aggregate([backs[name] for name in order])
+        hashes.add(one.sha256())
+    assert len(hashes) == 1
+
+
+def test_one_model_is_its_own_average_to_the_bit() -> None:
+    for samples in (1, 3, 7, 49, 1000):
+        one = learner({"a": 1})
+        back, whole = bring_back(one, "a", 1, 3, samples)
+        one.aggregate([back])
+        assert same(one.state(), whole)
+
+
+def test_devices_share_one_server_side_model_where_the_method_says_so() -> None:
+    one = learner({"a": 1, "b": 1}, shared=True)
+    assert one.replica("a") is one.replica("b")
+    (back_a, whole_a), (back_b, whole_b) = (
+        bring_back(one, name, 1, seed, 1) for seed, name in enumerate("ab", start=1)
+    )
+    one.aggregate([back_a, back_b])
+    wanted = federated_average([(whole_a, 1), (whole_b, 1)])
+    assert torch.equal(one.state()["0.weight"], wanted["0.weight"])
+    assert torch.equal(one.state()["2.weight"], whole_b["2.weight"])  # what the shared model was last
+
+
+def test_without_sharing_each_device_has_a_replica_of_its_own() -> None:
+    one = learner({"a": 1, "b": 1})
+    assert one.replica("a") is one.replica("a")
+    assert one.replica("a") is not one.replica("b")
+    with torch.no_grad():
+        one.replica("a").module[-1].weight.zero_()
+    assert one.replica("b").state()["2.weight"].abs().sum() > 0
+    assert one.state()["2.weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> None:
+    one = learner({"a": 1}, keep_momentum=keep)
+    replica = one.replica("a")
+    for parameter in replica.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    replica.step()
+    one.aggregate([Returned("a", one.pack("a"), 1)])
+    before = copy.deepcopy(replica.state())
+    for parameter in replica.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    replica.step()  # without a gradient, only momentum moves a weight
+    assert same(replica.state(), before) is not keep
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing", "bytes"])
+def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_name(change: str) -> None:
+    one = learner({"a": 1, "b": 1})
+    back, _ = bring_back(one, "a", 1, 1, 1)
+    state = read_state(back.body)
+    if change == "name":
+        state["2.weight"] = state.pop("0.weight")
+    elif change == "shape":
+        state["0.bias"] = torch.zeros(6, dtype=torch.float64)
+    elif change == "dtype":
+        state["0.bias"] = state["0.bias"].float()
+    else:
+        del state["0.bias"]
+    body = Body.of(b"not a model") if change == "bytes" else state_body(state)
+    before = one.sha256()
+    with pytest.raises(ProtocolError, match=r"^a brought back"):
+        one.aggregate([Returned("a", body, 1), bring_back(one, "b", 1, 2, 1)[0]])
+    assert one.sha256() == before
+
+
+def test_devices_with_one_split_point_share_the_packed_bytes() -> None:
+    one = learner({"a": 1, "b": 1, "c": 2})
+    assert one.pack("a") is one.pack("b")
+    assert one.pack("a") is not one.pack("c")
+
+
+def test_sizes_are_those_of_the_tensors() -> None:
+    one = learner({"a": 1})
+    # 4 x 5 weights and 5 biases; 5 scales, shifts, means and variances, one counter; 5 x 3 weights and 3 biases.
+    assert one.part_bytes("a") == 25 * 8
+    assert one.model_bytes() == (25 + 20 + 1 + 18) * 8
+
+
+def test_the_evaluator_keeps_the_model_of_its_moment_and_leaves_the_global_one_alone() -> None:
+    one = learner({"a": 1})
+    inputs = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    before, evaluate = one.sha256(), one.evaluator()
+    first = evaluate(lambda: (inputs, labels))
+    assert one.sha256() == before
+    one.aggregate([bring_back(one, "a", 1, 3, 1)[0]])
+    assert one.sha256() != before
+    assert evaluate(lambda: (inputs, labels)) == first
+    assert one.evaluator()(lambda: (inputs, labels)) != first
+
+
+def test_a_batch_is_evaluated_to_its_summed_loss_and_its_right_answers() -> None:
+    model = nn.Identity()
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
+    labels = torch.tensor([0, 1, 1])
+    loss, right = evaluate_batch(model, logits, labels)
+    assert loss == pytest.approx(3 * F.cross_entropy(logits, labels).item())
+    assert right == 2
+
+
+def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
+    one = learner({"a": 1})
+    assert same(read_state(Body.of(one.packed_state())), one.state())

@@ -1,0 +1,259 @@
+"""The commands as a user types them: help with an example, documents for machines, tables for people, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipar.cli import main
+from pipar.config import Config, load_config
+from pipar.planner.cache import keep_profile
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.prepare import profile_key
+
+COMMANDS = ["", "run", "compare", "profile", "data", "data list", "data get"]
+SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
+
+RESULT = {
+    *("method", "model", "dataset", "world", "equivalence", "seed", "plans", "epochs"),
+    *("test_accuracy", "weights_sha256", "versions", "command"),
+}
+EPOCH = {
+    *("epoch", "seconds", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down"),
+    *("server_idle_s", "device_idle_s", "bound_s", "efficiency", "validation_s"),
+}
+
+Pipar = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds a made-up profile of VGG-5 on digits in batches of 10: nothing is measured."""
+    folder = tmp_path_factory.mktemp("cache")
+    layer = LayerProfile("layer", (0.0, 0.01), (0.0, 0.02), output_bytes=4096, parameter_bytes=4096)
+    made = Profile("vgg5", "float32", (1, 10), (layer,) * 5)
+    config = load_config(None, ["run.batch_size=10"])
+    keep_profile(profile_key(config, (1, 32, 32), 10), made, folder / "pipar" / "profiles")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def pipar(capfd: pytest.CaptureFixture[str]) -> Pipar:
+    """Run a command that succeeds, and return what it wrote to standard output."""
+
+    def command(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        captured = capfd.readouterr()
+        assert ended.value.code == 0, captured.err
+        return captured.out
+
+    return command
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command: str, pipar: Pipar) -> None:
+    text = pipar(*command.split(), "--help")
+    assert "Example:\n" in text
+    assert f"pipar {command}".strip() in text.partition("Example:")[2]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "profile", "data list", "data get"])
+def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar: Pipar) -> None:
+    text = pipar(*command.split(), "--help")
+    assert "--set SECTION.KEY=VALUE" in text
+    assert "--json" in text
+
+
+def test_a_help_line_gives_the_meaning_the_letter_and_the_default(pipar: Pipar) -> None:
+    text = " ".join(pipar("run", "--help").split())
+    assert "Micro-batches in flight per iteration (the paper's N); 'auto' plans it. [default: auto]" in text
+    assert "(the paper's P), 1 to all; 'auto' plans it. [default: auto]" in text
+    assert f"[default: {Config().run.epochs}]" in text
+
+
+@pytest.mark.parametrize("group", [[], ["data"]])
+def test_a_group_alone_shows_its_help(group: list[str], pipar: Pipar) -> None:
+    assert "Commands:" in pipar(*group)
+
+
+def test_the_version_is_one_line(pipar: Pipar) -> None:
+    assert pipar("--version") == "pipar 0.1.0\n"
+
+
+def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
+    heavy = ("torch", "grpc", "sklearn", "numpy", "rich")
+    script = f"import sys, pipar.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_timing_only_run_is_one_document_and_imports_no_torch(runs: Path) -> None:
+    script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
+    script += f"from pipar.cli import main; main({['run', '--timing-only', '--json', *SMALL]})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    document = json.loads(done.stdout)
+    assert set(document) >= RESULT | {"folder"}
+    assert document["world"] == "timing-only"
+    assert done.stderr.split() == ["False"]
+    assert Path(document["folder"]).parent == runs
+
+
+def test_a_virtual_run_gives_the_fields_of_a_result(pipar: Pipar, runs: Path) -> None:
+    document = json.loads(pipar("run", "--virtual", "--json", "--name", "42", "--method", "sfl", *SMALL))
+    assert set(document) >= RESULT | {"folder"}
+    assert [set(epoch) >= EPOCH for epoch in document["epochs"]] == [True]
+    assert (document["method"], document["world"], document["epochs"][0]["samples"]) == ("sfl", "virtual", 40)
+    assert Path(document["folder"]) == runs / "42"
+    assert json.loads((runs / "42" / "result.json").read_text("utf-8")).items() <= document.items()
+    assert document["command"].startswith("pipar run --virtual --json --name 42")
+
+
+def test_a_run_ends_with_a_table_that_fits_80_columns(pipar: Pipar, runs: Path) -> None:
+    text = pipar("run", "--timing-only", "--name", "mine", *SMALL)
+    words = " ".join(text.split())
+    assert "2 devices, link 10/25 Mbit/s, speed 0.05 of this machine" in words
+    for row in ("plan P=", "epoch ", "idle server", "sent ", "equivalence exact", "result.json"):
+        assert row in words
+    assert str(runs / "mine") in "".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_setting_and_a_short_option_go_over_the_file(pipar: Pipar, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[run]\nseed = 1\nmethod = "sfl"\n[plan]\nsplit_point = 3\n', "utf-8")
+    words = ["run", str(path), "--timing-only", "--json", "--split-point", "2", "--set", "run.seed=5", *SMALL]
+    document = json.loads(pipar(*words))
+    assert (document["method"], document["seed"], document["plans"][0]["split_point"]) == ("sfl", 5, 2)
+
+
+def test_compare_prints_one_row_a_method_with_the_speed_up_over_fl(pipar: Pipar, runs: Path) -> None:
+    text = pipar("compare", "--timing-only", "--methods", "pipar,fl,sl", "--name", "x", *SMALL)
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1] and "P=" in line}
+    assert list(rows) == ["pipar", "fl", "sl"]
+    assert rows["fl"][4] == "1.00x"
+    assert "vs fl" in text
+    assert "speed 0.05 of this machine" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    assert {folder.name for folder in runs.iterdir()} == {"x-pipar", "x-fl", "x-sl"}
+    assert all(str(folder) in "".join(text.split()) for folder in runs.iterdir())
+
+
+def test_compare_without_fl_measures_against_the_first_method(pipar: Pipar) -> None:
+    assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)
+
+
+def test_compare_gives_machines_a_list_of_results(pipar: Pipar) -> None:
+    documents = json.loads(pipar("compare", "--timing-only", "--json", "--methods", "fl,pipar,fl", *SMALL))
+    assert [document["method"] for document in documents] == ["fl", "pipar"]
+    assert all(set(document) >= RESULT | {"folder"} for document in documents)
+
+
+def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    text = pipar("profile", "-o", str(path), "--budget", "0.1", "--set", "run.batch_size=8")
+    profile = Profile.load(path)
+    assert len(profile.layers) == 5
+    assert all(f"{number} {layer.name}" in text for number, layer in enumerate(profile.layers, start=1))
+    assert text.count("forward") == text.count("backward") == 5
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+
+
+def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
+    text = pipar("profile", "--json", "--budget", "0.1", "--set", "run.batch_size=8")
+    assert Profile.from_json(text).model == "vgg5"
+
+
+def test_data_list_shows_what_is_known_and_what_is_here(pipar: Pipar, tmp_path: Path) -> None:
+    text = pipar("data", "list")
+    assert all(name in text for name in ("digits", "mnist", "cifar10", "tiny_imagenet", "built in", "no (170.1 MB)"))
+    assert max(map(len, text.splitlines())) <= 80
+    known: list[dict[str, Any]] = json.loads(pipar("data", "list", "--json", "--set", f"data.path={tmp_path}"))
+    assert {info["name"]: info["found"] for info in known}["cifar10"] is None
+
+
+def test_data_get_of_a_built_in_dataset_has_nothing_to_do(pipar: Pipar) -> None:
+    assert "built in" in pipar("data", "get", "digits")
+    assert json.loads(pipar("data", "get", "digits", "--json")) == {"name": "digits", "folder": None}
+
+
+def test_a_failure_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(sys.modules["pipar.run"], "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["run"])
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "RuntimeError: out of memory (PIPAR_TRACEBACK=1 shows where.)\n"
+
+
+@pytest.mark.parametrize("world", ["--virtual", "--timing-only"])
+def test_ctrl_c_in_virtual_time_saves_what_there_is(
+    world: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pipar.results import RunFolder
+
+    add = RunFolder.add_epoch
+
+    def add_and_interrupt(folder: RunFolder, *arguments: Any) -> None:
+        add(folder, *arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "add_epoch", add_and_interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", world, "--name", "cut", *SMALL, "--epochs", "3"])
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.splitlines()[-1] == f"Stopped. Saved in {runs / 'cut'}/."
+    result = json.loads((runs / "cut" / "result.json").read_text("utf-8"))
+    assert (len(result["epochs"]), result["test_accuracy"]) == (1, None)
+    assert (runs / "cut" / "model.safetensors").exists() == (world == "--virtual")
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_the_real_world_saves_the_epochs_so_far(runs: Path) -> None:
+    words = ["run", "--name", "cut", "--speed", "1", "--link", "unlimited", *SMALL, "--epochs", "10000"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "pipar", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _wait_until((runs / "cut" / "metrics.jsonl").exists, 60)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the children, too
+        _, err = program.communicate(timeout=50)
+    finally:
+        program.kill()
+    assert program.returncode == 130
+    assert err.splitlines()[-1] == f"Stopped. Saved in {runs / 'cut'}/."
+    assert "Traceback" not in err
+    result = json.loads((runs / "cut" / "result.json").read_text("utf-8"))
+    assert len(result["epochs"]) >= 1
+    assert (runs / "cut" / "model.safetensors").exists()
