@@ -26,7 +26,7 @@ LINES = [
     data.*
     privacy.*
     link.*
-    compute device server turns ledger hollow job results
+    compute device server turns ledger hollow job results session
     assemble torchside workload prepare virtual processes run
     __init__
     display cli __main__

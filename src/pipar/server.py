@@ -21,6 +21,7 @@ from pipar.link.channel import Channel, Transport
 from pipar.methods import Method
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders, Returned
+from pipar.session import Pieces, Session
 from pipar.stages import Work
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, Recorder, unpack_trace
 from pipar.turns import Turns
@@ -60,66 +61,6 @@ class Training:
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: samples, and what the evaluator takes
 
 
-class _Session:
-    """One device's connection and what the server knows of it."""
-
-    def __init__(self, device: str, channel: Channel, recorder: Recorder) -> None:
-        self.device = device
-        self.channel = channel
-        self.recorder = recorder
-        self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self.outstanding = 0  # micro-batches that came and are not answered yet
-        self.asked_for = 0  # the last epoch whose trace was asked for
-        self.last_trace = 0  # the last epoch whose trace came in
-        self.stopped_after: int | None = None
-
-    async def next(self) -> Message:
-        message = await self.inbox.get()
-        if isinstance(message, Exception):
-            raise TrainingError(f"{self.device} was lost: {message}") from message
-        return message
-
-    def refuse(self, reason: Exception) -> None:
-        """Tell the device why its session is over."""
-        self.channel.post(Message(Kind.FAULT, body=json_body({"reason": str(reason)})))
-
-
-class _Pieces:
-    """Sees to it that a device's micro-batches come in order and add up to their batches."""
-
-    def __init__(self, epoch: int, micro_batches: int) -> None:
-        self.samples = 0  # of the epoch
-        self._epoch = epoch
-        self._micro_batches = micro_batches
-        self._iteration, self._number, self._trained, self._batch = 1, 1, 0, 0
-
-    @property
-    def whole(self) -> bool:
-        """True between two batches."""
-        return self._trained == 0
-
-    def take(self, message: Message) -> None:
-        """Count one micro-batch, or raise if it is not the one that comes next."""
-        if self._number == 1:
-            self._batch = message.batch_samples
-        place = (message.epoch, message.iteration, message.micro_batch, message.batch_samples)
-        trained = self._trained + message.samples
-        if (
-            place != (self._epoch, self._iteration, self._number, self._batch)
-            or self._number > self._micro_batches
-            or not self._trained < trained <= self._batch
-        ):
-            raise ProtocolError(
-                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
-                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
-                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
-            )
-        self.samples += message.samples
-        self._trained, self._number = trained, self._number + 1
-        if trained == self._batch:
-            self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
-
-
 class Server:
     """The server, from the first device's hello to 'stop training'."""
 
@@ -144,7 +85,7 @@ class Server:
         self._keep_spans = keep_spans
         self._observe = observe
         self._loop = asyncio.get_running_loop()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._all_joined = asyncio.Event()
         self._present: set[str] = set()
         self._left = asyncio.Event()
@@ -183,14 +124,14 @@ class Server:
             self._left.clear()
             await self._left.wait()
 
-    def _welcome(self, channel: Channel, hello: Message) -> _Session:
+    def _welcome(self, channel: Channel, hello: Message) -> Session:
         name = str(read_json(hello).get("name")) if hello.kind is Kind.HELLO else ""
         orders = self._training.orders.get(name)
         if orders is None:
             raise ProtocolError(f"'{name}' is not a device of this training.")
         if name in self._sessions:
             raise ProtocolError(f"A device called '{name}' has joined already.")
-        session = _Session(name, channel, Recorder(name, self._keep_spans))
+        session = Session(name, channel, Recorder(name, self._keep_spans))
         channel.session = orders.session
         channel.record_on(session.recorder)
         channel.shape(self._training.links[name].down_bps, self._training.links[name].latency_s)
@@ -202,7 +143,7 @@ class Server:
             self._all_joined.set()
         return session
 
-    async def _take_in(self, session: _Session) -> None:
+    async def _take_in(self, session: Session) -> None:
         try:
             while True:
                 message = await session.channel.receive()
@@ -224,13 +165,13 @@ class Server:
                 session.inbox.put_nowait(error)
                 self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
 
-    def _count_outstanding(self, session: _Session, message: Message) -> None:
+    def _count_outstanding(self, session: Session, message: Message) -> None:
         allowed = self._training.orders[session.device].plan.micro_batches
         session.outstanding += 1
         if session.outstanding > allowed:
             raise ProtocolError(f"{message} came with {allowed} micro-batches outstanding, which is all it may have.")
 
-    def _take_trace(self, session: _Session, message: Message) -> None:
+    def _take_trace(self, session: Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)
         if not trace.epoch == message.epoch == session.last_trace + 1 <= session.asked_for:
             raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not asked for.")
@@ -254,7 +195,7 @@ class Server:
                 session.refuse(error)
             raise
 
-    async def _train(self, sessions: list[_Session]) -> None:
+    async def _train(self, sessions: list[Session]) -> None:
         groups = [[session] for session in sessions] if self._training.method.one_device_at_a_time else [sessions]
         await self._distribute(groups[0], epoch=0)
         for epoch in range(1, self._training.epochs + 1):
@@ -266,7 +207,7 @@ class Server:
             session.channel.post(Message(Kind.STOP, epoch))
         await self._ledger.complete(epoch)
 
-    async def _round(self, epoch: int, groups: list[list[_Session]]) -> None:
+    async def _round(self, epoch: int, groups: list[list[Session]]) -> None:
         """One round: from the devices' first loads to their new models. Groups train one after another."""
         samples, loss_sum = 0, 0.0
         for number, group in enumerate(groups):
@@ -289,17 +230,17 @@ class Server:
         self._ledger.add_round(epoch, samples, loss_sum / samples if has_loss else None)
         self._start_validation(epoch)
 
-    async def _serve(self, session: _Session, epoch: int) -> tuple[Returned, float | None]:
+    async def _serve(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device's epoch; a device that breaks the protocol ends the training."""
         try:
             return await self._serve_epoch(session, epoch)
         except ProtocolError as error:
             raise TrainingError(f"{session.device} broke the protocol: {error}") from error
 
-    async def _serve_epoch(self, session: _Session, epoch: int) -> tuple[Returned, float | None]:
+    async def _serve_epoch(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device until 'stop epoch'; return its trained part and its summed loss."""
         replica, orders = self._learner.replica(session.device), self._training.orders[session.device]
-        pieces, losses = _Pieces(epoch, orders.plan.micro_batches), []
+        pieces, losses = Pieces(epoch, orders.plan.micro_batches), []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
             await self._serve_micro_batch(session, replica, message)
@@ -316,7 +257,7 @@ class Server:
         known = [batch for batch in losses if batch is not None]
         return Returned(session.device, model.body, samples), sum(known) if known else loss
 
-    async def _serve_micro_batch(self, session: _Session, replica: ServerPart, message: Message) -> None:
+    async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
             await self._turns.mine(session.device)
         work = self._work(session.device, message)
@@ -330,7 +271,7 @@ class Server:
         session.outstanding -= 1
         session.channel.post(Message(Kind.GRADIENT, *place, body=body))
 
-    async def _finish_iteration(self, session: _Session, replica: ServerPart, message: Message) -> float | None:
+    async def _finish_iteration(self, session: Session, replica: ServerPart, message: Message) -> float | None:
         """Apply the gradients of a batch; return its summed loss."""
         step = self._work(session.device, message)("step")
         await self._pool.run((step, replica.step))
@@ -349,7 +290,7 @@ class Server:
         except ProtocolError as error:  # it names the device whose model cannot be used
             raise TrainingError(str(error)) from error
 
-    async def _distribute(self, group: list[_Session], epoch: int) -> None:
+    async def _distribute(self, group: list[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""
         packed: dict[int, Body] = {}
         for session in group:
