@@ -31,8 +31,9 @@ class Claim:
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
     def __str__(self) -> str:
-        wanted = f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
-        bound = wanted if self.least is not None or self.most is not None else "-"
+        least = [] if self.least is None else [f"at least {self.least:g}"]
+        most = [] if self.most is None else [f"at most {self.most:g}"]
+        bound = ", ".join(least + most) or "-"
         mark = "yes" if self.holds else "NO"
         return f"| {self.what} | {self.value:.4g} {self.unit} | {bound} | {mark} |"
 

@@ -100,6 +100,11 @@ class Job:
             server_s += self._compute_s(server, plan, size, True)
         return Bounds(device_s, server_s)
 
+    def piece_sizes(self, plan: Plan) -> set[int]:
+        """Return the sizes of the micro-batches of a full batch."""
+        batch = self.config.run.batch_size
+        return set(cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics))
+
     def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
         """Return the seconds of forwards and backwards of one device's epoch, on one side of the cut."""
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)

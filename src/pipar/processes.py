@@ -150,8 +150,11 @@ def _child(connection: Connection, target: Callable[..., None], *arguments: Any)
     """Run one child's program; a failure becomes an event for the parent."""
     import torch
 
+    from pipar.nn.memory import keep_freed_memory
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         target(connection, *arguments)
     except PiparError as error:
@@ -199,10 +202,11 @@ def _run_until_terminated(main: Coroutine[Any, Any, None]) -> bool:
 
 def _server_process(connection: Connection, job: Job, own: Own, folder: Path, command: str) -> None:
     from pipar.results import RunFolder
-    from pipar.torchside import make_learner, test_accuracy
+    from pipar.torchside import make_learner, test_accuracy, warm_up
 
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
+    warm_up(job, workload)
     run = RunFolder(folder, job, world="real", command=command)
     observe = _observer(connection)
     whole = False
@@ -256,11 +260,12 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     from pipar.assemble import run_device
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import connect
-    from pipar.torchside import part_builder
+    from pipar.torchside import part_builder, warm_up
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples = workload.own_shard(name)
     build = part_builder(workload)
+    warm_up(job, workload)
     transport = await connect(address)
     lanes = partial(ThreadCompute, speed=speed)
     await run_device(job, name, samples, build, transport, compute=lanes, observe=observe)

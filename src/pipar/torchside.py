@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from pipar.job import Job
 from pipar.nn.learner import TorchLearner
 from pipar.nn.split import split_model
-from pipar.nn.steps import TorchDevicePart
+from pipar.nn.steps import Piece, TorchDevicePart
 from pipar.protocol.orders import Orders
 from pipar.workload import Workload
 
@@ -32,6 +34,19 @@ def part_builder(workload: Workload) -> Callable[[Orders], TorchDevicePart]:
         return TorchDevicePart(part, workload.optimizer(), has_loss=len(rest) == 0)
 
     return build
+
+
+def warm_up(job: Job, workload: Workload) -> None:
+    """Train a model that is thrown away on one micro-batch of each size, so that the first epoch is like the others.
+
+    Kernels are chosen for each shape when they first meet it.
+    """
+    part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True)
+    for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
+        inputs = torch.zeros((samples, *workload.input_shape), dtype=workload.dtype)
+        part.forward(0, Piece(inputs, torch.zeros(samples, dtype=torch.int64), samples))
+        part.backward(0, None)
+    part.step()
 
 
 def test_accuracy(learner: TorchLearner, workload: Workload) -> float | None:

@@ -16,14 +16,18 @@ from functools import partial
 from queue import SimpleQueue
 from statistics import median
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipar.nn.aggregate import federated_average
+from pipar.nn.memory import keep_freed_memory
 from pipar.nn.models import uses_batch_statistics
+from pipar.nn.steps import Optimizer, Part
+from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.profile import LayerProfile, Profile
+from pipar.protocol.messages import Kind, Message
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -31,6 +35,9 @@ SHARES = (1, 2, 4, 16, 32)
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40
 FEWEST_REPETITIONS = 3
+#: Stages come one by one, with other work between them: caches are cold when one starts. Without a pause, passes were
+#: 10 to 20 % quicker than they are in training.
+_PAUSE_S = 0.01
 
 Progress = Callable[[float], None]
 
@@ -93,6 +100,7 @@ class _Task:
 def _measure(task: _Task) -> tuple[tuple[int, ...], tuple[LayerProfile, ...], int, dict[str, float]]:
     """Return the measured batch sizes, the layers, the number of full passes, and the overheads."""
     # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
+    keep_freed_memory()  # as the processes of a run do
     with _one_thread(), torch.random.fork_rng(devices=[]):
         model = copy.deepcopy(task.model).to(task.dtype).train()
         sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(model))
@@ -187,6 +195,7 @@ def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[lis
             model.zero_grad(set_to_none=True)
         # Small ones cost little and scatter most: twice and four times at B/16 and B/32.
         for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
+            time.sleep(_PAUSE_S)
             done.append(_training_pass(model, batch))
 
 
@@ -261,64 +270,75 @@ def _state_bytes(module: nn.Module) -> int:
 def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dict[str, float]:
     """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating.
 
-    `cut_bytes` is one sample's output at a typical cut; a micro-batch of a quarter of the batch is coded.
+    The functions are those that training calls. All but loading run on something small and something large, for
+    the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
+    sample; the first layer and the whole network.
     """
-    elements = max(1, cut_bytes * (task.batch_size // 4) // task.dtype.itemsize)
-    cut = torch.ones(elements, dtype=task.dtype)
-    encoded, packed = _encode(cut), safetensors.torch.save(_state(model))
-    whole = max(1, _state_bytes(model))
-    total = {name: tensor.to(torch.float64) for name, tensor in _state(model).items()}
-    each_s = 0.2 * task.budget_s / 7
+    budget_s = 0.2 * task.budget_s / 13
+    fields = {"load_s": 0.0}
+    if task.load is not None:
+        fields["load_s"] = _median_s(partial(task.load, task.batch_size), budget_s) / task.batch_size
+    coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
+    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), model)]
+    for small, large in (coding, models):
+        for kind in small.work:
+            times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
+            fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = _line((small.size_bytes, large.size_bytes), times)
+    return fields
 
-    def per(amount: int, work: Callable[[], object]) -> float:
-        return _median_s(work, _Budget(each_s)) / amount
 
-    return {
-        "load_s": 0.0 if task.load is None else per(task.batch_size, partial(task.load, task.batch_size)),
-        "encode_s_per_byte": per(encoded.nbytes, partial(_encode, cut)),
-        "decode_s_per_byte": per(encoded.nbytes, partial(_decode, encoded, task.dtype)),
-        "step_s_per_byte": per(whole, _stepper(model)),
-        "pack_s_per_byte": per(whole, lambda: safetensors.torch.save(_state(model))),
-        "install_s_per_byte": per(whole, lambda: model.load_state_dict(safetensors.torch.load(packed))),
-        "aggregate_s_per_byte": per(whole, lambda: _add_weighted(total, _state(model))),
+@dataclass(frozen=True)
+class _Sized:
+    """Some kinds of work on something of one size."""
+
+    size_bytes: int
+    work: Mapping[str, Callable[[], object]]
+
+
+def _coding(cut_bytes: int, samples: int, task: _Task) -> _Sized:
+    activation = torch.ones((samples, max(1, cut_bytes // task.dtype.itemsize)), dtype=task.dtype)
+    labels = torch.zeros(samples, dtype=torch.int64)
+    message = Message(Kind.GRADIENT, samples=samples, batch_samples=samples, body=tensor_body(activation))
+    encode, decode = partial(tensor_body, activation, labels), partial(read_tensor, message)
+    return _Sized(activation.nbytes, {"encode": encode, "decode": decode})
+
+
+def _exchange(module: nn.Sequential) -> _Sized:
+    """Return the optimiser's step and the exchange of this part of a network; its weights stay where they are."""
+    part = Part(module, Optimizer(learning_rate=0.0))
+    packed = state_body(part.state())
+    states = [(part.state(), 1)]
+    work: dict[str, Callable[[], object]] = {
+        "step": partial(_step, part),
+        "pack": lambda: state_body(part.state()),
+        "install": lambda: part.install(read_state(packed), keep_momentum=False),
+        "aggregate": lambda: federated_average(states),
     }
+    return _Sized(max(1, _state_bytes(module)), work)
 
 
-def _median_s(work: Callable[[], object], budget: _Budget) -> float:
+def _step(part: Part) -> None:
+    for parameter in part.module.parameters():
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    part.step()
+
+
+def _line(sizes: tuple[int, int], times: tuple[float, float]) -> tuple[float, float]:
+    """Return the fixed cost and the cost of a byte of a line through two measurements; neither is below zero."""
+    if sizes[1] <= sizes[0]:
+        return 0.0, times[1] / sizes[1]
+    per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+    return max(0.0, times[0] - per_byte * sizes[0]), per_byte
+
+
+def _median_s(work: Callable[[], object], budget_s: float) -> float:
     work()
+    budget = _Budget(budget_s)
     times: list[float] = []
     while budget.wants_another(len(times)):
+        time.sleep(_PAUSE_S)
         start = time.thread_time()
         work()
         times.append(time.thread_time() - start)
     return median(times)
-
-
-def _encode(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().numpy().data.cast("B")
-
-
-def _decode(encoded: memoryview, dtype: torch.dtype) -> Tensor:
-    # What comes off the wire is read-only; training needs memory of its own.
-    return torch.frombuffer(bytearray(encoded), dtype=dtype)
-
-
-def _stepper(model: nn.Module) -> Callable[[], object]:
-    """Return a step of SGD with momentum that leaves the weights where they are, its momentum already there."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        return lambda: None
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-    optimizer.step()
-    return optimizer.step
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def _add_weighted(total: dict[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    for name, tensor in state.items():
-        total[name].add_(tensor.to(torch.float64), alpha=0.5)

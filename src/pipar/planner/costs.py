@@ -25,12 +25,9 @@ class Costs:
     def __init__(self, profile: Profile, speed: float = 1.0) -> None:
         self.profile = profile
         self.speed = speed
-        self._per_byte = {
-            "encode": profile.encode_s_per_byte / speed,
-            "decode": profile.decode_s_per_byte / speed,
-            "pack": profile.pack_s_per_byte / speed,
-            "install": profile.install_s_per_byte / speed,
-            "aggregate": profile.aggregate_s_per_byte / speed,
+        self._by_size: dict[str, tuple[float, float]] = {
+            kind: (getattr(profile, f"{kind}_s") / speed, getattr(profile, f"{kind}_s_per_byte") / speed)
+            for kind in ("encode", "decode", "pack", "install", "aggregate")
         }
         # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time
         # instead: compressed sizes never repeat, and remembering them would only fill memory.
@@ -43,9 +40,9 @@ class Costs:
         fc, fs, bc, bs: layers first_layer..last_layer at `samples`; step: the parameters of those layers;
         load: `samples`; validate: the whole network forward; encode, decode, pack, install, aggregate: `size_bytes`.
         """
-        per_byte = self._per_byte.get(work.kind)
-        if per_byte is not None:
-            return per_byte * work.size_bytes
+        by_size = self._by_size.get(work.kind)
+        if by_size is not None:
+            return by_size[0] + by_size[1] * work.size_bytes
         key = (work.kind, work.first_layer, work.last_layer, work.samples)
         known = self._known.get(key)
         if known is None:
@@ -61,7 +58,8 @@ class Costs:
         # A stage without layers is a mistake in the program that asks, and would hide as a free stage.
         assert 1 <= work.first_layer <= work.last_layer <= len(self.profile.layers), work
         if work.kind == "step":
-            return self.profile.step_s_per_byte * self.profile.parameter_bytes(work.first_layer, work.last_layer)
+            size_bytes = self.profile.parameter_bytes(work.first_layer, work.last_layer)
+            return self.profile.step_s + self.profile.step_s_per_byte * size_bytes
         assert work.kind in _FORWARD + _BACKWARD, work
         times = self._layer_times(work.kind in _FORWARD, work.samples)
         # fsum: the same float on every version of Python, in whichever order the layers come.

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Profile:
 
     The paper measures the full batch only. Times are not proportional to 1/N, so several batch sizes are
     here, and the work that the paper leaves out: loading a sample, raw tensors to wire bytes and back, the
-    optimiser by parameter byte, models into bytes and back, aggregation.
+    optimiser by parameter byte, models into bytes and back, aggregation; each but loading with what a call costs
+    whatever its size.
     """
 
     model: str
@@ -43,11 +44,17 @@ class Profile:
     batch_sizes: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
     load_s: float = 0.0
+    encode_s: float = 0.0
     encode_s_per_byte: float = 0.0
+    decode_s: float = 0.0
     decode_s_per_byte: float = 0.0
+    step_s: float = 0.0
     step_s_per_byte: float = 0.0
+    pack_s: float = 0.0
     pack_s_per_byte: float = 0.0
+    install_s: float = 0.0
     install_s_per_byte: float = 0.0
+    aggregate_s: float = 0.0
     aggregate_s_per_byte: float = 0.0
     machine: str = ""
     how: str = ""
