@@ -17,7 +17,9 @@ from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
 
 FACTORIES = """
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 def wrong_classes():
     return nn.Sequential(nn.Flatten(), nn.Linear(1024, 7))
@@ -27,6 +29,14 @@ def wrong_input():
 
 def not_a_sequential():
     return nn.Linear(1024, 10)
+
+def batch_norm():
+    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 10), nn.BatchNorm1d(10))
+
+def no_held_out(name):
+    if name in ("validation", "test"):
+        return None
+    return TensorDataset(torch.zeros(20, 1, 32, 32), torch.arange(20) % 10)
 
 number = 5
 """
@@ -80,6 +90,25 @@ COMMANDS = [
     ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices ask for 4000"),
     ("run --timing-only --set data.samples_per_device=1000", "4000 samples are asked for, but digits has 1197"),
     ("run --speed 2", "device-1 is to be faster than this machine: in the real world a speed is at most 1"),
+    (
+        "run --set server.speed=2",
+        "The server is to be faster than this machine: in the real world a speed is at most 1",
+    ),
+    ("run --virtual --set model.norm=batch --set run.batch_size=1", "device-1 would train on a single sample"),
+    ("run --timing-only --set model.norm=batch --set run.batch_size=1", "device-1 would train on a single sample"),
+    (
+        "run --virtual --set model.norm=batch --set data.samples_per_device=[5,1,5,5]",
+        "device-2 would train on a single sample, and batch normalisation needs at least 2",
+    ),
+    ("run --virtual --set model.factory=own_models:batch_norm --set run.batch_size=1", "train on a single sample"),
+    ("run --timing-only --data mnist --set data.shape=[3,64,64]", "mnist has images of (1, 28, 28)"),
+    ("run --timing-only --data tiny_imagenet --set data.classes=300", "tiny_imagenet has 200 classes"),
+    ("run --timing-only --set data.validation=1700 --set data.test=98", "digits has 1797 samples to hold out"),
+    ("run --timing-only --devices 2000", "device-1198 has no samples"),
+    # nobody to be patient for
+    ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience needs a validation set"),
+    ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience needs a validation set"),
+    ("run --timing-only --set run.patience=2", "run.patience needs validation losses"),
     # what is not there
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
     ("run --set model.factory=own_models:number", "is a int, not a function"),

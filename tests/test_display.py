@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from pipar.config import config_from
-from pipar.display import Display, Gauges, epoch_header, epoch_line, plans_text, setting_text
+from pipar.display import Display, Gauges
 from pipar.events import EpochResult, Event, Joined, Preparing, Progress, Started
+from pipar.tables import epoch_header, epoch_line, plans_text, setting_text
 
 STARTED = Started(
     folder="runs/x",
@@ -39,7 +40,7 @@ EPOCH = EpochResult(
 
 
 def _report(owner: str, iteration: int, at_s: float, epoch: int = 1, **busy_s: float) -> Progress:
-    return Progress(owner, epoch, iteration, 100, None, at_s, {lane.replace("_", " "): s for lane, s in busy_s.items()})
+    return Progress(owner, epoch, iteration, 100, 2.25, at_s, {lane.replace("_", " "): s for lane, s in busy_s.items()})
 
 
 def _gauges(*events: Event) -> Gauges:

@@ -29,7 +29,7 @@ LINES = [
     compute device server turns ledger hollow job results session
     assemble torchside workload prepare virtual processes run
     __init__
-    display cli __main__
+    display tables cli __main__
     """.strip().splitlines()
 ]
 

@@ -108,12 +108,14 @@ def test_an_epochs_numbers_are_those_worked_out_by_hand() -> None:
 @pytest.mark.parametrize(
     ("bounds", "bytes_up", "bytes_down", "bound"),
     [
-        (Bounds({"a": 1.0, "b": 2.0}, 3.0), 0, 0, 2.0),
+        # b's link has no configured rate: its 3 s on the downlink are what the measured rate says.
+        (Bounds({"a": 1.0, "b": 2.0}, 3.0), 0, 0, 3.0),
+        (Bounds({"a": 1.0, "b": 4.0}, 3.0), 0, 0, 4.0),
         (Bounds({"a": 1.0, "b": 2.0}, 9.0), 0, 0, 4.5),
-        (Bounds({"a": 1.0, "b": 2.0}, 3.0), 300, 0, 3.0),
+        (Bounds({"a": 1.0, "b": 2.0}, 3.0), 350, 0, 3.5),
         (Bounds({"a": 1.0, "b": 2.0}, 3.0), 300, 1000, 5.0),
     ],
-    ids=["device", "server over its cores", "uplink", "downlink"],
+    ids=["measured rate", "device", "server over its cores", "uplink", "downlink"],
 )
 def test_the_bound_is_the_busiest_lane(bounds: Bounds, bytes_up: int, bytes_down: int, bound: float) -> None:
     async def main() -> float:
@@ -217,3 +219,14 @@ def test_a_failure_wakes_everybody_who_waits_and_everybody_who_comes_later() -> 
             await book.ledger.complete(1)
 
     run_virtually(main())
+
+
+def test_a_loss_that_has_diverged_is_worse_than_any_other() -> None:
+    async def main() -> list[int]:
+        book = Book()
+        for epoch, loss in enumerate((float("nan"), 2.0, 1.0, float("inf")), start=1):
+            book.add_all(epoch)
+            book.ledger._losses[-1] = loss
+        return [await book.ledger.stale_epochs(epoch) for epoch in (1, 2, 3, 4)]
+
+    assert run_virtually(main()) == [0, 0, 0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pipar.errors import InputError
 from pipar.events import EpochResult
 from pipar.job import Job, make_plans
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.results import RunFolder, new_folder, run_name, versions, write_atomically
+from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
 from pipar.trace import Span
 
 CONFIG = config_from(
@@ -90,6 +91,20 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 
+def test_ctrl_c_waits_for_the_end_of_what_is_being_saved(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+
+    def save() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            write_atomically(tmp_path / "result.json", b"saved")
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    assert (tmp_path / "result.json").read_bytes() == b"saved"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_the_configuration_reads_back_equal(folder: RunFolder) -> None:
     assert load_config(folder.path / "config.toml") == CONFIG
 
@@ -106,7 +121,10 @@ def test_an_epoch_stands_in_the_metrics_as_soon_as_it_is_over(folder: RunFolder)
 
 def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [SPAN])
-    result = folder.finish(test_accuracy=0.75, weights=b"weights", weights_sha256="ab" * 32)
+    untested = folder.finish(weights=b"weights", weights_sha256="ab" * 32)
+    assert json.loads((folder.path / "result.json").read_text("utf-8")) == untested
+    assert untested["test_accuracy"] is None
+    result = folder.add_test_accuracy(0.75)
     assert json.loads((folder.path / "result.json").read_text("utf-8")) == result
     assert {key: value for key, value in result.items() if key not in ("epochs", "versions")} == {
         "method": "pipar",
@@ -133,7 +151,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
 
 def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [SPAN])
-    folder.finish(test_accuracy=None, weights=b"weights", weights_sha256=None)
+    folder.finish(weights=b"weights")
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "config.toml",
         "metrics.jsonl",
@@ -145,14 +163,14 @@ def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder
 
 
 def test_a_run_without_weights_or_epochs_can_be_finished_too(folder: RunFolder) -> None:
-    result = folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    result = folder.finish()
     assert (result["epochs"], result["test_accuracy"], result["weights_sha256"]) == ([], None, None)
     assert not (folder.path / "model.safetensors").exists()
 
 
 def test_the_trace_starts_at_zero_with_its_first_span(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [replace(SPAN, start=103.0, end=104.0), SPAN])
-    folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    folder.finish()
     events = json.loads((folder.path / "trace.json").read_text("utf-8"))["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [0.0, 3_000_000.0]
 
@@ -172,7 +190,7 @@ def test_a_run_is_called_after_what_it_trains(tree: dict[str, dict[str, str]], m
 
 def test_a_loss_that_has_diverged_is_null_and_the_files_stay_strict_json(folder: RunFolder) -> None:
     folder.add_epoch(replace(EPOCH, train_loss=float("nan"), val_loss=float("inf")), [])
-    result = folder.finish(test_accuracy=None, weights=None, weights_sha256=None)
+    result = folder.finish()
     assert (result["epochs"][0]["train_loss"], result["epochs"][0]["val_loss"]) == (None, None)
     for file in ("result.json", "metrics.jsonl"):
         assert not {"NaN", "Infinity"} & set((folder.path / file).read_text("utf-8").replace(",", " ").split())

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 from training import Case, hand_made_profile
 
 import pipar
 from pipar.run import Result, World
 
+MEASURED = {"run": {"epochs": 1, "batch_size": 20}, "data": {"samples_per_device": 20}, "devices": [{"count": 2}]}
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
 
 
@@ -56,6 +61,38 @@ def test_same_seed_gives_the_same_files(tmp_path: Path, method: str, world: Worl
         assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
 
 
+def own_model() -> dict[str, Any]:
+    datasets = [TensorDataset(torch.randn(30, 8), torch.arange(30) % 2) for _ in range(2)]
+    return {"model": nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), "datasets": datasets}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False], ids=["named", "own"])
+def test_same_seed_gives_the_same_files_with_measured_profiles(named: bool) -> None:
+    own = {} if named else own_model()
+    one, other = (pipar.run(MEASURED, world="virtual", **own) for _ in range(2))
+    for name in ("result.json", "trace.json"):
+        assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_factory_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept_factory.py").write_text(FACTORY, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    tree = {**MEASURED, "model": {"factory": "kept_factory:network"}}
+    one, other = (pipar.run(tree, world="virtual") for _ in range(2))
+    assert (one.folder / "result.json").read_bytes() == (other.folder / "result.json").read_bytes()
+
+
+FACTORY = """
+from torch import nn
+
+def network():
+    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 16), nn.Linear(16, 10))
+"""
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_another_seed_gives_other_weights(tmp_path: Path, method: str) -> None:
     one, other = (run(configuration(tmp_path, method, seed=seed, epochs=1)) for seed in (0, 1))
@@ -84,3 +121,17 @@ def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path
         busy = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (track["pid"], track["tid"])]
         for one, after in itertools.pairwise(busy):
             assert one["ts"] + one["dur"] <= after["ts"] + 0.002, (track["args"], one, after)  # two roundings
+
+
+def test_a_sampled_trace_has_some_devices_and_all_that_the_server_does_for_nobody_alone(tmp_path: Path) -> None:
+    tree = configuration(tmp_path, "pipar", sizes=(20,) * 25, epochs=1)
+    tree["run"]["trace"] = "sampled"
+    sampled, full = run(tree), run({**tree, "run": {**tree["run"], "trace": "full"}})
+    events = json.loads((sampled.folder / "trace.json").read_text("utf-8"))["traceEvents"]
+    owners = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert len(owners - {"server"}) == 20
+    assert {"aggregate", "validate", "pack"} <= {event["cat"] for event in events if event["ph"] == "X"}
+    # A smaller trace travels: what is sent differs by its bytes, the sums of the compute lanes do not.
+    for one, other in zip(sampled.epochs, full.epochs, strict=True):
+        assert (one["samples"], one["train_loss"]) == (other["samples"], other["train_loss"])
+        assert one["device_idle_s"] == pytest.approx(other["device_idle_s"], rel=1e-9)

@@ -90,7 +90,7 @@ class Case:
 
     def _device(self, number: int) -> dict[str, Any]:
         return {
-            "name": f"phone-{'abcdef'[number]}",
+            "name": f"phone-{chr(ord('a') + number)}",
             "link": "unlimited" if self.even else LINKS[number % 3],
             "speed": 1.0 if self.even else SPEEDS[number % 3],
             "split_point": self.split_points[number % len(self.split_points)],

@@ -31,7 +31,8 @@ def assemble_server(
 ) -> Server:
     """Return the server of a job, ready to admit its devices."""
     keep = job.traced_devices
-    recorder, beside = Recorder(SERVER, keep), Recorder(SERVER, keep)
+    own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
+    recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
     ledger = Ledger(job.links, job.bounds(), job.cores, recorder=recorder, background=beside, emit=emit)
     training = Training(
         method=job.method,

@@ -191,7 +191,8 @@ def _command() -> str:
 @contextlib.contextmanager
 def _watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     """Give the display that watches a run; an interruption, also by SIGTERM, names the folders that were saved."""
-    from pipar.display import Display, console, setting_text
+    from pipar.display import Display
+    from pipar.tables import console, setting_text
 
     previous = signal.signal(signal.SIGTERM, _interrupt)
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")
@@ -267,7 +268,7 @@ def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequenc
     if as_json:
         _print_json(_as_json(result))
         return
-    from pipar.display import console, result_table
+    from pipar.tables import console, result_table
 
     console().print(result_table(result, loaded))
 
@@ -292,8 +293,8 @@ def compare(
 ) -> None:
     """Train the same by several methods, and show one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), _load(config, settings)
-    from pipar.display import comparison_table, console
     from pipar.run import compare as train
+    from pipar.tables import comparison_table, console
 
     with _watched(loaded, quiet=as_json) as display:
         results = train(loaded, methods=names, world=world, observe=display.observe, command=_command())
@@ -350,7 +351,7 @@ def profile(config: Path | None, output: Path | None, budget: float, settings: S
     if as_json:
         click.echo(measured.to_json(), nl=False)
         return
-    from pipar.display import console, profile_table
+    from pipar.tables import console, profile_table
 
     console().print(profile_table(measured))
     if output is not None:
@@ -394,7 +395,7 @@ def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> 
     if as_json:
         _print_json([{**asdict(info), "builtin": info.builtin, "found": _text(info.found)} for info in known])
         return
-    from pipar.display import console, datasets_table
+    from pipar.tables import console, datasets_table
 
     console().print(datasets_table(known))
 

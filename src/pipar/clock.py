@@ -11,7 +11,10 @@ import contextvars
 import heapq
 import math
 import selectors
+import threading
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from pipar.errors import TrainingError
@@ -122,7 +125,50 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time and return its result."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+def run_virtually(main: Coroutine[Any, Any, T], within: AbstractContextManager[object] | None = None) -> T:
+    """Run a coroutine to its end in virtual time and return its result; `within` is entered in the thread it runs in.
+
+    Inside a running event loop, as in a notebook, that is a thread of its own, which the caller waits for.
+    """
+    runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+    if _inside_a_loop():
+        return _run_in_thread(runner, main, within or nullcontext())
+    with runner, within or nullcontext():
         return runner.run(main)
+
+
+def _inside_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_thread(runner: asyncio.Runner, main: Coroutine[Any, Any, T], within: AbstractContextManager[object]) -> T:
+    """Return the coroutine's result; Ctrl-C, which only this thread hears of, ends it there before it goes on up."""
+    outcome: Future[T] = Future()
+    loop = runner.get_loop()
+    task = loop.create_task(main)
+
+    def run() -> None:
+        try:
+            with runner, within:
+                outcome.set_result(runner.run(_outcome(task)))
+        except BaseException as error:  # noqa: BLE001 - the thread ends here, and its starter raises it
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="virtual time", daemon=True)
+    try:
+        thread.start()
+        thread.join()
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(RuntimeError):  # the loop is closed: it is over already
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    return outcome.result()
+
+
+async def _outcome(task: asyncio.Task[T]) -> T:
+    return await task

@@ -234,6 +234,15 @@ class DeviceSpec:
 
 def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
     """Return every device in name order: names are padded, so that device-02 stands before device-10."""
+    return tuple(sorted(_counted_out(config), key=lambda spec: spec.name))
+
+
+def device_names(config: Config) -> list[str]:
+    """Return the devices' names in the order of the configuration: the order of lists with an entry for each device."""
+    return [spec.name for spec in _counted_out(config)]
+
+
+def _counted_out(config: Config) -> list[DeviceSpec]:
     counts: dict[str, int] = {}
     for group in config.devices:
         counts[group.name] = counts.get(group.name, 0) + group.count
@@ -243,7 +252,7 @@ def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
         for _ in range(group.count):
             taken[group.name] += 1
             specs.append(_device_spec(config, group, taken[group.name], counts[group.name]))
-    return tuple(sorted(specs, key=lambda spec: spec.name))
+    return specs
 
 
 def _device_spec(config: Config, group: DeviceSection, number: int, count: int) -> DeviceSpec:
@@ -273,6 +282,20 @@ def load_config(
     for setting in settings:
         _apply(tree, setting)
     return config_from(tree)
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """Return the configuration with `section.key=value` settings over it, as if they had been over its file."""
+    # Only what was set: a default may depend on what a setting says, as the speed of a device on its profile.
+    tree = config.model_dump(exclude_unset=True)
+    if "devices" in tree:
+        tree["devices"] = [_group_tree(group) for group in config.devices]
+    return load_config(None, settings, tree) if settings else config
+
+
+def _group_tree(group: DeviceSection) -> dict[str, Any]:
+    """Return what was set of a group; its link stays a record, because a link is written in other words than it has."""
+    return {key: getattr(group, key) for key in group.model_fields_set}
 
 
 def config_from(tree: Mapping[str, Any]) -> Config:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 class DevicePart(Protocol):
     """M^c_k, the device-side model."""
 
+    last_loss: float | None
+
     def forward(self, micro_batch: int, piece: Any) -> Any: ...
     def backward(self, micro_batch: int, gradient: Any) -> None: ...
     def step(self) -> None: ...
@@ -106,18 +108,15 @@ class Device:
                     raise ProtocolError(f"The server sent {command}, which a device does not take.")
 
     async def _train_epoch(self, epoch: int) -> None:
-        orders = self._orders
         batches = self._cut(epoch)
-        loading = self._load(epoch, 1, batches[0])
+        self._loading = self._load(epoch, 1, batches[0])
         for iteration, _ in enumerate(batches, start=1):
-            pieces = await self._waiting_for("load", loading, epoch, iteration)
-            if iteration < len(batches):  # the next batch is loaded while this one trains
-                loading = self._load(epoch, iteration + 1, batches[iteration])
-            await self._train_iteration(epoch, iteration, pieces)
+            pieces = await self._waiting_for("load", self._loading, epoch, iteration)
+            await self._train_iteration(epoch, iteration, pieces, following=batches[iteration : iteration + 1])
             self._report_progress(epoch, iteration)
-        assert not self._gradients, orders
+        assert not self._gradients
 
-    async def _train_iteration(self, epoch: int, iteration: int, pieces: list[Any]) -> None:
+    async def _train_iteration(self, epoch: int, iteration: int, pieces: list[Any], *, following: list[Any]) -> None:
         orders, part = self._orders, self._part
         split_point, splits = orders.plan.split_point, orders.plan.split_point < orders.layers
         for stage in device_order(len(pieces), orders.schedule, orders.window):
@@ -128,6 +127,9 @@ class Device:
                 if splits:
                     self._gradients[epoch, iteration, n] = self._loop.create_future()
                     self._uploads.put_nowait((work, activation, piece))
+                # The next batch is loaded beside this one's backwards: before, it would hold up the first uploads.
+                if n == len(pieces) and following:
+                    self._loading = self._load(epoch, iteration + 1, following[0])
             else:
                 gradient = await self._gradient(epoch, iteration, n) if splits else None
                 await self._compute.run((work, partial(part.backward, n, gradient)))
@@ -227,7 +229,8 @@ class Device:
     def _report_progress(self, epoch: int, iteration: int) -> None:
         if self._observe is not ignore:
             busy = dict(self._recorder.busy_s)
-            self._observe(Progress(self.name, epoch, iteration, len(self._samples), None, self._loop.time(), busy))
+            place = (self.name, epoch, iteration, len(self._samples))
+            self._observe(Progress(*place, self._part.last_loss, self._loop.time(), busy))
 
     async def _while_running(self, main: Coroutine[Any, Any, None], helpers: list[asyncio.Task[None]]) -> None:
         """Run to the end of `main`, or raise what ended a helper first."""

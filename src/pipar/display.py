@@ -1,51 +1,28 @@
-"""What a person sees in the terminal: progress while a run goes on, and tables when it is over."""
+"""What a person sees in the terminal while a run goes on."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipar.config import Config, DeviceSection, Link
 from pipar.events import EpochResult, Event, Joined, Preparing, Progress, Started
 from pipar.methods import METHODS
+from pipar.tables import epoch_header, epoch_line, percent, plans_text
 from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
-from pipar.units import format_bytes
-
-if TYPE_CHECKING:
-    from pipar.data.catalog import DatasetInfo
-    from pipar.planner.profile import Profile
-    from pipar.run import Result
 
 #: How often the live part is drawn; more is a cost without a gain.
 REFRESH_HZ = 4.0
-_WIDEST = 110
 #: How many reports of one owner a lane's utilisation is taken over.
 _WINDOW = 4
-
-#: Columns of an epoch's line: title and width. Together they leave room at 80 columns.
-_COLUMNS = (
-    ("epoch", 5),
-    ("seconds", 9),
-    ("samples/s", 10),
-    ("train loss", 11),
-    ("val loss", 9),
-    ("val acc", 8),
-    ("idle s: server", 15),
-    ("device", 7),
-    ("eff.", 6),
-)
 
 
 class Gauges:
@@ -54,6 +31,7 @@ class Gauges:
     def __init__(self) -> None:
         self.started: Started | None = None
         self.last: EpochResult | None = None
+        self.loss: float | None = None  # of the last batch that anybody reported
         self.joined = 0
         self._reports: dict[str, deque[Progress]] = {}
         self._first: dict[str, Progress] = {}
@@ -62,8 +40,10 @@ class Gauges:
         if isinstance(event, Progress):
             self._reports.setdefault(event.owner, deque(maxlen=_WINDOW)).append(event)
             self._first.setdefault(event.owner, event)
+            self.loss = self.loss if event.loss is None else event.loss
         elif isinstance(event, Started):
-            self.started, self.last, self.joined, self._reports, self._first = event, None, 0, {}, {}
+            self.started, self.last, self.loss, self.joined = event, None, None, 0
+            self._reports, self._first = {}, {}
         elif isinstance(event, Joined):
             self.joined = event.devices
         elif isinstance(event, EpochResult):
@@ -191,14 +171,14 @@ class Display:
 
     def _picture(self) -> RenderableType:
         if self._preparing is not None:
-            return _bar_line(self._preparing.what, self._preparing.share, _percent(self._preparing.share, 0))
+            return _bar_line(self._preparing.what, self._preparing.share, percent(self._preparing.share, 0))
         if self._gauges.started is None:
             return Text("Preparing", style="dim")
         if not self._gauges.running:
             return Text(
                 f"{self._gauges.joined} of {len(self._gauges.started.samples)} devices have joined", style="dim"
             )
-        lanes = [_bar_line(lane, share, _percent(share, 0)) for lane, share in self._gauges.utilisation().items()]
+        lanes = [_bar_line(lane, share, percent(share, 0)) for lane, share in self._gauges.utilisation().items()]
         return Group(self._headline(self._gauges.started), *lanes)
 
     def _headline(self, started: Started) -> RenderableType:
@@ -206,15 +186,15 @@ class Display:
         rate = self._gauges.samples_per_s()
         words = [f"epoch {epoch}/{started.epochs}", f"iteration {iteration}/{iterations or '?'}"]
         words += [f"{rate:.3g} samples/s"] if rate else []
-        last = self._gauges.last
-        words += [f"loss {last.train_loss:.3f}"] if last and last.train_loss is not None else []
-        words += [f"val acc {_percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
+        last, loss = self._gauges.last, self._gauges.loss
+        words += [f"loss {loss:.3f}"] if loss is not None else []
+        words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
         elapsed = divmod(int(time.monotonic() - self._since), 60)
         return Group(
             Text(
                 "  ".join([*words, f"{elapsed[0]}:{elapsed[1]:02d}"]), style="bold", no_wrap=True, overflow="ellipsis"
             ),
-            _bar_line("epoch", share, _percent(share, 0), style="cyan"),
+            _bar_line("epoch", share, percent(share, 0), style="cyan"),
         )
 
 
@@ -227,208 +207,3 @@ def _bar_line(label: str, share: float | None, text: str, style: str = "green") 
         label, ProgressBar(total=1.0, completed=share or 0.0, complete_style=style, finished_style=style), text
     )
     return grid
-
-
-def epoch_header() -> str:
-    """Return the titles over the lines of epochs."""
-    return "".join(title.rjust(width) for title, width in _COLUMNS)
-
-
-def epoch_line(result: EpochResult) -> str:
-    """Return what one epoch gave, in one line of at most 80 columns."""
-    values = (
-        str(result.epoch),
-        f"{result.seconds:.2f}",
-        _number(result.samples / result.seconds if result.seconds else None, ".1f"),
-        _number(result.train_loss, ".4f"),
-        _number(result.val_loss, ".4f"),
-        _percent(result.val_accuracy),
-        f"{result.server_idle_s:.2f}",
-        f"{result.device_idle_s:.2f}",
-        _percent(result.efficiency, 0),
-    )
-    return "".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{share * 100:.{digits}f} %"
-
-
-# --- in words
-
-
-def setting_text(config: Config) -> str:
-    """Return what is emulated: "4 devices, link 10/25 Mbit/s, speed 0.05 of this machine"."""
-    return "; ".join(_group_text(group) for group in config.devices)
-
-
-def _group_text(group: DeviceSection) -> str:
-    name = "" if group.name == "device" else f"{group.name}: "
-    profile = f", profile {group.profile}" if group.profile else ""
-    devices = "device" if group.count == 1 else "devices"
-    machine = "that profile" if group.profile else "this machine"
-    return f"{name}{group.count} {devices}, link {_link_text(group.link)}{profile}, speed {group.speed:g} of {machine}"
-
-
-def _link_text(link: Link) -> str:
-    if link.up_bps is None and link.down_bps is None:
-        rates = "unlimited"
-    else:
-        rates = f"{_rate_text(link.up_bps)}/{_rate_text(link.down_bps)} Mbit/s"
-    return f"{rates} + {link.latency_s * 1e3:g} ms" if link.latency_s else rates
-
-
-def _rate_text(rate: float | None) -> str:
-    return "unlimited" if rate is None else f"{rate / 1e6:g}"
-
-
-def plans_text(plans: Iterable[str]) -> str:
-    """Return the plans with the number of devices that have them, if there is more than one: "P=2 N=3"."""
-    counts = Counter(plans)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{count} x {plan}" for plan, count in sorted(counts.items()))
-
-
-def _plans_of(content: Mapping[str, Any]) -> str:
-    return plans_text(f"P={plan['split_point']} N={plan['micro_batches']}" for plan in content["plans"])
-
-
-# --- tables
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Return a console for the standard output or error; rows are not broken where no terminal gives a width."""
-    made = Console(stderr=stderr, highlight=False)
-    # Rich takes 80 columns where there is no terminal, also for a log that has no width at all.
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = _WIDEST
-    return made
-
-
-def _table(*, header: bool = True) -> Table:
-    head = box.SIMPLE_HEAD if header else None
-    return Table(box=head, show_header=header, pad_edge=False, collapse_padding=True, header_style="bold")
-
-
-def result_table(result: Result, config: Config) -> RenderableType:
-    """Return what is to be known of a finished run."""
-    content, epochs = result.content, result.epochs
-    table = _table(header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("training", f"{content['model']} on {content['dataset']} by {content['method']}, {_world(content)}")
-    table.add_row("emulated", setting_text(config))
-    table.add_row("plan", _plans_of(content))
-    if epochs:
-        seconds = result.seconds_per_epoch
-        rate = _average(epochs, "samples") / seconds if seconds else 0.0
-        efficiency = _percent(_average(epochs, "efficiency"))
-        table.add_row("epoch", f"{seconds:.2f} s on average, {rate:.1f} samples/s, efficiency {efficiency}")
-        idle = (_average(epochs, "server_idle_s"), _average(epochs, "device_idle_s"))
-        table.add_row("idle", f"server {idle[0]:.2f} s, device {idle[1]:.2f} s of each epoch")
-        table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
-    if content["test_accuracy"] is not None:
-        table.add_row("test accuracy", _percent(content["test_accuracy"]))
-    table.add_row("equivalence", content["equivalence"])
-    table.add_row("folder", f"{result.folder}/")
-    table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
-    return Group(Text(), table)
-
-
-def _world(content: Mapping[str, Any]) -> str:
-    names = {"real": "real processes", "virtual": "virtual time", "timing-only": "virtual time, timing only"}
-    return names[content["world"]]
-
-
-def _average(epochs: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(float(epoch[key]) for epoch in epochs) / len(epochs)
-
-
-def _traffic(epochs: Sequence[Mapping[str, Any]], key: str) -> str:
-    return format_bytes(_average(epochs, key))
-
-
-def comparison_table(results: Mapping[str, Result], config: Config) -> RenderableType:
-    """Return one row a method; the speed-up is against fl, or the first method if fl is not among them."""
-    base = "fl" if "fl" in results else next(iter(results))
-    table = _table()
-    table.add_column("method")
-    table.add_column("plan")
-    for title in ("s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for method, result in results.items():
-        table.add_row(method, *_comparison_row(result, results[base].seconds_per_epoch))
-    first = next(iter(results.values())).content
-    title = f"{first['model']} on {first['dataset']}, {_world(first)}, mean of {_epochs_text(first)}"
-    folders = [Text(f"{result.folder}/", overflow="fold") for result in results.values()]
-    return Group(Text(f"\n{title}"), Text(setting_text(config)), table, *folders)
-
-
-def _epochs_text(content: Mapping[str, Any]) -> str:
-    count = len(content["epochs"])
-    return "one epoch" if count == 1 else f"{count} epochs"
-
-
-def _comparison_row(result: Result, base_s: float) -> list[str]:
-    epochs, seconds = result.epochs, result.seconds_per_epoch
-    return [
-        _plans_of(result.content),
-        f"{seconds:.2f}",
-        f"{base_s / seconds:.2f}x" if seconds else "-",
-        f"{_average(epochs, 'server_idle_s'):.2f}",
-        f"{_average(epochs, 'device_idle_s'):.2f}",
-        _percent(result.test_accuracy),
-        f"{_average(epochs, 'bytes_up') / 1e6:.2f}",
-        f"{_average(epochs, 'bytes_down') / 1e6:.2f}",
-    ]
-
-
-def profile_table(profile: Profile) -> RenderableType:
-    """Return two rows a layer: milliseconds at each batch size; bytes of a sample's output and of the weights."""
-    table = _table()
-    table.add_column("layer", no_wrap=True)
-    table.add_column("output", justify="right", no_wrap=True)
-    table.add_column("weights", justify="right", no_wrap=True)
-    table.add_column("batch of", no_wrap=True)
-    for size in profile.batch_sizes:
-        table.add_column(str(size), justify="right", no_wrap=True)
-    for number, layer in enumerate(profile.layers, start=1):
-        sizes = (format_bytes(layer.output_bytes), format_bytes(layer.parameter_bytes))
-        table.add_row(f"{number} {layer.name}", *sizes, "forward", *map(_milliseconds, layer.forward_s))
-        table.add_row("", "", "", "backward", *map(_milliseconds, layer.backward_s))
-    title = f"{profile.model} in {profile.dtype}, milliseconds: {profile.how}"
-    return Group(Text(f"\n{title}"), Text(profile.machine), table)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
-
-
-def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
-    """Return one row a dataset: what it is, and where it lies."""
-    table = _table()
-    for title, where in (("name", "left"), ("train", "right"), ("test", "right"), ("image", "right")):
-        table.add_column(title, justify=where, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("classes", justify="right", no_wrap=True)
-    table.add_column("here", overflow="fold")
-    for info in datasets:
-        counts = [f"{count:,}" if count else "any" for count in (info.train, info.test)]
-        shape = "x".join(map(str, info.shape)) if info.train else "any"
-        classes = str(info.classes) if info.train else "any"
-        table.add_row(info.name, *counts, shape, classes, dataset_place(info))
-    return Group(table, Text("pipar data get NAME fetches one that is not here."))
-
-
-def dataset_place(info: DatasetInfo) -> str:
-    """Return where a dataset is, or how to get it."""
-    if info.builtin:
-        return "built in"
-    if info.found is not None:
-        return str(info.found)
-    size = format_bytes(sum(file.size_bytes for file in info.files))
-    return f"no ({size})"

@@ -42,6 +42,8 @@ class HollowSamples:
 class HollowDevicePart:
     """Layers 1..P: activations and weights that have a size only."""
 
+    last_loss: float | None = None
+
     def __init__(self, profile: Profile, split_point: int) -> None:
         self._output_bytes = profile.output_bytes(split_point)
         self._dtype = profile.dtype

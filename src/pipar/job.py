@@ -48,7 +48,7 @@ class Job:
 
     @property
     def cores(self) -> int:
-        return self.config.server.cores or os.cpu_count() or 1
+        return self.config.server.cores or _usable_cores()
 
     @cached_property
     def links(self) -> dict[str, Link]:
@@ -127,6 +127,11 @@ class Job:
         if trace == "full" or (trace == "auto" and len(names) <= _FULL_TRACE_DEVICES):
             return None
         return frozenset(names[:: max(1, len(names) // _SAMPLED_DEVICES)][:_SAMPLED_DEVICES])
+
+
+def _usable_cores() -> int:
+    """Return the cores that this process may run on; a container often has fewer than its machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared_costs() -> Callable[[Profile, float], Costs]:

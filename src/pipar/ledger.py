@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -97,7 +98,8 @@ class Ledger:
         """Return for how many epochs, up to this one, the validation loss has not improved."""
         while len(self._losses) < number:
             await self._wait()
-        losses = [loss for loss in self._losses[:number] if loss is not None]
+        # A loss that has diverged is worse than any other.
+        losses = [loss if math.isfinite(loss) else math.inf for loss in self._losses[:number] if loss is not None]
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
     async def _wait(self) -> None:
@@ -156,9 +158,11 @@ class Ledger:
         Bytes really sent over the configured rates, and profiled compute: nothing that was measured as a span.
         """
         slowest = self._bounds.server_s / self._cores
+        downlinks = {trace.owner: trace for trace in epoch.downlinks}
         for name, link in self._links.items():
-            up = epoch.bytes_up[name] * 8 / link.up_bps if link.up_bps else 0.0
-            down = epoch.bytes_down[name] * 8 / link.down_bps if link.down_bps else 0.0
+            # Without a configured rate, the measured one: the bytes over it are the time that they were on the link.
+            up = epoch.bytes_up[name] * 8 / link.up_bps if link.up_bps else _busy(epoch.devices[name], UPLINK)
+            down = epoch.bytes_down[name] * 8 / link.down_bps if link.down_bps else _busy(downlinks[name], DOWNLINK)
             slowest = max(slowest, up, down, self._bounds.device_s[name])
         return slowest
 

@@ -11,14 +11,15 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipar.errors import InputError, PiparError, TrainingError
+from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Progress
 from pipar.job import Job
 from pipar.workload import Own, Workload
@@ -28,21 +29,57 @@ from pipar.workload import Own, Workload
 _PRELOAD = ["torch", "torch._dynamo", "pipar.workload", "pipar.torchside", "pipar.assemble", "pipar.results"]
 _PROGRESS_EVERY_S = 0.2
 _GRACE_S = 20.0
+_LAST_WORDS_S = 1.0
+_SERVER = "server"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a child process failed with, as it travels to this one."""
+    """What a child process failed with, as it travels to this one.
+
+    `is_hearsay` if the child only says that its peer is gone or has given up.
+    """
 
     message: str
-    is_input: bool
+    is_input: bool = False
+    is_hearsay: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        text = str(error) if isinstance(error, PiparError) else f"{type(error).__name__}: {error}"
+        return cls(text, isinstance(error, InputError), isinstance(error, LinkError | TrainingError))
+
+    def rank(self, owner: str) -> int:
+        """Return how far it is from the cause: bad input, a device's own trouble, the server's, what others heard."""
+        if self.is_input:
+            return 0
+        return 2 if owner == _SERVER else 3 if self.is_hearsay else 1
+
+    def error(self) -> PiparError:
+        return (InputError if self.is_input else TrainingError)(self.message)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process finds around it. The fork server keeps that of the first run, so a child is told of its own."""
+
+    folder: str = field(default_factory=os.getcwd)
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def take_up(self) -> None:
+        """Make them this process's."""
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        os.environ.clear()
+        os.environ.update(self.environment)
 
 
 def train_in_processes(job: Job, own: Own, folder: Path, command: str, observe: Observer) -> None:
     """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
     household = _Household(observe)
     try:
-        household.start("server", _server_process, job, own, folder, command)
+        household.start(_SERVER, _server_process, job, own, folder, command)
         address = household.wait_for_server()
         for spec in job.specs:
             household.start(spec.name, _device_process, job, own.only(spec.name), spec.name, address)
@@ -73,10 +110,12 @@ class _Household:
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[Connection, str] = {}
         self._address = ""
+        self._failures: dict[str, Failure] = {}
 
     def start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_child, args=(theirs, target, *arguments), name=name, daemon=True)
+        words = (theirs, Surroundings(), target, *arguments)
+        process = self._context.Process(target=_child, args=words, name=name, daemon=True)
         with _without_main():
             process.start()
         theirs.close()
@@ -95,18 +134,32 @@ class _Household:
             self._take_in()
 
     def _take_in(self) -> None:
-        for connection in wait(list(self._connections)):
+        """Wait for something to be said; raise if it was of a failure."""
+        self._listen(None)
+        if self._failures:
+            self._hear_last_words()
+            raise min(self._failures.items(), key=lambda item: item[1].rank(item[0]))[1].error()
+
+    def _hear_last_words(self) -> None:
+        # One failure brings others about, and the first one heard of need not be the one that was first.
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._connections and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
+
+    def _listen(self, timeout_s: float | None) -> None:
+        for connection in wait(list(self._connections), timeout_s):
             assert isinstance(connection, Connection)
             try:
                 said = connection.recv()
-            except EOFError:
+            except (EOFError, OSError):  # at its end, or cut off in the middle of a word
                 self._ended(self._connections.pop(connection))
                 continue
-            self._heard(said)
+            self._heard(self._connections[connection], said)
 
-    def _heard(self, said: Event | Failure) -> None:
+    def _heard(self, name: str, said: Event | Failure) -> None:
         if isinstance(said, Failure):
-            raise (InputError if said.is_input else TrainingError)(said.message)
+            self._failures.setdefault(name, said)
+            return
         if isinstance(said, Listening):
             self._address = said.address
         self._observe(said)
@@ -117,7 +170,7 @@ class _Household:
         code = process.exitcode or 0
         if code != 0:
             how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-            raise TrainingError(f"The process of {name} {how}.")
+            self._failures.setdefault(name, Failure(f"The process of {name} {how}."))
 
     def end(self) -> None:
         """End what still runs, the server first: it saves before its devices are gone. Nothing is left behind."""
@@ -146,22 +199,20 @@ def _without_main() -> Iterator[None]:
 # --- in the children
 
 
-def _child(connection: Connection, target: Callable[..., None], *arguments: Any) -> None:
+def _child(connection: Connection, surroundings: Surroundings, target: Callable[..., None], *arguments: Any) -> None:
     """Run one child's program; a failure becomes an event for the parent."""
     import torch
 
     from pipar.nn.memory import keep_freed_memory
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    surroundings.take_up()
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
         target(connection, *arguments)
-    except PiparError as error:
-        _say(connection, Failure(str(error), isinstance(error, InputError)))
-        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent is told why
-        _say(connection, Failure(f"{type(error).__name__}: {error}", False))
+        _say(connection, Failure.of(error))
         sys.exit(1)
 
 
@@ -185,41 +236,62 @@ def _observer(connection: Connection) -> Observer:
     return observe
 
 
-def _run_until_terminated(main: Coroutine[Any, Any, None]) -> bool:
-    """Run a coroutine; return False if SIGTERM cut it short."""
+class Termination:
+    """SIGTERM as a request: it cuts a running coroutine short, and what is done behind it may look it up.
 
-    async def supervised() -> bool:
-        task = asyncio.ensure_future(main)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    The event loop's own handlers are gone with the loop; from then on a signal would end a process that saves.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._cancel: Callable[[], object] = lambda: None
+        signal.signal(signal.SIGTERM, lambda *_: self._request())
+
+    def requested(self) -> bool:
+        return self._requested
+
+    def _request(self) -> None:
+        self._requested = True
+        self._cancel()
+
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end, or until SIGTERM."""
         try:
-            await task
+            asyncio.run(self._supervised(main))
         except asyncio.CancelledError:
-            return False
-        return True
+            if not self._requested:
+                raise
 
-    return asyncio.run(supervised())
+    async def _supervised(self, main: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(main)
+        self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        try:
+            if self._requested:
+                task.cancel()
+            await task
+        finally:
+            self._cancel = lambda: None
 
 
 def _server_process(connection: Connection, job: Job, own: Own, folder: Path, command: str) -> None:
     from pipar.results import RunFolder
-    from pipar.torchside import make_learner, test_accuracy, warm_up
+    from pipar.torchside import make_learner, measure_test_accuracy, seed_dropout, warm_up
 
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
     warm_up(job, workload)
+    seed_dropout(job.config.run.seed, _SERVER)
     run = RunFolder(folder, job, world="real", command=command)
-    observe = _observer(connection)
-    whole = False
+    termination = Termination()
     try:
-        whole = _run_until_terminated(_serve(job, workload, learner, run, observe))
+        termination.run(_serve(job, workload, learner, run, _observer(connection)))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
-        accuracy = test_accuracy(learner, workload) if whole else None
-        run.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
+        run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+    if not termination.requested():
+        run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
 
 
 async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: Observer) -> None:
-    from functools import partial
-
     from pipar.assemble import assemble_server
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import Listener
@@ -251,21 +323,20 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
 
 def _device_process(connection: Connection, job: Job, own: Own, name: str, address: str) -> None:
     workload = Workload(job.config, own)
-    _run_until_terminated(_live(job, workload, name, address, _observer(connection)))
+    Termination().run(_live(job, workload, name, address, _observer(connection)))
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
-    from functools import partial
-
     from pipar.assemble import run_device
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import connect
-    from pipar.torchside import part_builder, warm_up
+    from pipar.torchside import part_builder, seed_dropout, warm_up
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples = workload.own_shard(name)
     build = part_builder(workload)
     warm_up(job, workload)
+    seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
     lanes = partial(ThreadCompute, speed=speed)
     await run_device(job, name, samples, build, transport, compute=lanes, observe=observe)

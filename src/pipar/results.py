@@ -6,7 +6,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,25 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the block is over, so that what is being saved is saved whole."""
+    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for first in held[:1]:
+            signal.raise_signal(first)
+
+
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in _VERSIONED}
 
@@ -70,6 +92,7 @@ class RunFolder:
         self._command = command
         self._epochs: list[EpochResult] = []
         self._spans: list[Span] = []
+        self._written: dict[str, Any] = {}
         write_atomically(path / "config.toml", dump_config(job.config).encode())
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
@@ -79,19 +102,25 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(strict_json(result.to_dict())) + "\n")
 
-    def finish(
-        self, *, test_accuracy: float | None, weights: bytes | None, weights_sha256: str | None
-    ) -> dict[str, Any]:
-        """Write trace.json, model.safetensors and, last, result.json; return the result."""
+    def finish(self, *, weights: bytes | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
+        """Write trace.json, model.safetensors and, last, result.json, not tested yet; return the result."""
         origin = min((span.start for span in self._spans), default=0.0)
         _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
         if weights is not None:
             write_atomically(self.path / "model.safetensors", weights)
-        result: dict[str, Any] = strict_json(self._result(test_accuracy, weights_sha256))
-        _write_json(self.path / "result.json", result, indent=1)
-        return result
+        return self._write_result(self._result(weights_sha256))
 
-    def _result(self, test_accuracy: float | None, weights_sha256: str | None) -> dict[str, Any]:
+    def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:
+        """Write result.json again, with what the finished model's test gave; return the result."""
+        return self._write_result({**self._written, "test_accuracy": accuracy})
+
+    def _write_result(self, result: dict[str, Any]) -> dict[str, Any]:
+        written: dict[str, Any] = strict_json(result)
+        _write_json(self.path / "result.json", written, indent=1)
+        self._written = written
+        return written
+
+    def _result(self, weights_sha256: str | None) -> dict[str, Any]:
         job = self._job
         return {
             "method": job.method.name,
@@ -102,7 +131,7 @@ class RunFolder:
             "seed": job.config.run.seed,
             "plans": plans_as_json(job),
             "epochs": [result.to_dict() for result in self._epochs],
-            "test_accuracy": test_accuracy,
+            "test_accuracy": None,
             "weights_sha256": weights_sha256,
             "versions": versions(),
             "command": self._command,

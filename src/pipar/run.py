@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
-from pipar.config import Config, device_specs, load_config
+from pipar.config import Config, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
 from pipar.prepare import prepare, prepare_timing_only
-from pipar.results import RunFolder, drop_unused, new_folder, run_name
+from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.schedule import cut_epoch
 from pipar.trace import Span
 
@@ -73,11 +73,14 @@ def run(
 
     `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults; `settings` are
     "section.key=value" over it. `model` is an nn.Sequential of yours; `datasets` are yours, too: one for each device
-    (a list, or a mapping by device name), or one to be partitioned. `validation` and `test` are held-out datasets.
+    (a list or tuple in the order of the configuration, or a mapping by device name), or one to be partitioned.
+    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace.
     """
     if world not in WORLDS:
         raise ConfigError(f"'{world}' is not a world; there are {', '.join(WORLDS)}.")
     resolved = _configuration(config, settings, datasets)
+    if world == "timing-only" and resolved.run.patience is not None:
+        raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
     words = command if command is not None else "pipar.run"
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(resolved, observe)
@@ -109,29 +112,35 @@ def with_method(config: Config, method: str) -> Config:
 
 def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Config:
     if isinstance(config, Config):
-        return config
+        return with_settings(config, settings)
     if isinstance(config, str | Path):
         return load_config(Path(config), settings)
     tree: dict[str, Any] = dict(config or {})
-    if "devices" not in tree and isinstance(datasets, Mapping):
-        tree["devices"] = [{"name": name} for name in datasets]
-    elif "devices" not in tree and isinstance(datasets, list):
-        tree["devices"] = [{"count": len(datasets)}]
+    if "devices" not in tree and datasets is not None:
+        tree |= _devices_for(datasets)
     return load_config(None, settings, tree)
+
+
+def _devices_for(datasets: Any) -> dict[str, Any]:
+    """Return a [[devices]] section with a device for each dataset; nothing if there is one dataset for all."""
+    from pipar.workload import is_one_for_each
+
+    if isinstance(datasets, Mapping):
+        return {"devices": [{"name": name} for name in datasets]}
+    return {"devices": [{"count": len(datasets)}]} if is_one_for_each(datasets) else {}
 
 
 def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
     from pipar.virtual import train_without_mathematics
 
-    nothing = {"test_accuracy": None, "weights": None, "weights_sha256": None}
     with _open_folder(job, observe) as path:
         folder = RunFolder(path, job, world="timing-only", command=command)
         try:
             train_without_mathematics(job, _emitter(folder, observe), observe)
-        except KeyboardInterrupt:
-            folder.finish(**nothing)
-            raise
-        return Result(path, folder.finish(**nothing))
+        finally:  # whatever ended it, the epochs so far are kept
+            with uninterrupted():
+                content = folder.finish()
+        return Result(path, content)
 
 
 def _run_with_torch(config: Config, own: Own, world: World, command: str, observe: Observer) -> Result:
@@ -145,11 +154,11 @@ def _run_with_torch(config: Config, own: Own, world: World, command: str, observ
         return _run_timing_only(job, command, observe)
     if world == "virtual":
         return _run_virtual(job, workload, command, observe)
-    return _run_real(job, own, command, observe)
+    return _run_real(job, workload.to_send(), command, observe)
 
 
 def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Result:
-    from pipar.torchside import make_learner, test_accuracy
+    from pipar.torchside import make_learner, measure_test_accuracy
     from pipar.virtual import train_virtually
 
     learner = make_learner(job, workload)
@@ -157,12 +166,10 @@ def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Re
         folder = RunFolder(path, job, world="virtual", command=command)
         try:
             train_virtually(job, workload, _emitter(folder, observe), observe, learner)
-        except KeyboardInterrupt:
-            folder.finish(test_accuracy=None, weights=learner.packed_state(), weights_sha256=learner.sha256())
-            raise
-        accuracy = test_accuracy(learner, workload)
-        content = folder.finish(test_accuracy=accuracy, weights=learner.packed_state(), weights_sha256=learner.sha256())
-        return Result(path, content)
+        finally:  # whatever ended the training, the epochs so far and the last global model are kept
+            with uninterrupted():
+                folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+        return Result(path, folder.add_test_accuracy(measure_test_accuracy(learner, workload)))
 
 
 def _run_real(job: Job, own: Own, command: str, observe: Observer) -> Result:
@@ -178,6 +185,7 @@ def _check_real_world(config: Config) -> None:
     from pipar.processes import check_address
 
     fast = [spec.name for spec in device_specs(config) if spec.speed > 1]
+    fast += ["the server"] if config.server.speed > 1 else []
     if fast:
         raise ConfigError(
             f"{fast[0]} is to be faster than this machine: in the real world a speed is at most 1. Use --virtual."

@@ -197,6 +197,9 @@ class Server:
 
     async def _train(self, sessions: list[Session]) -> None:
         groups = [[session] for session in sessions] if self._training.method.one_device_at_a_time else [sessions]
+        for session in sessions:  # copying the layers behind the cut takes a while: before the clock starts
+            copy = Work("install", device=session.device)
+            await self._pool.run((copy, partial(self._learner.replica, session.device)))
         await self._distribute(groups[0], epoch=0)
         for epoch in range(1, self._training.epochs + 1):
             await self._round(epoch, groups)
@@ -278,7 +281,7 @@ class Server:
         loss = replica.take_loss()  # while nobody else's forward, in another thread, adds to that of a shared model
         if self._turns is not None:
             self._turns.done(session.device)
-        self._report_progress(message)
+        self._report_progress(message, loss)
         return loss
 
     async def _aggregate(self, epoch: int, returned: list[Returned]) -> None:
@@ -348,7 +351,7 @@ class Server:
         size = message.body.size_bytes
         return lambda kind: Work(kind, *place, first, last, message.samples, size, device)
 
-    def _report_progress(self, message: Message) -> None:
+    def _report_progress(self, message: Message, loss_sum: float | None) -> None:
         self._samples += message.batch_samples
         self._iterations += 1
         # Once for all devices: a report adds up their downlinks, which would cost K * K for an iteration of each.
@@ -356,7 +359,8 @@ class Server:
             place = (SERVER, message.epoch, message.iteration, self._samples)
             downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in self._sessions.values()]
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
-            self._observe(Progress(*place, None, self._loop.time(), busy))
+            loss = None if loss_sum is None else loss_sum / message.batch_samples
+            self._observe(Progress(*place, loss, self._loop.time(), busy))
 
 
 def _expect(message: Message, kind: Kind, epoch: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from pipar import keyed
 from pipar.job import Job
 from pipar.nn.learner import TorchLearner
 from pipar.nn.split import split_model
@@ -49,9 +51,42 @@ def warm_up(job: Job, workload: Workload) -> None:
     part.step()
 
 
-def test_accuracy(learner: TorchLearner, workload: Workload) -> float | None:
-    """Return the share of the test set that the global model answers right; None if there is no test set."""
-    batches = workload.held_out_batches("test")
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: the order of additions, and so the last bits, depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def seed_dropout(seed: int, owner: str) -> None:
+    """Seed the generator that dropout draws from, torch's default one, for one device or the server."""
+    torch.default_generator.manual_seed(int(keyed.generator(seed, "dropout", owner).integers(2**63)))
+
+
+@contextmanager
+def repeatable(seed: int) -> Iterator[None]:
+    """Make the mathematics depend on the seed alone; the caller's threads and random numbers are left as they were."""
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        seed_dropout(seed, "everyone")  # devices and server take turns at one generator, always the same ones
+        yield
+
+
+def measure_test_accuracy(
+    learner: TorchLearner, workload: Workload, stopped: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Return the share of the test set that the global model answers right.
+
+    None if there is no test set, or if `stopped` before all of it was answered.
+    """
+    batches, correct = workload.held_out_batches("test"), 0
     evaluate = learner.evaluator()
-    correct = sum(evaluate(load)[1] for _, load in batches)
+    with one_thread():
+        for _, load in batches:
+            if stopped():
+                return None
+            correct += evaluate(load)[1]
     return correct / sum(samples for samples, _ in batches) if batches else None

@@ -33,15 +33,13 @@ def train_virtually(
 
     Who passes the learner in has the model as far as it came, even if the training is interrupted.
     """
-    import torch
+    from pipar.torchside import make_learner, part_builder, repeatable
 
-    from pipar.torchside import make_learner, part_builder
-
-    torch.set_num_threads(1)  # the order of additions, and so the last bits, depend on the number of threads
     learner = learner or make_learner(job, workload)
     build = part_builder(workload)
     validation = workload.held_out_batches("validation")
-    run_virtually(_train(job, learner, validation, workload.shard, lambda _: build, emit, observe))
+    training = _train(job, learner, validation, workload.shard, lambda _: build, emit, observe)
+    run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import cloudpickle
 import torch
 from torch import nn
 
-from pipar.config import Config, device_specs
+from pipar.config import Config, device_names, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
-from pipar.data.partition import even_sizes, partition
+from pipar.data.partition import device_sizes, partition
 from pipar.data.shard import Shard
 from pipar.errors import DataError, ModelError
 from pipar.factory import call_factory
@@ -32,21 +33,23 @@ class Own:
     """Objects that the user passed in Python instead of naming them in the configuration.
 
     The model travels to the processes that this one starts as the bytes that cloudpickle makes of it, so that
-    classes written in a notebook work; nothing of it is read from anybody else.
+    classes written in a notebook work; nothing of it is read from anybody else. What all devices' data have in
+    common travels with it: no process has to look at the data of another.
     """
 
     model: bytes | None = None
     training: Mapping[str, Images] | None = None  # by device name
     validation: Images | None = None
     test: Images | None = None
+    input_shape: tuple[int, ...] | None = None
+    classes: int | None = None
 
     @classmethod
     def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> Own:
         """Return the user's objects, checked; a single dataset is partitioned over the devices."""
-        names = [spec.name for spec in device_specs(config)]
         return cls(
             model=None if model is None else cloudpickle.dumps(check_sequential(model)),
-            training=None if datasets is None else _by_device(config, datasets, names),
+            training=None if datasets is None else _by_device(config, datasets),
             validation=None if validation is None else dataset_images(validation),
             test=None if test is None else dataset_images(test),
         )
@@ -54,42 +57,55 @@ class Own:
     def only(self, device: str) -> Own:
         """Return what one device needs of it."""
         training = None if self.training is None else {device: self.training[device]}
-        return Own(self.model, training)
+        return replace(self, training=training, validation=None, test=None)
 
 
-def _by_device(config: Config, datasets: Any, names: list[str]) -> dict[str, Images]:
+def is_one_for_each(datasets: Any) -> TypeGuard[Sequence[Any]]:
+    """Return True for a list or tuple of datasets; a list of (sample, label) pairs is a dataset itself."""
+    return isinstance(datasets, list | tuple) and not (datasets and all(map(_is_pair, datasets)))
+
+
+def _is_pair(item: Any) -> bool:
+    # A dataset of two pairs, given as a list, is as long as a pair; but what stands second in it is no number.
+    return isinstance(item, list | tuple) and len(item) == 2 and _is_label(item[1])
+
+
+def _is_label(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _by_device(config: Config, datasets: Any) -> dict[str, Images]:
+    names = device_names(config)
     if isinstance(datasets, Mapping):
-        if sorted(datasets) != names:
+        if sorted(datasets) != sorted(names):
             raise DataError(
-                f"datasets are given for {', '.join(sorted(datasets))}, but the devices are {', '.join(names)}."
+                f"datasets are given for {', '.join(sorted(datasets))}, but the devices are {', '.join(sorted(names))}."
             )
         return {name: dataset_images(datasets[name]) for name in names}
-    if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__") and not isinstance(datasets, tuple):
+    if is_one_for_each(datasets):
         if len(datasets) != len(names):
             raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one each.")
         return {name: dataset_images(one) for name, one in zip(names, datasets, strict=True)}
     images = dataset_images(datasets)
-    rows = _partition(config, images, _sizes(config, len(images), len(names)))
-    return {name: images.take(own) for name, own in zip(names, rows, strict=True)}
+    return {name: images.take(rows) for name, rows in _partition(config, images).items()}
 
 
-def _sizes(config: Config, available: int, devices: int) -> list[int]:
-    wanted = config.data.samples_per_device
-    if isinstance(wanted, list):
-        return list(wanted)
-    return even_sizes(available, devices) if wanted is None else [wanted] * devices
-
-
-def _partition(config: Config, images: Images, sizes: list[int]) -> list[Any]:
-    data = config.data
-    return partition(
+def _partition(config: Config, images: Images) -> dict[str, Any]:
+    """Return the rows of the images that each device gets."""
+    data, sizes = config.data, device_sizes(config, len(images))
+    rows = partition(
         images.labels.numpy(),
-        sizes,
+        list(sizes.values()),
         scheme=data.partition,
         seed=config.run.seed,
         alpha=data.alpha,
         shards_per_device=data.shards_per_device,
     )
+    return dict(zip(sizes, rows, strict=True))
 
 
 class Workload:
@@ -100,6 +116,8 @@ class Workload:
         self.own = own or Own()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
+        self._own_shards: dict[str, Shard] = {}
+        self._held_out: dict[str, Images | None] = {}
 
     @property
     def data_name(self) -> str:
@@ -120,26 +138,22 @@ class Workload:
     @cached_property
     def _dataset(self) -> Dataset:
         data = self.config.data
-        synthetic = data.name == "synthetic"
+        sizes = device_sizes(self.config, SYNTHETIC_SAMPLES * len(self.names))
         return load_dataset(
             data.name,
             path=Path(data.path) if data.path else None,
             seed=self.config.run.seed,
             validation=data.validation,
             test=data.test,
-            train_samples=sum(self._synthetic_sizes()) if synthetic else None,
+            train_samples=sum(sizes.values()) if data.name == "synthetic" else None,
             classes=data.classes,
             shape=data.shape,
         )
 
-    def _synthetic_sizes(self) -> list[int]:
-        return _sizes(self.config, SYNTHETIC_SAMPLES * len(self.names), len(self.names))
-
     @cached_property
     def _shards(self) -> dict[str, Shard]:
         images = self._dataset.train
-        rows = _partition(self.config, images, _sizes(self.config, len(images), len(self.names)))
-        return {name: self._shard(images, own, name) for name, own in zip(self.names, rows, strict=True)}
+        return {name: self._shard(images, rows, name) for name, rows in _partition(self.config, images).items()}
 
     def _shard(self, images: Images, rows: Any, name: str) -> Shard:
         return Shard(images, rows, name, self.config.run.seed, self.config.data.augment, self.dtype)
@@ -148,8 +162,10 @@ class Workload:
         """Return the samples of one device."""
         if not self._has_own_sets:
             return self._shards[device]
-        images = self._own_images(device)
-        return self._shard(images, torch.arange(len(images)).numpy(), device)
+        if device not in self._own_shards:  # a factory may take its time: it is called once for each name
+            images = self._own_images(device)
+            self._own_shards[device] = self._shard(images, torch.arange(len(images)).numpy(), device)
+        return self._own_shards[device]
 
     def _own_images(self, device: str) -> Images:
         if self.own.training is not None:
@@ -166,12 +182,26 @@ class Workload:
         _ = self.input_shape, self.classes  # the network is built later, and needs to know
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_dataset", None)
+        self._own_shards.clear()
         return shard
 
+    def to_send(self) -> Own:
+        """Return what other processes need to know to make the same workload of the same configuration."""
+        return replace(self.own, input_shape=self.input_shape, classes=self.classes)
+
     def held_out(self, which: str) -> Images | None:
-        """Return the "validation" or the "test" set; None if there is none."""
-        if self.own.training is not None:
-            return self.own.validation if which == "validation" else self.own.test
+        """Return the "validation" or the "test" set; None if there is none. A given one goes over the dataset's."""
+        if which not in self._held_out:
+            images = self._find_held_out(which)
+            if images is not None:
+                self._check_images(images, f"the {which} set")
+            self._held_out[which] = images
+        return self._held_out[which]
+
+    def _find_held_out(self, which: str) -> Images | None:
+        given = self.own.validation if which == "validation" else self.own.test
+        if given is not None or self.own.training is not None:
+            return given
         if self.config.data.factory is not None:
             return factory_images(self.config.data.factory, which)
         images = self._dataset.validation if which == "validation" else self._dataset.test
@@ -188,6 +218,23 @@ class Workload:
             (size, partial(_rows, images, start, size, self.dtype)) for start, size in zip(starts, sizes, strict=True)
         ]
 
+    def check_samples(self) -> None:
+        """Raise one sentence if the devices' samples are not alike, or have labels that there are no classes for."""
+        if self._has_own_sets:
+            for name in self.names:
+                self._check_images(self.shard(name).images, f"the data of {name}")
+
+    def _check_images(self, images: Images, whose: str) -> None:
+        if images.shape != self.input_shape:
+            shape = self.input_shape
+            raise DataError(f"{whose} has samples of shape {images.shape}, but those of {self.names[0]} have {shape}.")
+        highest = int(images.labels.max())
+        if highest >= self.classes:
+            end = self.classes - 1
+            raise DataError(
+                f"{whose} has label {highest}, but labels end at {end}: set data.classes if there are more."
+            )
+
     def sizes(self) -> dict[str, int]:
         """Return how many samples each device has."""
         if self._has_own_sets:
@@ -196,12 +243,16 @@ class Workload:
 
     @cached_property
     def input_shape(self) -> tuple[int, ...]:
+        if self.own.input_shape is not None:
+            return self.own.input_shape
         if self._has_own_sets:
             return self.shard(self.names[0]).images.shape
         return self._dataset.input_shape
 
     @cached_property
     def classes(self) -> int:
+        if self.own.classes is not None:
+            return self.own.classes
         if not self._has_own_sets:
             return self._dataset.classes
         if self.config.data.classes is not None:

@@ -45,7 +45,9 @@ def test_a_damaged_idx_file_is_refused(tmp_path: Path, raw: bytes, sentence: str
 
 
 @pytest.mark.parametrize(
-    "raw", [b"not gzip", gzip.compress(idx(PIXELS))[:-9], gzip.compress(b"x" * 99)[:20] + b"y" * 30]
+    "raw",
+    [b"not gzip", gzip.compress(idx(PIXELS))[:-9], gzip.compress(b"x" * 99)[:20] + b"y" * 30],
+    ids=["not gzip", "cut off", "overwritten"],  # the bytes have the time in them, and workers must agree on names
 )
 def test_a_damaged_gz_file_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(raw)

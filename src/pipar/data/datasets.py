@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,16 @@ from torch import Tensor
 
 from pipar import keyed
 from pipar.data import formats
-from pipar.data.catalog import DatasetInfo, dataset_info, locate
+from pipar.data.catalog import (
+    Counts,
+    DatasetInfo,
+    Request,
+    check_request,
+    cut_counts,
+    dataset_info,
+    locate,
+    synthetic_counts,
+)
 from pipar.data.formats import Labels, Pixels
 from pipar.errors import DataError
 from pipar.factory import call_factory
@@ -81,19 +90,6 @@ class Dataset:
         return self.train.shape
 
 
-@dataclass(frozen=True)
-class Request:
-    """What of a dataset is wanted; None leaves the choice to the dataset."""
-
-    path: Path | None = None
-    seed: int = 0
-    validation: int | None = None
-    test: int | None = None
-    train_samples: int | None = None
-    classes: int | None = None
-    shape: tuple[int, int, int] | None = None
-
-
 def load_dataset(
     name: str,
     *,
@@ -113,7 +109,7 @@ def load_dataset(
     """
     info = dataset_info(name)
     request = Request(path, seed, validation, test, train_samples, classes, shape)
-    _check(info, request)
+    check_request(info, request)
     try:
         return _LOADERS[name](info, request)
     except OSError as error:
@@ -126,6 +122,8 @@ def dataset_images(dataset: Any) -> Images:
     Tensors are channels first; pictures and arrays are height x width x channels, as in torchvision. Floats are kept
     as they are; bytes are normalised with mean and deviation 0.5, the same on every device.
     """
+    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        raise DataError(f"a {type(dataset).__name__} is no dataset: give a torch Dataset of (sample, label) pairs.")
     items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
     samples: list[Tensor] = []
     labels: list[int] = []
@@ -291,12 +289,8 @@ def _published(info: DatasetInfo, request: Request) -> Dataset:
         train, test = _read_tiny_imagenet(info, folder, classes)
     else:
         train, test = (_read_cifar if info.name.startswith("cifar") else _read_idx)(info, folder)
-    count = len(test.labels)
-    validation_count = min(2000, count // 5) if request.validation is None else request.validation
-    rest = max(count - validation_count, 0)
-    test_count = min(8000, rest) if request.test is None else request.test
-    order = keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(count)
-    held = _held_out(info.name, order, validation_count, test_count)
+    counts = cut_counts(info, request, len(train.labels), len(test.labels))
+    held = _held_out(keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(test.labels)), counts)
     chosen = [(train, _subset(info.name, len(train.labels), request)), (test, held[0]), (test, held[1])]
     return _dataset(info, classes, [_images(info, *part.take(rows)) for part, rows in chosen])
 
@@ -304,10 +298,9 @@ def _published(info: DatasetInfo, request: Request) -> Dataset:
 def _digits(info: DatasetInfo, request: Request) -> Dataset:
     part = _Arrays(*_read_digits())
     order = keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(part.labels))
-    validation = 200 if request.validation is None else request.validation
-    test = 400 if request.test is None else request.test
-    held = _held_out(info.name, order, validation, test)
-    train = order[validation : len(order) - test]
+    counts = cut_counts(info, request, len(order), 0)
+    held = _held_out(order, counts)
+    train = order[counts.validation : len(order) - counts.test]
     subset = _subset(info.name, len(train), request)
     rows = (train if subset is None else train[subset], *held)
     return _dataset(info, info.classes, [_images(info, *part.take(chosen)) for chosen in rows])
@@ -315,9 +308,8 @@ def _digits(info: DatasetInfo, request: Request) -> Dataset:
 
 def _synthetic(info: DatasetInfo, request: Request) -> Dataset:
     classes, shape = request.classes or info.classes, request.shape or info.shape
-    counts = (request.train_samples, request.validation, request.test)
-    sizes = zip(("train", "validation", "test"), counts, (5000, 200, 800), strict=True)
-    made = [_make_synthetic(part, usual if n is None else n, classes, shape) for part, n, usual in sizes]
+    sizes = asdict(synthetic_counts(request))
+    made = [_make_synthetic(part, count, classes, shape) for part, count in sizes.items()]
     return _dataset(info, classes, [_images(info, *arrays) for arrays in made])
 
 
@@ -332,14 +324,9 @@ _LOADERS: dict[str, Callable[[DatasetInfo, Request], Dataset]] = {
 }
 
 
-def _held_out(name: str, order: Indices, validation: int, test: int) -> tuple[Indices, Indices]:
+def _held_out(order: Indices, counts: Counts) -> tuple[Indices, Indices]:
     """Return the first and the last of `order`, so that changing one size leaves the other set as it was."""
-    if validation + test > len(order):
-        raise DataError(
-            f"{name} has {len(order)} samples to hold out, but {validation} for validation and {test} for test are "
-            "asked for: lower one of them."
-        )
-    return order[:validation], order[len(order) - test :]
+    return order[: counts.validation], order[len(order) - counts.test :]
 
 
 def _subset(name: str, available: int, request: Request) -> Indices | None:
@@ -350,26 +337,6 @@ def _subset(name: str, available: int, request: Request) -> Indices | None:
     if wanted > available:
         raise DataError(f"{name} has {available} training samples, but {wanted} are asked for: ask for fewer.")
     return np.sort(keyed.generator(request.seed, "train subset", name).permutation(available)[:wanted])
-
-
-def _check(info: DatasetInfo, request: Request) -> None:
-    for key in ("validation", "test", "train_samples"):
-        if (getattr(request, key) or 0) < 0:
-            _refuse(key, getattr(request, key), "it must be 0 or more")
-    if request.train_samples == 0:
-        _refuse("train_samples", 0, "there must be something to train on")
-    if request.classes is not None and request.classes < 1:
-        _refuse("classes", request.classes, "it must be at least 1")
-    if request.classes not in (None, info.classes) and info.name not in ("tiny_imagenet", "synthetic"):
-        _refuse("classes", request.classes, f"{info.name} has {info.classes} classes")
-    if request.shape not in (None, info.shape) and info.name != "synthetic":
-        _refuse("shape", request.shape, f"{info.name} has images of {info.shape}")
-    if request.shape is not None and (len(request.shape) != 3 or min(request.shape) < 1):
-        _refuse("shape", request.shape, "it must be three positive numbers (channels, height, width)")
-
-
-def _refuse(key: str, value: object, why: str) -> NoReturn:
-    raise DataError(f"{key} = {value} is not allowed: {why}.")
 
 
 def _images(info: DatasetInfo, pixels: Pixels, labels: Labels) -> Images:

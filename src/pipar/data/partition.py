@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipar import keyed
+from pipar.config import Config, device_names, device_specs
 from pipar.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
@@ -21,6 +22,20 @@ def even_sizes(total: int, devices: int) -> list[int]:
         raise ConfigError(f"{total} samples cannot be dealt to {devices} devices: there must be at least one device.")
     share, left = divmod(total, devices)
     return [share + (device < left) for device in range(devices)]
+
+
+def device_sizes(config: Config, available: int) -> dict[str, int]:
+    """Return how many of the available samples each device gets, in name order.
+
+    A list in the configuration is in the order in which the devices stand there.
+    """
+    given = config.data.samples_per_device
+    names = [spec.name for spec in device_specs(config)]
+    if isinstance(given, list):
+        listed = dict(zip(device_names(config), given, strict=True))
+        return {name: listed[name] for name in names}
+    sizes = even_sizes(available, len(names)) if given is None else [given] * len(names)
+    return dict(zip(names, sizes, strict=True))
 
 
 def partition(

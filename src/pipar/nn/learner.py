@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -63,10 +63,11 @@ class TorchLearner:
         """Make the new global model of what the devices brought back and of their replicas, in device-name order."""
         ordered = sorted(returned, key=lambda back: back.device)
         if self._shared:
-            average = _average([(self._device_state(back), back.samples) for back in ordered])
+            average = _average(len(ordered), ((self._device_state(back), back.samples) for back in ordered))
             self._load(join_states(average, self.replica(ordered[0].device).state()))
         else:
-            self._load(_average([(self._whole(back), back.samples) for back in ordered]))
+            # One after another: K decoded models at once would need K times the memory.
+            self._load(_average(len(ordered), ((self._whole(back), back.samples) for back in ordered)))
             for back in ordered:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module)
@@ -115,9 +116,9 @@ class TorchLearner:
         return weights_sha256(self.state())
 
 
-def _average(models: list[tuple[dict[str, torch.Tensor], int]]) -> dict[str, torch.Tensor]:
+def _average(count: int, models: Iterator[tuple[dict[str, torch.Tensor], int]]) -> dict[str, torch.Tensor]:
     # n * x / n may differ from x in the last bit: one model is its own average.
-    return models[0][0] if len(models) == 1 else federated_average(models)
+    return next(models)[0] if count == 1 else federated_average(models)
 
 
 @torch.no_grad()

@@ -278,6 +278,7 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
     fields = {"load_s": 0.0}
     if task.load is not None:
         fields["load_s"] = _median_s(partial(task.load, task.batch_size), budget_s) / task.batch_size
+    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, budget_s)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), model)]
     for small, large in (coding, models):
@@ -285,6 +286,29 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
             times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
             fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = _line((small.size_bytes, large.size_bytes), times)
     return fields
+
+
+def _backward_at_cut_s(model: nn.Sequential, task: _Task, budget_s: float) -> float:
+    """Return what it costs to start a backward behind the first layer, which came to rest meanwhile.
+
+    The layers' own times are from passes in one piece; here the first layer is alone, as on a device with P = 1.
+    """
+    first = nn.Sequential(next(iter(model)))
+    samples = max(2, task.batch_size // 8)
+    batch = _Batch.random(samples, task.input_shape, task.classes, task.dtype)
+    if len(model) == 1 or not first(batch.inputs).requires_grad:
+        return 0.0
+    in_one_piece = median(_training_pass(model, batch).backward_s[0] for _ in range(FEWEST_REPETITIONS))
+    gradient = torch.ones_like(first(batch.inputs))
+    waiting: list[Tensor] = []
+
+    def forward() -> None:
+        waiting.append(first(batch.inputs))
+
+    def backward() -> None:
+        torch.autograd.backward(waiting.pop(), gradient)
+
+    return max(0.0, _median_s(backward, budget_s, before=forward) - in_one_piece)
 
 
 @dataclass(frozen=True)
@@ -332,11 +356,14 @@ def _line(sizes: tuple[int, int], times: tuple[float, float]) -> tuple[float, fl
     return max(0.0, times[0] - per_byte * sizes[0]), per_byte
 
 
-def _median_s(work: Callable[[], object], budget_s: float) -> float:
+def _median_s(work: Callable[[], object], budget_s: float, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median CPU time of the work, each time from rest; `before` makes it ready and does not count."""
+    before()
     work()
     budget = _Budget(budget_s)
     times: list[float] = []
     while budget.wants_another(len(times)):
+        before()
         time.sleep(_PAUSE_S)
         start = time.thread_time()
         work()

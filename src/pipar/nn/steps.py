@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
 from pipar.nn.tensors import read_labels, read_state, read_tensor, state_body, tensor_body
-from pipar.protocol.messages import Body, Message
+from pipar.protocol.messages import Body, Message, joined
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class TorchDevicePart(Part):
     def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, has_loss: bool) -> None:
         super().__init__(module, optimizer)
         self._has_loss = has_loss
+        self.last_loss: float | None = None  # the mean over the last batch, where the device computes it
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
 
@@ -97,7 +98,8 @@ class TorchDevicePart(Part):
         output: torch.Tensor = self.module(piece.inputs)
         if self._has_loss:
             output = F.cross_entropy(output, piece.labels, reduction="sum") / piece.batch_samples
-            self.loss_sum += output.item() * piece.batch_samples
+            self.last_loss = output.item()
+            self.loss_sum += self.last_loss * piece.batch_samples
         self._outputs[micro_batch] = output
         return output
 
@@ -140,6 +142,7 @@ class TorchServerPart(Part):
         self.loss_sum = 0.0
 
     def decode(self, message: Message) -> tuple[torch.Tensor, torch.Tensor, int]:
+        message = joined(message)
         activation = read_tensor(message)
         if self._takes not in (None, (activation.shape[1:], activation.dtype)):
             raise ProtocolError(f"{message} has another shape or dtype than the activations before it.")

@@ -30,9 +30,8 @@ def tensor_body(tensor: torch.Tensor, labels: torch.Tensor | None = None) -> Bod
 def read_tensor(message: Message) -> torch.Tensor:
     """Return the tensor of a message as memory of its own: the one copy on the way in."""
     size = tensor_bytes(message)
-    body = message.body
-    values = np.frombuffer(body.contiguous()[:size], dtype=body.dtype)
-    return torch.from_numpy(values.reshape(body.shape).copy())
+    values = np.frombuffer(message.body.contiguous()[:size], dtype=message.body.dtype)
+    return torch.from_numpy(values.reshape(message.body.shape).copy())
 
 
 def read_labels(message: Message, classes: int) -> torch.Tensor:

@@ -62,8 +62,10 @@ class Costs:
             return self.profile.step_s + self.profile.step_s_per_byte * size_bytes
         assert work.kind in _FORWARD + _BACKWARD, work
         times = self._layer_times(work.kind in _FORWARD, work.samples)
+        at_cut = work.kind == "bc" and work.last_layer < len(self.profile.layers)
         # fsum: the same float on every version of Python, in whichever order the layers come.
-        return math.fsum(times[work.first_layer - 1 : work.last_layer])
+        layers = math.fsum(times[work.first_layer - 1 : work.last_layer])
+        return layers + (self.profile.backward_at_cut_s if at_cut else 0.0)
 
     def _validate(self, samples: int) -> float:
         """Return the forward time of all layers, in chunks of the largest measured batch size."""

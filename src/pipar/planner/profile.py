@@ -54,6 +54,7 @@ class Profile:
     pack_s_per_byte: float = 0.0
     install_s: float = 0.0
     install_s_per_byte: float = 0.0
+    backward_at_cut_s: float = 0.0  # what a backward that starts at a cut costs beside its layers
     aggregate_s: float = 0.0
     aggregate_s_per_byte: float = 0.0
     machine: str = ""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -101,6 +101,14 @@ class Message:
 
     def __str__(self) -> str:
         return f"{self.kind.name}(epoch {self.epoch}, iteration {self.iteration}, micro-batch {self.micro_batch})"
+
+
+def joined(message: Message) -> Message:
+    """Return the message with its body as one buffer, for who reads it in several places."""
+    body = message.body
+    if len(body.buffers) <= 1:
+        return message
+    return replace(message, body=replace(body, buffers=(body.contiguous(),)))
 
 
 def json_body(content: dict[str, Any]) -> Body:
