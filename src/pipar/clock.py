@@ -116,8 +116,9 @@ async def sleep_until(when: float) -> None:
         timer = loop.call_at(when, _wake, woken)
         try:
             await woken
-        finally:
+        except BaseException:
             timer.cancel()
+            raise
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -203,7 +203,7 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
     """Run one child's program; a failure becomes an event for the parent."""
     import torch
 
-    from pipar.nn.memory import keep_freed_memory
+    from pipar.nn.runtime import keep_freed_memory
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     surroundings.take_up()

@@ -10,6 +10,7 @@ import torch
 from pipar import keyed
 from pipar.job import Job
 from pipar.nn.learner import TorchLearner
+from pipar.nn.runtime import one_thread
 from pipar.nn.split import split_model
 from pipar.nn.steps import Piece, TorchDevicePart
 from pipar.protocol.orders import Orders
@@ -49,17 +50,6 @@ def warm_up(job: Job, workload: Workload) -> None:
         part.forward(0, Piece(inputs, torch.zeros(samples, dtype=torch.int64), samples))
         part.backward(0, None)
     part.step()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: the order of additions, and so the last bits, depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def seed_dropout(seed: int, owner: str) -> None:

@@ -84,7 +84,8 @@ class Recorder:
         totals.first_start = min(totals.first_start, start)
         totals.last_end = max(totals.last_end, end)
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + (end - start)
-        self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, False, device))
+        if self._keeps(device):
+            self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, False, device))
 
     def waited(
         self,
@@ -101,11 +102,14 @@ class Recorder:
         if end <= start:
             return
         self._totals(epoch, lane).waiting_s += end - start
-        self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, True, device))
+        if self._keeps(device):
+            self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, True, device))
+
+    def _keeps(self, device: str) -> bool:
+        return self._keep is None or (device or self.owner) in self._keep
 
     def _add(self, span: Span) -> None:
-        if self._keep is None or (span.device or self.owner) in self._keep:
-            self.spans.setdefault(span.epoch, []).append(span)
+        self.spans.setdefault(span.epoch, []).append(span)
 
     def _totals(self, epoch: int, lane: str) -> Totals:
         lanes = self.totals.get(epoch)

@@ -6,10 +6,9 @@ larger.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipar.nn.aggregate import federated_average
-from pipar.nn.memory import keep_freed_memory
 from pipar.nn.models import uses_batch_statistics
+from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
 from pipar.planner.cache import machine_fingerprint
@@ -101,7 +100,7 @@ def _measure(task: _Task) -> tuple[tuple[int, ...], tuple[LayerProfile, ...], in
     """Return the measured batch sizes, the layers, the number of full passes, and the overheads."""
     # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
     keep_freed_memory()  # as the processes of a run do
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         model = copy.deepcopy(task.model).to(task.dtype).train()
         sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(model))
         batches = [_Batch.random(size, task.input_shape, task.classes, task.dtype) for size in sizes]
@@ -116,16 +115,6 @@ def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
     """Return B, B/2, B/4, B/16 and B/32, ascending and distinct; with batch normalisation none is below 2."""
     least = 2 if batch_statistics else 1
     return tuple(sorted({max(least, round(batch_size / share)) for share in SHARES}))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Budget:

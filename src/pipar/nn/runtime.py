@@ -1,8 +1,12 @@
-"""How torch's memory is got from the system."""
+"""How torch runs in a process of ours: on how many threads, and with whose memory."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
@@ -20,3 +24,14 @@ def keep_freed_memory() -> None:
         mallopt(_ARENAS, 1)
         mallopt(_MMAP_THRESHOLD, 1 << 30)
         mallopt(_TRIM_THRESHOLD, _LARGEST)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: the order of additions, and so the last bits, depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
