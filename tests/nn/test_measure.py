@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipar.nn.measure import _Batch, _one_thread, _training_pass, batch_sizes, measure_profile
+from pipar.nn.measure import _Batch, _training_pass, batch_sizes, measure_profile
+from pipar.nn.runtime import one_thread
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.profile import Profile
 
@@ -183,7 +184,7 @@ def test_the_layers_together_take_what_the_unsplit_network_takes(samples: int) -
         nn.Linear(128, 5),
     )
     batch = _Batch.random(samples, (3, 16, 16), 5, torch.float32)
-    with _one_thread():
+    with one_thread():
         pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
     # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.
     assert median(layers / plain for layers, plain in pairs[1:]) == pytest.approx(1.0, abs=0.15)
