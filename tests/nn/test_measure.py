@@ -75,7 +75,6 @@ def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> N
     kinds = ("encode", "decode", "step", "pack", "install", "aggregate")
     costs = {kind: (getattr(profile, f"{kind}_s"), getattr(profile, f"{kind}_s_per_byte")) for kind in kinds}
     assert all(fixed >= 0 and each >= 0 and fixed + each > 0 for fixed, each in costs.values())
-    assert min(profile.pack_s_per_byte, profile.install_s_per_byte, profile.aggregate_s_per_byte) > 0
     loaded: list[int] = []
 
     def load(samples: int) -> None:
