@@ -106,7 +106,10 @@ def test_ctrl_c_waits_for_the_end_of_what_is_being_saved(tmp_path: Path) -> None
 
 
 def test_the_configuration_reads_back_equal(folder: RunFolder) -> None:
-    assert load_config(folder.path / "config.toml") == CONFIG
+    again = load_config(folder.path / "config.toml")
+    assert again == job().resolved_config()
+    assert again.model_copy(update={"devices": CONFIG.devices}) == CONFIG
+    assert {(spec.split_point, spec.micro_batches) for spec in device_specs(again)} == {(1, 2)}
 
 
 def test_an_epoch_stands_in_the_metrics_as_soon_as_it_is_over(folder: RunFolder) -> None:

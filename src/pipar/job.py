@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from pipar.config import Config, DeviceSpec, Link, device_specs
+from pipar.config import Config, DeviceSpec, Link, device_names, device_specs
 from pipar.errors import PlanError
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
@@ -68,6 +68,16 @@ class Job:
         cut = any(plan.micro_batches > 1 for plan in self.plans.values())
         return "statistical" if self.dropout or (self.batch_statistics and cut) else "exact"
 
+    def resolved_config(self) -> Config:
+        """Return the configuration with the plans that were chosen: run again, it trains by the same ones."""
+        names, groups, at = device_names(self.config), [], 0
+        for group in self.config.devices:  # the devices of a group are equal, and so are their plans
+            plan = self.plans[names[at]]
+            chosen = {"split_point": plan.split_point, "micro_batches": plan.micro_batches}
+            groups.append(group.model_copy(update=chosen))
+            at += group.count
+        return self.config.model_copy(update={"devices": tuple(groups)})
+
     def orders(self) -> dict[str, Orders]:
         """Return what each device is told when it joins."""
         config = self.config
@@ -108,7 +118,8 @@ class Job:
     def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
         """Return the seconds of forwards and backwards of one device's epoch, on one side of the cut."""
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
-        kinds = ("fs", "bs") if server else ("fc", "bc")
+        # The layers alone, on either side: what a call costs could be saved, and this is a lower bound.
+        kinds = ("fs", "bs")
         if first > last:
             return 0.0
         total = 0.0

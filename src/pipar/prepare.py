@@ -202,7 +202,7 @@ def _sources(model: nn.Sequential) -> Iterator[str]:
 
 
 def measured_profile(
-    workload: Workload, model: nn.Sequential, observe: Observer = ignore, *, fresh: bool = False, budget_s: float = 2.0
+    workload: Workload, model: nn.Sequential, observe: Observer = ignore, *, fresh: bool = False, budget_s: float = 4.0
 ) -> Profile:
     """Return this machine's profile of the network: kept from an earlier run if there was one, else measured."""
     from pipar.nn.measure import measure_profile

@@ -93,7 +93,7 @@ class RunFolder:
         self._epochs: list[EpochResult] = []
         self._spans: list[Span] = []
         self._written: dict[str, Any] = {}
-        write_atomically(path / "config.toml", dump_config(job.config).encode())
+        write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
         """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""

@@ -37,6 +37,7 @@ FEWEST_REPETITIONS = 3
 #: Stages come one by one, with other work between them: caches are cold when one starts. Without a pause, passes were
 #: 10 to 20 % quicker than they are in training.
 _PAUSE_S = 0.01
+_CUT_REPETITIONS = 7
 
 Progress = Callable[[float], None]
 
@@ -51,7 +52,7 @@ def measure_profile(
     dtype: torch.dtype = torch.float32,
     load: Callable[[int], object] | None = None,
     progress: Progress | None = None,
-    budget_s: float = 2.0,
+    budget_s: float = 4.0,
 ) -> Profile:
     """Return the times and sizes of every layer and of the work around training, from about `budget_s` seconds.
 
@@ -267,7 +268,7 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
     fields = {"load_s": 0.0}
     if task.load is not None:
         fields["load_s"] = _median_s(partial(task.load, task.batch_size), budget_s) / task.batch_size
-    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, budget_s)
+    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), model)]
     for small, large in (coding, models):
@@ -277,27 +278,26 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
     return fields
 
 
-def _backward_at_cut_s(model: nn.Sequential, task: _Task, budget_s: float) -> float:
-    """Return what it costs to start a backward behind the first layer, which came to rest meanwhile.
+def _backward_at_cut_s(model: nn.Sequential, task: _Task) -> float:
+    """Return what it costs to start a backward behind the first layer instead of arriving there in one piece.
 
-    The layers' own times are from passes in one piece; here the first layer is alone, as on a device with P = 1.
+    Both on a micro-batch so small that the layer itself hardly counts, and each by its quickest of several: a
+    difference of two medians was mostly noise.
     """
     first = nn.Sequential(next(iter(model)))
-    samples = max(2, task.batch_size // 8)
-    batch = _Batch.random(samples, task.input_shape, task.classes, task.dtype)
+    batch = _Batch.random(2, task.input_shape, task.classes, task.dtype)
     if len(model) == 1 or not first(batch.inputs).requires_grad:
         return 0.0
-    in_one_piece = median(_training_pass(model, batch).backward_s[0] for _ in range(FEWEST_REPETITIONS))
     gradient = torch.ones_like(first(batch.inputs))
-    waiting: list[Tensor] = []
-
-    def forward() -> None:
-        waiting.append(first(batch.inputs))
-
-    def backward() -> None:
-        torch.autograd.backward(waiting.pop(), gradient)
-
-    return max(0.0, _median_s(backward, budget_s, before=forward) - in_one_piece)
+    in_one_piece, alone = [], []
+    for _ in range(_CUT_REPETITIONS):
+        in_one_piece.append(_training_pass(model, batch).backward_s[0])
+        output = first(batch.inputs)
+        time.sleep(_PAUSE_S)
+        start = time.thread_time()
+        torch.autograd.backward(output, gradient)
+        alone.append(time.thread_time() - start)
+    return max(0.0, min(alone) - min(in_one_piece))
 
 
 @dataclass(frozen=True)
@@ -345,14 +345,12 @@ def _line(sizes: tuple[int, int], times: tuple[float, float]) -> tuple[float, fl
     return max(0.0, times[0] - per_byte * sizes[0]), per_byte
 
 
-def _median_s(work: Callable[[], object], budget_s: float, before: Callable[[], object] = lambda: None) -> float:
-    """Return the median CPU time of the work, each time from rest; `before` makes it ready and does not count."""
-    before()
+def _median_s(work: Callable[[], object], budget_s: float) -> float:
+    """Return the median CPU time of the work, each time from rest."""
     work()
     budget = _Budget(budget_s)
     times: list[float] = []
     while budget.wants_another(len(times)):
-        before()
         time.sleep(_PAUSE_S)
         start = time.thread_time()
         work()

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
