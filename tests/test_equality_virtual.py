@@ -89,12 +89,14 @@ def test_federated_learning_splitfed_and_pipar_train_the_same_weights() -> None:
     assert max(largest_error(state, states[0]) for state in states[1:]) < EXACT
 
 
+@pytest.mark.slow
 def test_split_learning_and_splitfed_v2_train_other_weights() -> None:
     federated, *others = (train_in_virtual_time(Case(method)).state for method in ("fl", "sl", "sfl2"))
     assert min(largest_error(other, federated) for other in others) > VISIBLE
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_training_loss_is_the_mean_over_all_samples(method: str) -> None:
     """With a learning rate that moves nothing, every batch meets the first weights."""
     case = Case(method, (2,), (7,), epochs=1)
@@ -123,6 +125,7 @@ class TreeCase(Case):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_in_float32_only_rounding_is_left_after_five_iterations(method: str) -> None:
     case = Case(method, (2,), (7,), sizes=(500, 230, 57), dtype="float32", norm="group", epochs=1)
     error = largest_error(train_in_virtual_time(case).state, reference_state(case))
@@ -134,6 +137,7 @@ def test_in_float32_only_rounding_is_left_after_five_iterations(method: str) -> 
 
 @pytest.mark.parametrize("sizes", [SIZES, (201, 101, 57)], ids=["tails", "single samples left over"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_batch_normalisation_without_micro_batches_is_exact(method: str, sizes: tuple[int, ...]) -> None:
     case = Case(method, (2,), (1,), norm="batch", sizes=sizes, momentum="keep")
     trained = train_in_virtual_time(case)
@@ -160,6 +164,7 @@ def test_batch_normalisation_with_micro_batches_is_reported_as_statistical_and_d
         (12, (103,), [(9, 9, 9, 9) + (8,) * 8, (3,)]),
     ],
 )
+@pytest.mark.slow
 def test_batch_normalisation_trains_every_sample(n: int, sizes: tuple[int, ...], iterations: list[Any]) -> None:
     trained = train_in_virtual_time(Case("pipar", (2,), (n,), norm="batch", sizes=sizes))
     assert trained.samples == [sum(sizes)] * 2
@@ -169,6 +174,7 @@ def test_batch_normalisation_trains_every_sample(n: int, sizes: tuple[int, ...],
 
 
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl2"])
+@pytest.mark.slow
 def test_methods_that_do_not_pipeline_stay_exact_with_batch_normalisation_whatever_n_is_asked_for(method: str) -> None:
     case = Case(method, (2,), (7,), norm="batch", epochs=1)
     trained = train_in_virtual_time(case)
@@ -217,6 +223,7 @@ def partly_frozen() -> nn.Sequential:
         (partly_frozen, 2),
     ],
 )
+@pytest.mark.slow
 def test_own_network_trains_the_weights_of_the_definition(
     method: str, make: Callable[[], nn.Sequential], split_point: int
 ) -> None:
@@ -250,18 +257,21 @@ def without_last_sample(output: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", [equally_weighted_pieces, floored_batch, without_last_sample])
+@pytest.mark.slow
 def test_wrong_weighting_of_samples_would_be_seen(method: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     case = Case(method, (2,))
     assert largest_error(reference_state(case, loss=loss), reference_state(case)) > VISIBLE
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl2"])
+@pytest.mark.slow
 def test_wrong_rule_for_momentum_would_be_seen(method: str) -> None:
     case = Case(method, (2,))
     assert largest_error(reference_state(case, keep_momentum=True), reference_state(case)) > VISIBLE
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl2"])
+@pytest.mark.slow
 def test_devices_that_count_equally_would_be_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, weighted = Case(method, (2,)), reference.average
     right = reference_state(case)
@@ -270,6 +280,7 @@ def test_devices_that_count_equally_would_be_seen(method: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("method", ["sl", "sfl2"])
+@pytest.mark.slow
 def test_another_order_of_devices_would_be_seen(method: str) -> None:
     workload = (case := Case(method, (2,))).workload()
     first = workload.build_model()

@@ -139,6 +139,7 @@ def test_every_stage_ends_when_the_recursion_says(instance: Instance) -> None:
 
 @settings(deadline=None)
 @given(instances())
+@pytest.mark.slow
 def test_every_stage_starts_when_the_last_it_waits_for_has_ended(instance: Instance) -> None:
     spans, n = run(instance), instance.micro_batches
     begin = spans[Stage("fc", 1)].start
@@ -148,6 +149,7 @@ def test_every_stage_starts_when_the_last_it_waits_for_has_ended(instance: Insta
 
 @settings(deadline=None)
 @given(instances())
+@pytest.mark.slow
 def test_frames_without_their_headers_would_be_seen(instance: Instance) -> None:
     spans = run(instance)
     begin = spans[Stage("fc", 1)].start

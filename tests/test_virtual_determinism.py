@@ -94,12 +94,14 @@ def network():
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_another_seed_gives_other_weights(tmp_path: Path, method: str) -> None:
     one, other = (run(configuration(tmp_path, method, seed=seed, epochs=1)) for seed in (0, 1))
     assert one.content["weights_sha256"] != other.content["weights_sha256"]
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_run_without_mathematics_takes_as_long_as_the_one_with_it(tmp_path: Path, method: str) -> None:
     # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
     tree = configuration(tmp_path, method, shape=(1, 16, 16))
@@ -123,6 +125,7 @@ def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path
             assert one["ts"] + one["dur"] <= after["ts"] + 0.002, (track["args"], one, after)  # two roundings
 
 
+@pytest.mark.slow
 def test_a_sampled_trace_has_some_devices_and_all_that_the_server_does_for_nobody_alone(tmp_path: Path) -> None:
     tree = configuration(tmp_path, "pipar", sizes=(20,) * 25, epochs=1)
     tree["run"]["trace"] = "sampled"

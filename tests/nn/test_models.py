@@ -235,6 +235,7 @@ def test_float64_starts_from_the_weights_of_float32(name: str) -> None:
         ("mobilenetv3_large", (3, 17, 17)),
     ],
 )
+@pytest.mark.slow
 def test_network_fits_the_input_it_was_built_for(name: str, input_shape: tuple[int, int, int]) -> None:
     check_fits(on_meta(name, input_shape), input_shape, 10)
 

@@ -91,6 +91,7 @@ def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", [case(name, slow=name == "resnet18") for name in LAYERS])
+@pytest.mark.slow
 def test_cut_at_any_split_point_gives_the_logits_and_gradients_of_the_uncut_network(name: str, norm: str) -> None:
     input_shape = INPUTS[name][0]
     model = awake_model(name, input_shape, norm, torch.float32)
