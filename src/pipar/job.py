@@ -16,7 +16,6 @@ from pipar.planner.profile import Profile
 from pipar.planner.select import choose_plan
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch
-from pipar.stages import Work
 
 #: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
@@ -118,14 +117,12 @@ class Job:
     def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
         """Return the seconds of forwards and backwards of one device's epoch, on one side of the cut."""
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
-        # The layers alone, on either side: what a call costs could be saved, and this is a lower bound.
-        kinds = ("fs", "bs")
         if first > last:
             return 0.0
         total = 0.0
         for batch in cut_epoch(samples, self.config.run.batch_size, batch_statistics=self.batch_statistics):
             for piece in cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics):
-                total += sum(costs.seconds(Work(kind, 0, 0, 0, first, last, piece)) for kind in kinds)
+                total += costs.least_s(first, last, piece)
         return total
 
     @cached_property

@@ -233,6 +233,7 @@ def _layer_profiles(
             name=name,
             forward_s=tuple(median(one.forward_s[place] for one in done) for done in passes),
             backward_s=tuple(median(one.backward_s[place] for one in done) for done in passes),
+            least_s=tuple(min(one.forward_s[place] + one.backward_s[place] for one in done) for done in passes),
             output_bytes=sizes[place],
             parameter_bytes=_state_bytes(layer),
         )

@@ -49,6 +49,19 @@ class Costs:
             known = self._known[key] = self._compute(work) / self.speed
         return known
 
+    def least_s(self, first_layer: int, last_layer: int, samples: int) -> float:
+        """Return the quickest that forward and backward of these layers were measured to be: a lower bound."""
+        key = ("least", first_layer, last_layer, samples)
+        if key not in self._known:
+            sizes = self.profile.batch_sizes
+            layers = self.profile.layers[first_layer - 1 : last_layer]
+            times = [
+                layer.least_s or tuple(map(sum, zip(layer.forward_s, layer.backward_s, strict=True)))
+                for layer in layers
+            ]
+            self._known[key] = math.fsum(interpolate(sizes, each, samples) for each in times) / self.speed
+        return self._known[key]
+
     def _compute(self, work: Work) -> float:
         """Return the seconds on the profiled machine itself."""
         if work.kind == "load":
