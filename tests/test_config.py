@@ -21,7 +21,7 @@ def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_by_pipar()
     assert (config.model.name, config.model.norm, config.model.dtype) == ("vgg5", "group", "float32")
     assert config.data.name == "digits"
     assert (config.plan.split_point, config.plan.micro_batches) == ("auto", "auto")
-    assert config.plan.schedule == "all-forward"
+    assert config.plan.schedule == "auto"
     assert config.wire.encoding == "auto"
     assert config.server.aggregator == "fedavg"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import PlanError
-from pipar.schedule import SCHEDULES, cut_batch, cut_epoch, device_order, parse_order, print_order
+from pipar.schedule import cut_batch, cut_epoch, device_order, parse_order, print_order
 from pipar.stages import Stage
 
 samples = st.integers(1, 500)
@@ -83,45 +83,40 @@ def test_with_batch_statistics_each_piece_has_at_least_two_samples(batch: int, n
 
 
 @pytest.mark.parametrize(
-    ("n", "schedule", "window", "line"),
+    ("n", "window", "line"),
     [
-        (1, "all-forward", 3, "fc1 bc1"),
-        (4, "all-forward", 3, "fc1 fc2 fc3 fc4 bc1 bc2 bc3 bc4"),
-        (1, "1f1b", 3, "fc1 bc1"),
-        (2, "1f1b", 3, "fc1 fc2 bc1 bc2"),
-        (5, "1f1b", 1, "fc1 bc1 fc2 bc2 fc3 bc3 fc4 bc4 fc5 bc5"),
-        (5, "1f1b", 3, "fc1 fc2 fc3 bc1 fc4 bc2 fc5 bc3 bc4 bc5"),
+        (1, 0, "fc1 bc1"),
+        (4, 0, "fc1 fc2 fc3 fc4 bc1 bc2 bc3 bc4"),
+        (1, 3, "fc1 bc1"),
+        (2, 3, "fc1 fc2 bc1 bc2"),
+        (5, 1, "fc1 bc1 fc2 bc2 fc3 bc3 fc4 bc4 fc5 bc5"),
+        (5, 3, "fc1 fc2 fc3 bc1 fc4 bc2 fc5 bc3 bc4 bc5"),
     ],
 )
-def test_the_device_works_in_this_order(n: int, schedule: str, window: int, line: str) -> None:
-    assert print_order(device_order(n, schedule, window)) == line
+def test_the_device_works_in_this_order(n: int, window: int, line: str) -> None:
+    assert print_order(device_order(n, window)) == line
 
 
-@given(sizes, st.sampled_from(SCHEDULES), st.integers(1, 8))
-def test_an_order_prints_as_a_line_that_parses_back(n: int, schedule: str, window: int) -> None:
-    order = device_order(n, schedule, window)
+@given(sizes, st.integers(0, 8))
+def test_an_order_prints_as_a_line_that_parses_back(n: int, window: int) -> None:
+    order = device_order(n, window)
     assert parse_order(print_order(order)) == order
 
 
 @given(sizes, st.integers(1, 8))
 def test_a_window_bounds_the_micro_batches_whose_activations_are_held(n: int, window: int) -> None:
     held = most = 0
-    for stage in device_order(n, "1f1b", window):
+    for stage in device_order(n, window):
         held += 1 if stage.kind == "fc" else -1
         most = max(most, held)
     assert most == min(n, window)
 
 
-@given(sizes, st.sampled_from(SCHEDULES), st.integers(1, 8))
-def test_every_micro_batch_goes_forward_and_backward_once_each_in_order(n: int, schedule: str, window: int) -> None:
-    order = device_order(n, schedule, window)
+@given(sizes, st.integers(0, 8))
+def test_every_micro_batch_goes_forward_and_backward_once_each_in_order(n: int, window: int) -> None:
+    order = device_order(n, window)
     for kind in ("fc", "bc"):
         assert [stage.micro_batch for stage in order if stage.kind == kind] == list(range(1, n + 1))
-
-
-def test_an_unknown_schedule_is_refused_by_a_sentence_that_lists_those_there_are() -> None:
-    with pytest.raises(PlanError, match="'gpipe' is not a schedule; there are all-forward, 1f1b"):
-        device_order(4, "gpipe")
 
 
 def test_a_backward_before_its_forward_is_refused_and_marked() -> None:

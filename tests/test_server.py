@@ -74,7 +74,7 @@ def train(
     """Run the server with these connections in virtual time."""
     outcome = Outcome()
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
-    orders = {name: Orders(n, plan, 2, 10, False, "all-forward", 3, False) for n, name in enumerate(devices, start=1)}
+    orders = {name: Orders(n, plan, 2, 10, False, False) for n, name in enumerate(devices, start=1)}
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         outcome.results.append(result)

@@ -161,7 +161,7 @@ class DataSection(_Section):
 class PlanSection(_Section):
     split_point: PlanNumber = "auto"
     micro_batches: PlanNumber = "auto"
-    schedule: Literal["all-forward", "1f1b"] = "all-forward"
+    schedule: Literal["auto", "all-forward", "1f1b"] = "auto"
     window: Positive = 3
 
 

@@ -119,7 +119,7 @@ class Device:
     async def _train_iteration(self, epoch: int, iteration: int, pieces: list[Any], *, following: list[Any]) -> None:
         orders, part = self._orders, self._part
         split_point, splits = orders.plan.split_point, orders.plan.split_point < orders.layers
-        for stage in device_order(len(pieces), orders.schedule, orders.window):
+        for stage in device_order(len(pieces), orders.plan.window):
             n, piece = stage.micro_batch, pieces[stage.micro_batch - 1]
             work = Work(stage.kind, epoch, iteration, n, 1, split_point, piece.samples)
             if stage.kind == "fc":

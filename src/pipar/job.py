@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from pipar.config import Config, DeviceSpec, Link, device_names, device_specs
@@ -87,8 +87,6 @@ class Job:
                 layers=self.layers,
                 batch_size=config.run.batch_size,
                 batch_statistics=self.batch_statistics,
-                schedule=config.plan.schedule,
-                window=config.plan.window,
                 # Split learning hands weights on to another device: their momentum stays behind.
                 keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
             )
@@ -174,7 +172,7 @@ def make_plans(config: Config, server: Profile, devices: Mapping[str, Profile]) 
             split_point="auto" if isinstance(split_point, str) else split_point,
             micro_batches="auto" if isinstance(micro_batches, str) else micro_batches,
         )
-        return choice.plan
+        return replace(choice.plan, window=config.plan.window if config.plan.schedule == "1f1b" else 0)
 
     plans = {
         spec.name: choose(id(devices[spec.name]), spec.link, spec.speed, spec.split_point, spec.micro_batches)
@@ -195,4 +193,4 @@ def _with_one_split_point(specs: tuple[DeviceSpec, ...], plans: dict[str, Plan])
             "model: give all devices the same split point, or use sfl or pipar."
         )
     common = min(given or {plan.split_point for plan in plans.values()})
-    return {name: Plan(common, plan.micro_batches) for name, plan in plans.items()}
+    return {name: replace(plan, split_point=common) for name, plan in plans.items()}

@@ -40,13 +40,18 @@ def method(name: str) -> Method:
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """{P, N} of one device: where its network is cut and into how many micro-batches each batch is."""
+    """{P, N} of one device: where its network is cut and into how many micro-batches each batch is.
+
+    `window` limits how many micro-batches' activations the device keeps at once (1F1B); 0 is all forwards first.
+    """
 
     split_point: int
     micro_batches: int
+    window: int = 0
 
     def __str__(self) -> str:
-        return f"P={self.split_point} N={self.micro_batches}"
+        window = f" 1f1b({self.window})" if self.window else ""
+        return f"P={self.split_point} N={self.micro_batches}{window}"
 
 
 def check_plan(plan: Plan, *, layers: int, batch_size: int, model: str) -> Plan:

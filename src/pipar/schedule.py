@@ -11,8 +11,6 @@ from functools import lru_cache
 from pipar.errors import PlanError
 from pipar.stages import Stage
 
-SCHEDULES = ("all-forward", "1f1b")
-
 
 def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False) -> list[int]:
     """Return the number of samples of each iteration of an epoch; none is dropped.
@@ -39,14 +37,13 @@ def cut_batch(samples: int, micro_batches: int, *, batch_statistics: bool = Fals
 
 
 @lru_cache(maxsize=1024)
-def device_order(micro_batches: int, schedule: str = "all-forward", window: int = 3) -> tuple[Stage, ...]:
+def device_order(micro_batches: int, window: int = 0) -> tuple[Stage, ...]:
     """Return the order in which the device's compute lane runs its forwards and backwards.
 
-    `all-forward` is the paper's. `1f1b` keeps at most `window` micro-batches' activations in memory.
+    Without a window all forwards come first, as in the paper. With one, at most so many micro-batches' activations
+    are in memory (1F1B).
     """
-    if schedule not in SCHEDULES:
-        raise PlanError(f"'{schedule}' is not a schedule; there are {', '.join(SCHEDULES)}.")
-    ahead = micro_batches if schedule == "all-forward" else min(window, micro_batches)
+    ahead = min(window, micro_batches) if window else micro_batches
     order = [Stage("fc", n) for n in range(1, ahead + 1)]
     for n in range(1, micro_batches + 1):
         order.append(Stage("bc", n))

@@ -17,12 +17,10 @@ from pipar.protocol.orders import Orders
 
 ORDERS = Orders(
     session=3,
-    plan=Plan(2, 4),
+    plan=Plan(2, 4, 3),
     layers=5,
     batch_size=100,
     batch_statistics=False,
-    schedule="1f1b",
-    window=3,
     keep_momentum=True,
 )
 
@@ -118,7 +116,7 @@ def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) ->
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, **change})))
 
 
-@pytest.mark.parametrize("key", ["split_point", "micro_batches", "layers", "batch_size", "window"])
+@pytest.mark.parametrize("key", ["split_point", "micro_batches", "layers", "batch_size"])
 def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
     with pytest.raises(ProtocolError, match="below 1"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, key: 0})))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
@@ -18,29 +18,26 @@ class Orders:
     layers: int
     batch_size: int
     batch_statistics: bool
-    schedule: str
-    window: int
     keep_momentum: bool
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
-        return json_body({**rest, "split_point": self.plan.split_point, "micro_batches": self.plan.micro_batches})
+        return json_body({**rest, **asdict(self.plan)})
 
     @classmethod
     def read(cls, message: Message) -> Orders:
         content = read_json(message)
         if {key: type(value) for key, value in content.items()} != _CONTENT:
             raise ProtocolError("The server's welcome is not what this version of pipar takes.")
-        if min(content[key] for key in _COUNTS) < 1:
+        if min(content[key] for key in _COUNTS) < 1 or content["window"] < 0:
             raise ProtocolError("The server's welcome has a count below 1.")
-        plan = Plan(content.pop("split_point"), content.pop("micro_batches"))
+        plan = Plan(content.pop("split_point"), content.pop("micro_batches"), content.pop("window"))
         return cls(plan=plan, **content)
 
 
-_COUNTS = ("split_point", "micro_batches", "layers", "batch_size", "window")
+_COUNTS = ("split_point", "micro_batches", "layers", "batch_size")
 _CONTENT = {
-    **dict.fromkeys((*_COUNTS, "session"), int),
-    "schedule": str,
+    **dict.fromkeys((*_COUNTS, "session", "window"), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
 }
