@@ -159,6 +159,10 @@ MISTAKES = [
     ({"devices": [{"colour": 1}]}, "'colour' is not a key of [devices]: allowed are name, count"),
     ({"devices": [{"micro_batches": 0}]}, "devices.micro_batches = 0 is less than 1"),
     ({"devices": [{"speed": float("inf")}]}, "devices.speed = inf is not allowed"),
+    ({"devices": [{"memory": "much"}]}, "devices.memory = 'much' is not an amount of memory; write a size above 0"),
+    ({"devices": [{"memory": 0}]}, "devices.memory = 0 is not an amount of memory"),
+    ({"devices": [{"memory": True}]}, "devices.memory = True is not an amount of memory"),
+    ({"devices": [{"memory": float("inf")}]}, "devices.memory = inf is not an amount of memory"),
     ({"devices": [{"name": "a b"}]}, "devices.name = 'a b' is not allowed"),
     ({"devices": [{"link": "5g"}]}, "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited"),
     ({"devices": [{"link": {"up": -1}}]}, "devices.link.up = -1.0 is not allowed: it should be greater than 0."),
@@ -202,6 +206,12 @@ def test_a_setting_goes_over_the_file_and_a_later_one_over_an_earlier_one(tmp_pa
     path.write_text("[run]\nepochs = 2\nseed = 9\n", "utf-8")
     run = load_config(path, ["run.epochs=3", "run.epochs=4"]).run
     assert (run.epochs, run.seed) == (4, 9)
+
+
+def test_memory_is_a_size_in_bytes_and_without_it_there_is_no_limit() -> None:
+    config = config_from({"devices": [{"name": "a", "memory": "800MiB"}, {"name": "b", "memory": 5e8}, {"name": "c"}]})
+    assert [spec.memory_bytes for spec in device_specs(config)] == [800 * 2**20, 500_000_000, None]
+    assert config_from(tomllib.loads(dump_config(config))) == config
 
 
 def test_a_setting_for_devices_goes_to_every_group(tmp_path: Path) -> None:

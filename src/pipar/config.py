@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipar.errors import ConfigError
-from pipar.units import format_rate, parse_duration, parse_rate
+from pipar.units import format_rate, parse_duration, parse_rate, parse_size
 
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
@@ -53,6 +53,19 @@ def _sizes(value: Any) -> Any:
     if value is not None and not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes):
         raise ValueError("is neither a whole number from 1 on nor a list of them, one for each device")
     return value
+
+
+def _size(value: Any) -> Any:
+    """Return the bytes that a size says: at least one, because nothing fits into nothing."""
+    if value is None:
+        return None
+    try:
+        size = 0 if isinstance(value, bool) else parse_size(value)
+    except (ConfigError, ValueError, OverflowError):  # TOML also has inf and nan
+        size = 0
+    if size < 1:
+        raise ValueError('is not an amount of memory; write a size above 0, as in "1GiB" or "800MB"')
+    return size
 
 
 def _groups(value: Any) -> Any:
@@ -183,6 +196,7 @@ class DeviceSection(_Section):
     link: Annotated[Link, BeforeValidator(_parse_link)] = Link(up_bps=10e6, down_bps=25e6)
     speed: Fraction = 0.05
     profile: str | None = None
+    memory: Annotated[int | None, BeforeValidator(_size)] = None  # bytes; with a named machine, the machine's
     split_point: PlanNumber | None = None
     micro_batches: PlanNumber | None = None
 
@@ -230,6 +244,7 @@ class DeviceSpec:
     profile: str | None
     split_point: int | Literal["auto"]
     micro_batches: int | Literal["auto"]
+    memory_bytes: int | None = None
 
 
 def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
@@ -264,6 +279,7 @@ def _device_spec(config: Config, group: DeviceSection, number: int, count: int) 
         profile=group.profile,
         split_point=config.plan.split_point if group.split_point is None else group.split_point,
         micro_batches=config.plan.micro_batches if group.micro_batches is None else group.micro_batches,
+        memory_bytes=group.memory,
     )
 
 
