@@ -48,6 +48,15 @@ def test_an_empty_configuration_has_four_devices_on_4g_at_a_twentieth_of_this_ma
         ({"up": "10Mbit/s", "down": "25Mbit/s", "latency": "20ms"}, Link(up_bps=10e6, down_bps=25e6, latency_s=0.02)),
         ({"down": 5e6}, Link(down_bps=5e6)),
         ({}, Link()),
+        (
+            {"cycle": ["4g", {"up": "1Mbit/s"}], "every": "2min"},
+            Link(
+                up_bps=10e6,
+                down_bps=25e6,
+                cycle=(Link(up_bps=10e6, down_bps=25e6), Link(up_bps=1e6)),
+                every_s=120.0,
+            ),
+        ),
     ],
 )
 def test_a_link_is_a_name_or_its_numbers(written: Any, link: Link) -> None:
@@ -74,7 +83,13 @@ def test_a_device_takes_the_plan_of_its_group_before_that_of_the_run() -> None:
 
 names = st.sampled_from(["a", "pi", "phone.1", "b-2"])
 rates = st.one_of(st.none(), st.floats(1, 1e12))
-links = st.builds(Link, up_bps=rates, down_bps=rates, latency_s=st.floats(0, 10))
+steady_links = st.builds(Link, up_bps=rates, down_bps=rates, latency_s=st.floats(0, 10))
+changing_links = st.builds(
+    Link.changing,
+    st.lists(st.builds(Link, up_bps=rates, down_bps=rates, latency_s=st.just(0.5)), min_size=1, max_size=3),
+    st.floats(0.001, 1e6),
+)
+links = st.one_of(steady_links, changing_links)
 plan_numbers = st.one_of(st.none(), st.just("auto"), st.integers(1, 100))
 devices = st.builds(
     DeviceSection,
@@ -170,6 +185,21 @@ MISTAKES = [
     ({"devices": [{"link": {"up": "fast"}}]}, "'fast' is not a rate; write it like '10Mbit/s'"),
     ({"devices": [{"link": {"up": [1]}}]}, "'[1]' is not a rate"),
     ({"devices": [{"link": {"latency": "-1s"}}]}, "'-1s' is not a duration"),
+    ({"devices": [{"link": {"cycle": ["4g"]}}]}, "is not a link that changes; write {cycle = "),
+    ({"devices": [{"link": {"cycle": [], "every": "1s"}}]}, "is not a link that changes; write {cycle = "),
+    ({"devices": [{"link": {"cycle": "4g", "every": "1s"}}]}, "is not a link that changes; write {cycle = "),
+    ({"devices": [{"link": {"cycle": ["4g", "5g"], "every": "1s"}}]}, "is not a link; there are 4g, 4g+, wifi"),
+    ({"devices": [{"link": {"cycle": ["4g"], "every": 0}}]}, "changes every 0 s; give at least '1ms'."),
+    ({"devices": [{"link": {"cycle": ["4g"], "every": "often"}}]}, "'often' is not a duration"),
+    (
+        {"devices": [{"link": {"cycle": ["4g", {"latency": "5ms"}], "every": "1s"}}]},
+        "has links of different latencies; only the rates of a link can change.",
+    ),
+    (
+        {"devices": [{"link": {"cycle": [{"cycle": ["4g"], "every": "1s"}], "every": "1s"}}]},
+        "is not a link; write a name",
+    ),
+    ({"plan": {"replan": "perhaps"}}, "plan.replan = 'perhaps' is not allowed: it should be true or false."),
     ({"devices": [{"name": "x", "count": 2}, {"name": "x-1"}]}, "Two devices are called 'x-1'"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -22,12 +22,12 @@ LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_b
 class Book:
     """A ledger of two devices on two cores, and what came out of it."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
+    def __init__(self, bounds: Bounds | None = None, links: Mapping[str, Link] = LINKS) -> None:
         self.results: list[EpochResult] = []
         self.spans: list[list[Span]] = []
         self.recorder, self.background = Recorder("server"), Recorder("server")
         self.ledger = Ledger(
-            LINKS,
+            links,
             bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0),
             2,
             recorder=self.recorder,
@@ -64,6 +64,16 @@ class Book:
         self.add_device("b", epoch)
         self.add_round(epoch)
         self.add_validation(epoch)
+
+
+def test_a_link_that_changes_counts_with_the_time_its_bytes_were_on_it() -> None:
+    async def main() -> Book:
+        fast_first = Link.changing([Link(up_bps=8e9), Link(up_bps=800.0)], 60.0)
+        book = Book(Bounds({"a": 1.0, "b": 1.0}, 1.0), {"a": fast_first, "b": Link(up_bps=8e9, down_bps=8e9)})
+        book.add_all(1)
+        return book
+
+    assert run_virtually(main()).results[0].bound_s == 2.0  # of a's uplink
 
 
 def test_an_epochs_numbers_are_those_worked_out_by_hand() -> None:

@@ -68,7 +68,8 @@ async def run_device(
     recorder = Recorder(name, job.traced_devices)
     link = job.links[name]
     channel = Channel(transport, recorder, UPLINK)
-    channel.shape(link.up_bps, link.latency_s)
+    cycle = [other.up_bps for other in link.cycle]
+    channel.shape(link.up_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
     lanes = compute([COMPUTE], recorder), compute([IO], recorder)
     device = Device(
         name,

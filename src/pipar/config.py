@@ -103,16 +103,42 @@ PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
 
 
 class Link(_Section):
-    """The two directions of one device's connection, each with its own rate; None is no limit."""
+    """The two directions of one device's connection, each with its own rate; None is no limit.
+
+    A link that changes has each link of `cycle` for `every_s` seconds in turn; its own rates are those of the first.
+    """
 
     up_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     down_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     latency_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    cycle: tuple[Link, ...] = ()
+    every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @classmethod
+    def changing(cls, cycle: Sequence[Link], every_s: float) -> Link:
+        """Return the link that is each of these for `every_s` seconds, again and again."""
+        if len({link.latency_s for link in cycle}) > 1:
+            raise ValueError("has links of different latencies; only the rates of a link can change")
+        if every_s < _LEAST_EVERY_S:
+            raise ValueError(f"changes every {every_s:g} s; give at least '{_LEAST_EVERY_S * 1e3:g}ms'")
+        return cls(**{**dict(cycle[0]), "cycle": tuple(cycle), "every_s": every_s})
+
+
+#: A link that changes more often would cost more to emulate than what it carries.
+_LEAST_EVERY_S = 1e-3
+_CHANGING = 'write {cycle = ["4g", "wifi"], every = "60s"}'
 
 
 def _parse_link(value: Any) -> Any:
-    if isinstance(value, Link):
-        return value
+    if isinstance(value, Mapping) and "cycle" in value:
+        cycle = value["cycle"]
+        if set(value) != {"cycle", "every"} or not isinstance(cycle, list | tuple) or not cycle:
+            raise ValueError(f"is not a link that changes; {_CHANGING}")
+        return Link.changing([_parse_steady_link(link) for link in cycle], parse_duration(value["every"]))
+    return value if isinstance(value, Link) else _parse_steady_link(value)
+
+
+def _parse_steady_link(value: Any) -> Link:
     if isinstance(value, str):
         if value not in NAMED_LINKS:
             raise ValueError(f"is not a link; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
@@ -125,6 +151,13 @@ def _parse_link(value: Any) -> Any:
             latency_s=parse_duration(value.get("latency", 0)),
         )
     raise ValueError('is not a link; write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}')
+
+
+def _link_tree(link: Link) -> dict[str, Any]:
+    """Return the link in the words of a configuration."""
+    if link.cycle:
+        return {"cycle": [_link_tree(one) for one in link.cycle], "every": link.every_s}
+    return {"up": format_rate(link.up_bps), "down": format_rate(link.down_bps), "latency": link.latency_s}
 
 
 def _parse_limit(text: str | float) -> float | None:
@@ -176,6 +209,7 @@ class PlanSection(_Section):
     micro_batches: PlanNumber = "auto"
     schedule: Literal["auto", "all-forward", "1f1b"] = "auto"
     window: Positive = 3
+    replan: bool = True
 
 
 class WireSection(_Section):
@@ -326,11 +360,7 @@ def dump_config(config: Config) -> str:
     """Return TOML that `load_config` reads back as the same configuration."""
     tree = config.model_dump(exclude_none=True)
     for group, dumped in zip(config.devices, tree["devices"], strict=True):
-        dumped["link"] = {
-            "up": format_rate(group.link.up_bps),
-            "down": format_rate(group.link.down_bps),
-            "latency": group.link.latency_s,
-        }
+        dumped["link"] = _link_tree(group.link)
     return tomli_w.dumps(tree)
 
 

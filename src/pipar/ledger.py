@@ -160,9 +160,10 @@ class Ledger:
         slowest = self._bounds.server_s / self._cores
         downlinks = {trace.owner: trace for trace in epoch.downlinks}
         for name, link in self._links.items():
-            # Without a configured rate, the measured one: the bytes over it are the time that they were on the link.
-            up = epoch.bytes_up[name] * 8 / link.up_bps if link.up_bps else _busy(epoch.devices[name], UPLINK)
-            down = epoch.bytes_down[name] * 8 / link.down_bps if link.down_bps else _busy(downlinks[name], DOWNLINK)
+            # Without one configured rate, the measured one: the bytes over it are the time they were on the link.
+            up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
+            up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
+            down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
             slowest = max(slowest, up, down, self._bounds.device_s[name])
         return slowest
 

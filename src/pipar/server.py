@@ -134,7 +134,9 @@ class Server:
         session = Session(name, channel, Recorder(name, self._keep_spans))
         channel.session = orders.session
         channel.record_on(session.recorder)
-        channel.shape(self._training.links[name].down_bps, self._training.links[name].latency_s)
+        link = self._training.links[name]
+        cycle = [other.down_bps for other in link.cycle]
+        channel.shape(link.down_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
         channel.post(Message(Kind.WELCOME, body=orders.to_body()))
         self._sessions[name] = session
         self._present.add(name)

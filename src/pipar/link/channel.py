@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from pipar.clock import sleep_until
 from pipar.errors import LinkError
-from pipar.link.shaping import Pacer
+from pipar.link.shaping import Pacer, Rates
 from pipar.protocol.messages import OVERTAKING, Kind, Message
 from pipar.protocol.wire import Assembler, Frame, cut_message
 from pipar.trace import Recorder
@@ -47,7 +47,7 @@ class Channel:
         self._recorder = recorder
         self._lane = lane
         self._loop = asyncio.get_running_loop()
-        self._pacer = Pacer(None, self._loop.time())
+        self._pacer = Pacer(free_at=self._loop.time())
         self._control: deque[tuple[Iterator[Frame], float]] = deque()
         self._data: deque[tuple[Iterator[Frame], float]] = deque()
         self._sequence = 0
@@ -57,9 +57,11 @@ class Channel:
         self._stretch: tuple[Message, float] | None = None  # the message under way, and since when
         self._sender = self._loop.create_task(self._send_all())
 
-    def shape(self, rate_bps: float | None, latency_s: float) -> None:
-        """Send at this rate from now on; frames arrive so much later."""
-        self._pacer.rate_bps = rate_bps
+    def shape(
+        self, rate_bps: float | None, latency_s: float, *, cycle: Sequence[float | None] = (), every_s: float = 0.0
+    ) -> None:
+        """Send at this rate from now on, or at each rate of a cycle for `every_s`; frames arrive so much later."""
+        self._pacer.rates = Rates(tuple(cycle), every_s, self._loop.time()) if cycle else Rates((rate_bps,))
         self._transport = delayed(self._transport, latency_s)
 
     def record_on(self, recorder: Recorder) -> None:
@@ -129,7 +131,7 @@ class Channel:
         start, end = self._pacer.reserve(ready_at, frame.size_bytes)
         await sleep_until(end)
         await self._transport.write(frame)
-        if self._pacer.rate_bps is None:
+        if self._pacer.rates.at(end) is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
             end = self._pacer.free_at = max(end, self._loop.time())
         _count(self.sent_bytes, frame)

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A rate over time: each of `cycle` for `every_s` seconds, again and again from `since` on. None is no limit."""
+
+    cycle: tuple[float | None, ...] = (None,)
+    every_s: float = math.inf
+    since: float = 0.0
+
+    def end(self, start: float, bits: float) -> float:
+        """Return when so many bits are sent that start at `start`: the integral of the rate between is `bits`."""
+        rate = self.cycle[0]
+        if len(self.cycle) == 1:
+            return start + (bits / rate if rate else 0.0)
+        number = self._number(start)
+        while (rate := self.cycle[number % len(self.cycle)]) is not None:
+            number += 1
+            changes_at = self.since + number * self.every_s
+            fits = max(0.0, changes_at - start) * rate
+            if bits <= fits:
+                return start + bits / rate
+            bits, start = bits - fits, max(start, changes_at)
+        return start
+
+    def at(self, time: float) -> float | None:
+        """Return the rate at a moment."""
+        return self.cycle[self._number(time) % len(self.cycle)]
+
+    def _number(self, time: float) -> int:
+        return max(0, math.floor((time - self.since) / self.every_s))
 
 
 @dataclass(slots=True)
@@ -10,14 +42,15 @@ class Pacer:
     """Says when a frame's transmission starts and ends on a lane that sends one frame at a time.
 
     It counts in planned times, not in the times at which a late timer woke somebody up, so the long-run
-    rate is the configured one however coarse the timers are.
+    rate is the configured one however coarse the timers are. A frame that is under way when the rate
+    changes is sent partly at each.
     """
 
-    rate_bps: float | None
+    rates: Rates = field(default_factory=Rates)
     free_at: float = 0.0
 
     def reserve(self, ready_at: float, size_bytes: int) -> tuple[float, float]:
         """Return start and end of sending `size_bytes` that were ready at `ready_at`; the lane is taken until then."""
         start = max(ready_at, self.free_at)
-        self.free_at = start + (size_bytes * 8 / self.rate_bps if self.rate_bps else 0.0)
+        self.free_at = self.rates.end(start, size_bytes * 8)
         return start, self.free_at

@@ -1,0 +1,88 @@
+"""A pacer sends as many bits as its rate allows, also while the rate changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipar.clock import run_virtually
+from pipar.link.channel import Channel
+from pipar.link.memory import memory_pair
+from pipar.link.shaping import Pacer, Rates
+from pipar.protocol.messages import Body, Kind, Message
+from pipar.trace import DOWNLINK, UPLINK, Recorder
+
+rates = st.floats(1e3, 1e9)
+frames = st.lists(st.tuples(st.floats(0, 50), st.integers(1, 10**6)), min_size=1, max_size=20)
+moments = st.floats(0, 1e4)
+
+
+def sent_bits(rates: Rates, start: float, end: float) -> float:
+    """Return the integral of the rate, stretch by stretch."""
+    bits, number = 0.0, int((start - rates.since) // rates.every_s)
+    while (begins := rates.since + number * rates.every_s) < end:
+        rate = rates.cycle[number % len(rates.cycle)]
+        assert rate is not None
+        bits += max(0.0, min(end, begins + rates.every_s) - max(start, begins)) * rate
+        number += 1
+    return bits
+
+
+@given(st.lists(rates, min_size=2, max_size=4), st.floats(0.5, 100), moments, frames)
+def test_bits_sent_are_the_integral_of_the_rate(
+    cycle: list[float], every_s: float, since: float, posted: list[tuple[float, int]]
+) -> None:
+    pacer = Pacer(Rates(tuple(cycle), every_s, since), since)
+    for after_s, size_bytes in posted:
+        before = pacer.free_at
+        start, end = pacer.reserve(since + after_s, size_bytes)
+        assert start == max(before, since + after_s)
+        # A time of 1e4 s is known to 1e-12 s, in which the fastest link sends a thousandth of a bit.
+        assert sent_bits(pacer.rates, start, end) == pytest.approx(size_bytes * 8, rel=1e-9, abs=1e-2)
+
+
+@given(rates, st.integers(2, 4), st.floats(0.5, 100), frames)
+def test_a_cycle_of_equal_rates_is_the_constant_rate(
+    rate: float, count: int, every_s: float, posted: list[tuple[float, int]]
+) -> None:
+    steady, changing = Pacer(Rates((rate,))), Pacer(Rates((rate,) * count, every_s))
+    for ready_at, size_bytes in posted:
+        assert changing.reserve(ready_at, size_bytes) == pytest.approx(steady.reserve(ready_at, size_bytes), rel=1e-12)
+
+
+def test_a_frame_under_way_when_the_rate_changes_is_sent_partly_at_each() -> None:
+    pacer = Pacer(Rates((80.0, 8.0, 800.0), 10.0, since=5.0), 5.0)
+    assert pacer.reserve(13.0, 21) == (13.0, 16.0)  # 20 bytes in 2 s, the last one in a second of its own
+    assert pacer.reserve(14.0, 9 + 100) == (16.0, 26.0)
+    assert pacer.reserve(34.0, 200) == (34.0, 45.0)  # 100 bytes in the last second, 100 at the first rate again
+
+
+def test_what_is_not_sent_when_a_limit_ends_is_sent_at_once() -> None:
+    rates = Rates((8.0, None), 10.0)
+    assert rates.end(5.0, 100 * 8) == 10.0
+    assert rates.end(15.0, 100 * 8) == 15.0
+    assert rates.end(20.0, 5 * 8) == 25.0
+    assert [rates.at(moment) for moment in (0.0, 9.9, 10.0, 20.0)] == [8.0, 8.0, None, 8.0]
+
+
+def test_a_cycle_begins_when_the_channel_is_shaped() -> None:
+    async def main() -> list[float]:
+        near, far = memory_pair()
+        device, server = Channel(near, Recorder("pi"), UPLINK), Channel(far, Recorder("server"), DOWNLINK)
+        loop, arrivals = asyncio.get_running_loop(), []
+        await asyncio.sleep(100.0)
+        device.shape(800.0, 0.0, cycle=[800.0, 80.0], every_s=10.0)  # 100 bytes a second, then 10
+        await asyncio.sleep(8.0)
+        for _ in range(2):
+            device.post(Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body(205)))  # 250 bytes with the header
+            await server.receive()
+            arrivals.append(loop.time())
+        await device.close()
+        await server.close()
+        return arrivals
+
+    # The first: 2 s at 100 bytes a second and 5 s at 10. The second: 5 s at 10 and 2 s at 100.
+    assert run_virtually(main()) == [115.0, 122.0]
