@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.planner.profile import FORMAT, LayerProfile, Profile
+from pipar.planner.profile import FORMAT, LayerProfile, NetworkSizes, Profile, check_network
 
 PROFILE = Profile(
     model="vgg5",
     dtype="float32",
     batch_sizes=(3, 25, 100),
     layers=(
-        LayerProfile("conv1", (0.001, 0.007, 0.03), (0.002, 0.01, 0.04), 32768, 3840),
+        LayerProfile("conv1", (0.001, 0.007, 0.03), (0.002, 0.01, 0.04), 32768, 3840, (), 65536, 9000),
         LayerProfile("fc2", (0.0, 0.1, 0.2), (0.0, 0.1, 0.3), 40, 1000),
     ),
     load_s=1e-5,
@@ -40,9 +40,12 @@ def profiles(draw: st.DrawFn) -> Profile:
     sizes = tuple(sorted(draw(st.sets(st.integers(1, 1000), min_size=1, max_size=4))))
     times = st.tuples(*[amounts] * len(sizes))
     counts = st.integers(0, 2**40)
-    layers = st.lists(st.builds(LayerProfile, st.text(), times, times, counts, counts), min_size=1, max_size=4)
+    layer = st.builds(LayerProfile, st.text(), times, times, counts, counts, times, counts, counts)
+    layers = draw(st.lists(layer, min_size=1, max_size=4))
     overheads = {name: draw(amounts) for name in ("load_s", "encode_s_per_byte", "pack_s_per_byte")}
-    return replace(PROFILE, model=draw(st.text()), batch_sizes=sizes, layers=tuple(draw(layers)), **overheads)  # type: ignore[arg-type]
+    total = draw(st.sampled_from([0, len(layers), len(layers) + 3]))
+    changed = replace(PROFILE, model=draw(st.text()), batch_sizes=sizes, layers=tuple(layers), total_layers=total)
+    return replace(changed, **overheads)  # type: ignore[arg-type]
 
 
 @given(profiles())
@@ -80,8 +83,9 @@ def _layer_changed(change: dict[str, Any]) -> str:
 
 BROKEN = {
     "not JSON": ("{", "not valid JSON"),
-    "not an object": ("[]", f"format is not {FORMAT}"),
-    "another format": (_changed({"format": 99}), f"format is not {FORMAT}"),
+    "not an object": ("[]", f"format is missing, not {FORMAT}"),
+    "another format": (_changed({"format": 4}), f"format is 4, not {FORMAT}"),
+    "no format": (json.dumps({"model": "vgg5"}), f"format is None, not {FORMAT}"),
     "an unknown key": (_changed({"colour": 1}), "colour"),
     "a missing key": (json.dumps({"format": FORMAT, "model": "x"}), "batch_sizes"),
     "no layers": (_changed({"layers": []}), "no layers"),
@@ -90,12 +94,27 @@ BROKEN = {
     "sizes out of order": (_changed({"batch_sizes": [100, 25, 3]}), "ascending"),
     "a size of zero": (_changed({"batch_sizes": [0, 25, 100]}), "ascending"),
     "sizes that are lists": (_changed({"batch_sizes": [[1], [2], [3]]}), "ascending"),
-    "a time missing": (_layer_changed({"forward_s": [0.1, 0.2]}), "forward_s of layer 'fc2'"),
-    "a negative time": (_layer_changed({"backward_s": [0.1, 0.2, -1]}), "backward_s of layer 'fc2'"),
+    "a time missing": (
+        _layer_changed({"forward_s": [0.1, 0.2]}),
+        "forward_s of layer 'fc2' is 2 times, not one for each of 3",
+    ),
+    "a negative time": (
+        _layer_changed({"backward_s": [0.1, 0.2, -1]}),
+        "backward_s of layer 'fc2' is -1 at a batch of 100, not a",
+    ),
     "a time that is not a number": (_layer_changed({"backward_s": [0.1, 0.2, float("nan")]}), "backward_s"),
     "a time that is true": (_layer_changed({"backward_s": [0.1, 0.2, True]}), "backward_s"),
-    "a size that is a fraction": (_layer_changed({"output_bytes": 1.5}), "layer 'fc2' is not a number of bytes"),
-    "an overhead that is a word": (_changed({"load_s": "fast"}), "load_s is not a number"),
+    "a size that is a fraction": (
+        _layer_changed({"output_bytes": 1.5}),
+        "output_bytes of layer 'fc2' is 1.5, not a number of bytes",
+    ),
+    "a negative size": (_layer_changed({"parameter_bytes": -4}), "parameter_bytes of layer 'fc2' is -4, not a number"),
+    "a negative memory": (_layer_changed({"saved_bytes": -4}), "saved_bytes of layer 'fc2' is -4, not a number"),
+    "a memory that is a word": (_layer_changed({"working_bytes": "1"}), "working_bytes of layer 'fc2' is '1', not"),
+    "fewer layers in all than here": (_changed({"total_layers": 1}), "total_layers is 1, but 2 layers are here"),
+    "layers in all below zero": (_changed({"total_layers": -1}), "total_layers is -1, but 2 layers are here"),
+    "a negative overhead": (_changed({"load_s": -0.5}), "load_s is -0.5, which is not a number of seconds"),
+    "an overhead that is a word": (_changed({"load_s": "fast"}), "load_s is 'fast', which is not a number"),
     "an overhead without end": (_changed({"pack_s_per_byte": float("inf")}), "pack_s_per_byte"),
     "a machine that is a number": (_changed({"machine": 5}), "machine is not text"),
 }
@@ -109,6 +128,7 @@ def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, 
         Profile.load(path)
     assert str(path) in str(raised.value)
     assert says in str(raised.value)
+    assert str(raised.value).endswith("Write it anew with 'pipar profile -o FILE'.")
     assert "\n" not in str(raised.value)
 
 
@@ -123,3 +143,49 @@ def test_a_file_that_is_not_there_or_not_text_is_one_sentence_too(tmp_path: Path
 def test_a_profile_made_in_code_is_held_to_the_same_rules() -> None:
     with pytest.raises(ConfigError, match="batch_sizes"):
         replace(PROFILE, batch_sizes=())
+
+
+# --- the first layers only, and other networks
+
+
+def test_a_profile_of_the_first_layers_says_how_many_there_are_in_all() -> None:
+    assert (PROFILE.whole, PROFILE.network_layers) == (True, 2)
+    assert replace(PROFILE, total_layers=2).whole
+    first = replace(PROFILE, layers=PROFILE.layers[:1], total_layers=2)
+    assert (first.whole, first.network_layers) == (False, 2)
+
+
+NETWORK = NetworkSizes.of(PROFILE)
+
+
+def _with_layer(number: int, **change: Any) -> Profile:
+    layers = list(PROFILE.layers)
+    layers[number] = replace(layers[number], **change)
+    return replace(PROFILE, layers=tuple(layers))
+
+
+def test_a_profile_of_the_network_or_of_its_first_layers_is_taken() -> None:
+    first = replace(PROFILE, layers=PROFILE.layers[:1], total_layers=2)
+    assert check_network(PROFILE, NETWORK, "here") is PROFILE
+    assert check_network(first, NETWORK, "here") is first
+
+
+OTHERS = {
+    "fewer layers that do not say so": (replace(PROFILE, layers=PROFILE.layers[:1]), "with 1 layers, but vgg5 has 2"),
+    "more layers": (replace(PROFILE, total_layers=16), "with 16 layers, but vgg5 has 2"),
+    "another dtype": (replace(PROFILE, dtype="float64"), "in float64, but vgg5 is to be trained in float32"),
+    "another name": (_with_layer(1, name="conv2"), "whose layer 2 is 'conv2', but that of vgg5 is 'fc2'"),
+    "other outputs": (_with_layer(0, output_bytes=5), "with 5 output_bytes in layer 1 'conv1', but vgg5 has 32768"),
+    "other parameters": (
+        _with_layer(1, parameter_bytes=6),
+        "with 6 parameter_bytes in layer 2 'fc2', but vgg5 has 1000",
+    ),
+}
+
+
+@pytest.mark.parametrize(("other", "says"), OTHERS.values(), ids=OTHERS)
+def test_a_profile_of_another_network_is_one_sentence(other: Profile, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_network(other, NETWORK, "board.json")
+    assert str(raised.value).startswith(f"The profile board.json is of vgg5 {says}")
+    assert str(raised.value).endswith(": write one with 'pipar profile'.")

@@ -11,7 +11,22 @@ from typing import Any
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 4
+FORMAT = 5
+
+#: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
+#: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
+SHARES = (1, 2, 4, 16, 32)
+
+
+def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
+    """Return B, B/2, B/4, B/16 and B/32, ascending and distinct; with batch normalisation none is below 2."""
+    least = 2 if batch_statistics else 1
+    return tuple(sorted({max(least, round(batch_size / share)) for share in SHARES}))
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one number: 4 for float32, 8 for float64."""
+    return int(dtype.removeprefix("float")) // 8
 
 
 @dataclass(frozen=True)
@@ -20,6 +35,9 @@ class LayerProfile:
 
     `output_bytes` is one sample's output (and so its gradient) at the run's dtype; `parameter_bytes` counts
     parameters and buffers. `least_s` is the quickest forward and backward together, for bounds; empty: the usual ones.
+    `saved_bytes` is what one sample's training keeps from the layer's forward until its backward, with the layer's
+    output but without its input, which the layer before keeps; `working_bytes` is the most that its forward or
+    backward holds beside that, for a sample.
     """
 
     name: str
@@ -28,16 +46,21 @@ class LayerProfile:
     output_bytes: int
     parameter_bytes: int
     least_s: tuple[float, ...] = ()
+    saved_bytes: int = 0
+    working_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a whole network on one machine, single-threaded, and of the work around it.
+    """The times of a network on one machine, and of the work around it.
 
     The paper measures the full batch only. Times are not proportional to 1/N, so several batch sizes are
     here, and the work that the paper leaves out: loading a sample, raw tensors to wire bytes and back, the
     optimiser by parameter byte, models into bytes and back, aggregation; each but loading with what a call costs
     whatever its size.
+
+    A machine that cannot hold the whole network has its first Q' layers here, and `total_layers` says how many the
+    network has; 0 is as many as are here.
     """
 
     model: str
@@ -60,11 +83,22 @@ class Profile:
     aggregate_s_per_byte: float = 0.0
     machine: str = ""
     how: str = ""
+    total_layers: int = 0
 
     def __post_init__(self) -> None:
         problem = _problem(self)
         if problem:
             raise ConfigError(f"The profile of '{self.model}' is not usable: {problem}.")
+
+    @property
+    def network_layers(self) -> int:
+        """Q, the layers of the network, also of those that are not in this profile."""
+        return self.total_layers or len(self.layers)
+
+    @property
+    def whole(self) -> bool:
+        """True if every layer of the network is here."""
+        return self.network_layers == len(self.layers)
 
     def parameter_bytes(self, first: int, last: int) -> int:
         """Return the bytes of parameters and buffers of layers first..last, counted from 1."""
@@ -90,7 +124,7 @@ class Profile:
         except OSError as error:
             raise ConfigError(f"Cannot read the profile {path}: {error.strerror}.") from None
         except (ValueError, ConfigError) as error:
-            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {error}") from None
+            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {error} {_WRITE_ANEW}") from None
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -100,10 +134,71 @@ class Profile:
         except ValueError as error:
             raise ConfigError(f"it is not valid JSON ({error}).") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            raise ConfigError(f"its format is not {FORMAT}.")
+            given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
+            raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
         values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
         layers = tuple(_layer(layer) for layer in _list(values["layers"], "layers"))
         return cls(**{**values, "layers": layers, "batch_sizes": tuple(_list(values["batch_sizes"], "batch_sizes"))})
+
+
+@dataclass(frozen=True)
+class NetworkSizes:
+    """What a network is, whatever machine runs it: the layers' names, one sample's output bytes, parameter bytes."""
+
+    model: str
+    dtype: str
+    names: tuple[str, ...]
+    output_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, profile: Profile) -> NetworkSizes:
+        """Return the sizes that a profile of the whole network says."""
+        layers = profile.layers
+        return cls(
+            profile.model,
+            profile.dtype,
+            names=tuple(layer.name for layer in layers),
+            output_bytes=tuple(layer.output_bytes for layer in layers),
+            parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
+        )
+
+
+def check_network(profile: Profile, network: NetworkSizes, source: str) -> Profile:
+    """Return the profile if it is one of this network, or of its first layers and says so.
+
+    Otherwise raise one sentence; `source` is where the profile comes from.
+    """
+    problem = _difference(profile, network)
+    if problem:
+        raise ConfigError(f"The profile {source} is of {profile.model} {problem}: write one with 'pipar profile'.")
+    return profile
+
+
+def _difference(profile: Profile, network: NetworkSizes) -> str | None:
+    """Return how a profile's network differs from the given one, if it does."""
+    here, all_layers = len(profile.layers), len(network.names)
+    if profile.network_layers != all_layers:
+        return f"with {profile.network_layers} layers, but {network.model} has {all_layers}"
+    if profile.dtype != network.dtype:
+        return f"in {profile.dtype}, but {network.model} is to be trained in {network.dtype}"
+    names = tuple(layer.name for layer in profile.layers)
+    if names != network.names[:here]:
+        number = next(n for n in range(here) if names[n] != network.names[n])
+        return (
+            f"whose layer {number + 1} is '{names[number]}', but that of {network.model} is '{network.names[number]}'"
+        )
+    for number, layer in enumerate(profile.layers, start=1):
+        for key, wanted in (("output_bytes", network.output_bytes), ("parameter_bytes", network.parameter_bytes)):
+            if getattr(layer, key) != wanted[number - 1]:
+                return (
+                    f"with {getattr(layer, key)} {key} in layer {number} '{layer.name}', but {network.model} has "
+                    f"{wanted[number - 1]} there (other inputs, classes or normalisation)"
+                )
+    return None
+
+
+_WRITE_ANEW = "Write it anew with 'pipar profile -o FILE'."
 
 
 def _layer(tree: Any) -> LayerProfile:
@@ -132,27 +227,36 @@ def _problem(profile: Profile) -> str | None:
     """Return what is wrong with a profile's numbers, if anything is."""
     sizes = profile.batch_sizes
     if not sizes or not all(_is_count(size) and size >= 1 for size in sizes) or list(sizes) != sorted(set(sizes)):
-        return "batch_sizes are not whole numbers in ascending order"
+        return "batch_sizes are not whole numbers from 1 on in ascending order"
     if not profile.layers:
         return "it has no layers"
     for field in fields(profile):
         value = getattr(profile, field.name)
         if field.type == "float" and not _is_amount(value):
-            return f"{field.name} is not a number of seconds"
+            return f"{field.name} is {value!r}, which is not a number of seconds from 0 on"
         if field.type == "str" and not isinstance(value, str):
             return f"{field.name} is not text"
-    return next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, len(sizes)))), None)
+    if not _is_count(profile.total_layers) or 0 < profile.total_layers < len(profile.layers):
+        return (
+            f"total_layers is {profile.total_layers!r}, but {len(profile.layers)} layers are here: it is at least as "
+            "many, or 0 for just these"
+        )
+    return next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
 
 
-def _layer_problem(layer: LayerProfile, sizes: int) -> str | None:
+def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
     if not isinstance(layer.name, str):
         return "a layer's name is not text"
     least = layer.least_s or layer.forward_s
     for key, times in (("forward_s", layer.forward_s), ("backward_s", layer.backward_s), ("least_s", least)):
-        if len(times) != sizes or not all(map(_is_amount, times)):
-            return f"{key} of layer '{layer.name}' is not one time for each batch size"
-    if not (_is_count(layer.output_bytes) and _is_count(layer.parameter_bytes)):
-        return f"a size of layer '{layer.name}' is not a number of bytes"
+        if len(times) != len(sizes):
+            return f"{key} of layer '{layer.name}' is {len(times)} times, not one for each of {len(sizes)} batch sizes"
+        for size, seconds in zip(sizes, times, strict=True):
+            if not _is_amount(seconds):
+                return f"{key} of layer '{layer.name}' is {seconds!r} at a batch of {size}, not a time from 0 on"
+    for key in ("output_bytes", "parameter_bytes", "saved_bytes", "working_bytes"):
+        if not _is_count(getattr(layer, key)):
+            return f"{key} of layer '{layer.name}' is {getattr(layer, key)!r}, not a number of bytes from 0 on"
     return None
 
 

@@ -1,0 +1,78 @@
+"""How much memory a device needs for a plan, and which plans fit into what it has.
+
+    bytes = base + 3 w + g + m b s + b t
+
+w are the bytes of parameters of layers 1..P: weights, gradients and momentum; g are those of the largest of these
+layers, because a micro-batch's gradient is there before it is added to the others. m micro-batches of b samples are
+in flight, each sample keeps s bytes from its forward until its backward, and the micro-batch that computes holds t
+more a sample in its hungriest layer.
+"""
+
+from __future__ import annotations
+
+from pipar.methods import Plan
+from pipar.planner.profile import SHARES, Profile
+from pipar.schedule import cut_batch
+
+#: A device's process before it has a network: Python, torch with its first kernels, grpc. Measured as the resident set
+#: of such a process (x86, torch 2.13 for CPUs): 231 MiB behind the imports of torch and pipar, 245 behind a first
+#: convolution and its gradient, 253 with grpc.
+BASE_BYTES = 256 * 2**20
+
+
+def training_bytes(profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False) -> int:
+    """Return what a device's process needs to train by this plan.
+
+    In flight are all micro-batches without a window, because all forwards come first, and at most `window` of them
+    with one. P = Q is not cut: the whole batch is in flight.
+    """
+    split_point = plan.split_point
+    assert 1 <= split_point <= len(profile.layers), plan
+    whole = split_point == profile.network_layers
+    pieces = cut_batch(batch_size, 1 if whole else plan.micro_batches, batch_statistics=batch_statistics)
+    in_flight = min(plan.window, len(pieces)) if plan.window else len(pieces)
+    layers = profile.layers[:split_point]
+    saved = sum(layer.saved_bytes for layer in layers)
+    working = max(layer.working_bytes for layer in layers)
+    largest = max(layer.parameter_bytes for layer in layers)
+    weights = 3 * profile.parameter_bytes(1, split_point) + largest
+    return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
+
+
+def fitting_window(
+    profile: Profile,
+    split_point: int,
+    micro_batches: int,
+    batch_size: int,
+    memory_bytes: int,
+    *,
+    batch_statistics: bool = False,
+) -> int | None:
+    """Return the window with which a plan fits: 0 if all forwards first does, else the largest of 1F1B that does.
+
+    None if not even one micro-batch in flight fits, or for P = Q, which has no micro-batches, not the whole batch.
+    """
+
+    def fits(window: int) -> bool:
+        plan = Plan(split_point, micro_batches, window)
+        return training_bytes(profile, plan, batch_size, batch_statistics=batch_statistics) <= memory_bytes
+
+    if fits(0):
+        return 0
+    if split_point == profile.network_layers:
+        return None
+    return next((window for window in range(micro_batches - 1, 0, -1) if fits(window)), None)
+
+
+def largest_prefix(profile: Profile, batch_size: int, memory_bytes: int, *, batch_statistics: bool = False) -> int:
+    """Return Q', the most layers of the profile for which something fits; 0 if not even the first layer does.
+
+    That is micro-batches of 1/32 of the batch with a single one in flight; for all layers of the network, which are
+    not cut, the whole batch.
+    """
+    micro_batches = min(batch_size, max(SHARES))
+    windows = (
+        fitting_window(profile, p, micro_batches, batch_size, memory_bytes, batch_statistics=batch_statistics)
+        for p in range(1, len(profile.layers) + 1)
+    )
+    return max((p for p, window in enumerate(windows, start=1) if window is not None), default=0)
