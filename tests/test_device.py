@@ -194,7 +194,9 @@ def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> Non
     counts = [(m.iteration, m.micro_batch, m.samples, m.batch_samples) for m in activations]
     # 10, 10 and 3 samples; the three left over make three pieces.
     assert counts == [(i, n, 2, 10) for i in (1, 2) for n in range(1, 6)] + [(3, n, 1, 3) for n in (1, 2, 3)]
-    assert read_json(end) == {"samples": 23, "loss_sum": None}
+    # 8 bytes of activation and 4 of label a sample, 45 of header a message; without a limit they take no time.
+    uplink = {"up_bytes": 23 * 12 + 13 * 45, "up_s": 0.0}
+    assert read_json(end) == {"samples": 23, "loss_sum": None, **uplink}
 
 
 @pytest.mark.parametrize("window", [0, 5])

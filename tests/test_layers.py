@@ -26,8 +26,8 @@ LINES = [
     data.*
     privacy.*
     link.*
-    compute device server turns ledger hollow job results session
-    assemble torchside workload prepare virtual processes run
+    compute device server turns ledger hollow job forecast results session replanning validation
+    assemble torchside workload planning prepare virtual processes run
     __init__
     display tables cli __main__
     """.strip().splitlines()

@@ -12,7 +12,7 @@ import pytest
 
 from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
-from pipar.events import EpochResult
+from pipar.events import EpochResult, Event, Replanned
 from pipar.job import Job, make_plans
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
@@ -140,6 +140,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
             {"device": "pi-1", "split_point": 1, "micro_batches": 2},
             {"device": "pi-2", "split_point": 1, "micro_batches": 2},
         ],
+        "replans": [],
         "test_accuracy": 0.75,
         "weights_sha256": "ab" * 32,
         "command": "pipar run --virtual",
@@ -150,6 +151,21 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
     }  # fmt: skip
     assert result["versions"] == versions()
     assert set(versions()) == {"pipar", "torch", "numpy", "grpcio"}
+
+
+def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
+    seen: list[Event] = []
+    watch = folder.watching(seen.append)
+    plans = {name: {"split_point": 2, "micro_batches": 1, "window": 0} for name in ("pi-2", "pi-1")}
+    for number in (1, 2):
+        folder.add_epoch(replace(EPOCH, epoch=number), [])
+    for first_epoch in (2, 3):
+        watch(Replanned(first_epoch, plans))
+    result = folder.finish()
+    assert [event.epoch for event in seen if isinstance(event, Replanned)] == [2, 3]
+    new = [{"device": name, "split_point": 2, "micro_batches": 1} for name in ("pi-1", "pi-2")]
+    assert result["replans"] == [{"epoch": 2, "plans": new}]
+    assert {plan["split_point"] for plan in result["plans"]} == {1}
 
 
 def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder) -> None:

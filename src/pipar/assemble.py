@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipar.compute import Compute
@@ -11,8 +12,10 @@ from pipar.events import EpochResult, Observer
 from pipar.job import Job
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
+from pipar.planner.profile import Profile
 from pipar.protocol.orders import Orders
-from pipar.server import Learner, Server, Training
+from pipar.replanning import Choose, Replanner
+from pipar.server import Learner, PlanJoined, Server, Training
 from pipar.trace import COMPUTE, CORE, IO, SERVER, UPLINK, Recorder, Span
 
 #: Makes lanes of these names that leave their spans with this recorder.
@@ -28,12 +31,25 @@ def assemble_server(
     background: MakeCompute,
     emit: Callable[[EpochResult, list[Span]], None],
     observe: Observer,
+    plan_joined: PlanJoined | None = None,
+    choose: Choose | None = None,
 ) -> Server:
-    """Return the server of a job, ready to admit its devices."""
+    """Return the server of a job, ready to admit its devices.
+
+    With `plan_joined` the devices' own profiles decide on their first plans; `choose` makes new ones when links change.
+    """
     keep = job.traced_devices
     own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
     recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
-    ledger = Ledger(job.links, job.bounds(), job.cores, recorder=recorder, background=beside, emit=emit)
+    ledger = Ledger(
+        job.links,
+        job.bounds(),
+        job.cores,
+        recorder=recorder,
+        background=beside,
+        emit=emit,
+        bounds_of=lambda plans: replace(job, plans=plans).bounds(),
+    )
     training = Training(
         method=job.method,
         epochs=job.config.run.epochs,
@@ -41,6 +57,7 @@ def assemble_server(
         orders=job.orders(),
         links=job.links,
         validation=validation,
+        profile=job.server_profile,
     )
     return Server(
         training,
@@ -50,8 +67,18 @@ def assemble_server(
         recorder=recorder,
         ledger=ledger,
         keep_spans=keep,
+        plan_joined=plan_joined,
+        replanner=Replanner(job.links, choose, observe) if choose is not None and can_replan(job) else None,
         observe=observe,
     )
+
+
+def can_replan(job: Job) -> bool:
+    """Return whether a device can be given another plan between two rounds.
+
+    Not where devices share a server-side model, which has one cut; in federated learning there is nothing to choose.
+    """
+    return job.config.plan.replan and job.method.splits and not job.method.shares_server_model
 
 
 async def run_device(
@@ -63,6 +90,7 @@ async def run_device(
     *,
     compute: MakeCompute,
     observe: Observer,
+    profile: Profile | None = None,
 ) -> None:
     """Run one device of a job over a transport, from hello to the end."""
     recorder = Recorder(name, job.traced_devices)
@@ -79,6 +107,7 @@ async def run_device(
         compute=lanes[0],
         io=lanes[1],
         recorder=recorder,
+        profile=profile,
         observe=observe,
     )
     try:

@@ -7,6 +7,7 @@ What it computes with, what it talks over and what time is are given to it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,7 +16,8 @@ from pipar.compute import Compute
 from pipar.errors import LinkError, ProtocolError, TrainingError
 from pipar.events import Observer, Progress, ignore
 from pipar.link.channel import Channel
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.planner.profile import Profile
+from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
 from pipar.stages import Work
@@ -37,6 +39,8 @@ class DevicePart(Protocol):
     def decode(self, message: Message) -> Any: ...
     def pack(self) -> Body: ...
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
+    def take_over(self, before: Any) -> Body: ...
+    def take_momentum(self, body: Body) -> None: ...
 
 
 class Samples(Protocol):
@@ -60,6 +64,7 @@ class Device:
         compute: Compute,
         io: Compute,
         recorder: Recorder,
+        profile: Profile | None = None,
         observe: Observer = ignore,
     ) -> None:
         self.name = name
@@ -69,15 +74,17 @@ class Device:
         self._compute = compute
         self._io = io
         self._recorder = recorder
+        self._profile = profile
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._commands: asyncio.Queue[Message | None] = asyncio.Queue()
         self._uploads: asyncio.Queue[tuple[Work, Any, Any]] = asyncio.Queue()
+        self._awaits_momentum = False
         self._gradients: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # by epoch, iteration, micro-batch
 
     async def train(self) -> None:
         """Take part in the training until the server says stop."""
-        self._channel.post(Message(Kind.HELLO, body=json_body({"name": self.name, "samples": len(self._samples)})))
+        self._channel.post(Message(Kind.HELLO, body=json_body(self._introduction())))
         self._orders = Orders.read(await self._expect_welcome())
         self._channel.session = self._orders.session
         self._part = self._build_part(self._orders)
@@ -92,11 +99,19 @@ class Device:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
+    def _introduction(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"name": self.name, "samples": len(self._samples)}
+        return about if self._profile is None else {**about, "profile": json.loads(self._profile.to_json())}
+
     async def _obey(self) -> None:
         while (command := await self._next_command()).kind is not Kind.STOP:
             match command.kind:
                 case Kind.MODEL:
                     await self._install(command)
+                case Kind.PLAN:
+                    await self._adopt(command)
+                case Kind.STATE:
+                    await self._take_momentum(command)
                 case Kind.ROUND:
                     await self._train_epoch(command.epoch)
                     await self._send_model(command.epoch)
@@ -138,7 +153,9 @@ class Device:
 
     async def _send_model(self, epoch: int) -> None:
         counted = {"samples": len(self._samples), "loss_sum": self._part.take_loss()}
-        self._channel.post(Message(Kind.END_EPOCH, epoch, body=json_body(counted)))
+        uplink = self._channel.meter.read(epoch)
+        measured = {"up_bytes": uplink.size_bytes, "up_s": uplink.seconds}
+        self._channel.post(Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured})))
         pack = Work("pack", epoch, size_bytes=self._model_bytes)
         body = await self._compute.run((pack, self._part.pack))
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
@@ -148,6 +165,30 @@ class Device:
         self._model_bytes = body.size_bytes
         install = Work("install", message.epoch, size_bytes=body.size_bytes)
         await self._compute.run((install, partial(self._part.unpack_and_install, body, keep_momentum=keep)))
+
+    async def _adopt(self, message: Message) -> None:
+        """Go on by another plan; layers that leave this device take their momentum along if it is kept."""
+        before, self._orders = self._orders, self._orders.changed_by(message)
+        if self._orders.plan.split_point == before.plan.split_point:
+            return
+        build = Work("install", message.epoch)
+        part, leaving = await self._compute.run((build, partial(self._rebuild, self._orders)))
+        self._part = part
+        if self._orders.keep_momentum:
+            self._channel.post(Message(Kind.STATE, message.epoch, body=leaving))
+            self._awaits_momentum = True
+
+    def _rebuild(self, orders: Orders) -> tuple[DevicePart, Body]:
+        part = self._build_part(orders)
+        return part, part.take_over(self._part) if orders.keep_momentum else EMPTY
+
+    async def _take_momentum(self, message: Message) -> None:
+        """Take the momentum of the layers that came from the server; their weights come with the model."""
+        if not self._awaits_momentum:
+            raise ProtocolError(f"The server sent {message}, but no layers have moved.")
+        self._awaits_momentum = False
+        install = Work("install", message.epoch, size_bytes=message.body.size_bytes)
+        await self._compute.run((install, partial(self._part.take_momentum, message.body)))
 
     def _cut(self, epoch: int) -> list[Any]:
         """Return the positions of each iteration's samples, in this epoch's order."""

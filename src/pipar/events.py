@@ -79,7 +79,22 @@ class Joined:
     devices: int
 
 
-Event = Progress | EpochResult | Preparing | Started | Listening | Joined
+@dataclass(frozen=True)
+class Replanned:
+    """The devices go on by these plans, from this epoch on: all of them, also those that keep theirs."""
+
+    epoch: int
+    plans: dict[str, dict[str, int]]  # by device: split_point, micro_batches, window
+
+
+@dataclass(frozen=True)
+class ReplanFailed:
+    """New plans could not be chosen; the training goes on by those that it has."""
+
+    reason: str
+
+
+Event = Progress | EpochResult | Preparing | Started | Listening | Joined | Replanned | ReplanFailed
 Observer = Callable[[Event], None]
 
 

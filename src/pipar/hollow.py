@@ -73,6 +73,12 @@ class HollowDevicePart:
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         pass
 
+    def take_over(self, before: HollowDevicePart) -> Body:
+        return Body(max(0, before._weights.size_bytes - self._weights.size_bytes), encoding="safetensors")
+
+    def take_momentum(self, body: Body) -> None:
+        pass
+
 
 class HollowServerPart:
     """Layers P+1..Q: takes sizes, gives sizes back."""
@@ -99,17 +105,29 @@ class HollowServerPart:
     def take_loss(self) -> None:
         return None
 
+    def take_momentum(self, body: Body) -> None:
+        pass
+
 
 class HollowLearner:
     """A global model that has a size only."""
 
     def __init__(self, profile: Profile, split_points: Mapping[str, int]) -> None:
         self._profile = profile
-        self._split_points = split_points
-        self._parts = {p: HollowServerPart(profile, p) for p in set(split_points.values())}
+        self._split_points = dict(split_points)
+        self._parts: dict[int, HollowServerPart] = {}
 
     def replica(self, device: str) -> HollowServerPart:
-        return self._parts[self._split_points[device]]
+        split_point = self._split_points[device]
+        if split_point not in self._parts:
+            self._parts[split_point] = HollowServerPart(self._profile, split_point)
+        return self._parts[split_point]
+
+    def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
+        before = {device: self.part_bytes(device) for device in split_points}
+        self._split_points.update(split_points)
+        sizes = {device: max(0, self.part_bytes(device) - size) for device, size in before.items()}
+        return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
 
     def pack(self, device: str) -> Body:
         return Body(self.part_bytes(device), encoding="safetensors")

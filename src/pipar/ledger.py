@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pipar.config import Link
 from pipar.events import EpochResult
+from pipar.methods import Plan
 from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 
 
@@ -47,9 +48,11 @@ class Ledger:
         recorder: Recorder,
         background: Recorder,
         emit: Callable[[EpochResult, list[Span]], None],
+        bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
     ) -> None:
         self._links = links
-        self._bounds = bounds
+        self._bounds = {1: bounds}  # by the first epoch that they hold for
+        self._bounds_of = bounds_of
         self._cores = cores
         self._recorder = recorder
         self._background = background
@@ -83,6 +86,11 @@ class Ledger:
         epoch.validation = self._background.take(number)
         self._losses.append(loss)
         self._settle()
+
+    def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
+        """From this epoch on the devices train by other plans, which have another compute."""
+        if self._bounds_of is not None:
+            self._bounds[first_epoch] = self._bounds_of(plans)
 
     def fail(self, failure: Exception) -> None:
         """Nothing more will come: whoever waits is told why."""
@@ -134,7 +142,7 @@ class Ledger:
             "server": sum(lane.busy_s for lane in epoch.server.totals.values()) / self._cores,
             "downlink": _mean([_busy(trace, DOWNLINK) for trace in epoch.downlinks]),
         }
-        bound = self._bound(epoch)
+        bound = self._bound(number, epoch)
         return EpochResult(
             epoch=number,
             seconds=seconds,
@@ -152,19 +160,20 @@ class Ledger:
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
         )
 
-    def _bound(self, epoch: _Epoch) -> float:
+    def _bound(self, number: int, epoch: _Epoch) -> float:
         """Return the time that no schedule of these bytes on these lanes can beat.
 
         Bytes really sent over the configured rates, and profiled compute: nothing that was measured as a span.
         """
-        slowest = self._bounds.server_s / self._cores
+        bounds = self._bounds[max(first for first in self._bounds if first <= number)]
+        slowest = bounds.server_s / self._cores
         downlinks = {trace.owner: trace for trace in epoch.downlinks}
         for name, link in self._links.items():
             # Without one configured rate, the measured one: the bytes over it are the time they were on the link.
             up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
             up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
             down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
-            slowest = max(slowest, up, down, self._bounds.device_s[name])
+            slowest = max(slowest, up, down, bounds.device_s[name])
         return slowest
 
 

@@ -22,6 +22,8 @@ from typing import Any
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Progress
 from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.profile import Profile
 from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
@@ -307,7 +309,9 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         pool=partial(ThreadCompute, speed=job.config.server.speed),
         background=partial(ThreadCompute, nice=19),
         emit=emit,
-        observe=observe,
+        observe=run.watching(observe),
+        plan_joined=partial(plans_of_joined, job),
+        choose=None,  # here belongs what plans again, in a thread or a process of its own
     )
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")
@@ -319,6 +323,14 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
     finally:
         await listener.stop()
         server.close()
+
+
+def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
+    """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
+    from pipar.job import make_plans
+
+    brought = {**job.device_profiles, **profiles}
+    return job.plans if brought == job.device_profiles else make_plans(job.config, job.server_profile, brought)
 
 
 def _device_process(connection: Connection, job: Job, own: Own, name: str, address: str) -> None:
@@ -339,4 +351,5 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
     lanes = partial(ThreadCompute, speed=speed)
-    await run_device(job, name, samples, build, transport, compute=lanes, observe=observe)
+    profile = job.device_profiles[name]
+    await run_device(job, name, samples, build, transport, compute=lanes, observe=observe, profile=profile)

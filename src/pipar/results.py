@@ -16,7 +16,7 @@ from typing import Any
 
 from pipar.config import dump_config
 from pipar.errors import InputError
-from pipar.events import EpochResult
+from pipar.events import EpochResult, Event, Observer, Replanned
 from pipar.job import Job
 from pipar.trace import Span, chrome_events
 
@@ -92,6 +92,7 @@ class RunFolder:
         self._command = command
         self._epochs: list[EpochResult] = []
         self._spans: list[Span] = []
+        self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
         write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
 
@@ -101,6 +102,16 @@ class RunFolder:
         self._spans += spans
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(strict_json(result.to_dict())) + "\n")
+
+    def watching(self, observe: Observer) -> Observer:
+        """Return an observer that passes everything on and keeps what the result tells of."""
+
+        def watch(event: Event) -> None:
+            if isinstance(event, Replanned):
+                self._replanned.append(event)
+            observe(event)
+
+        return watch
 
     def finish(self, *, weights: bytes | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
         """Write trace.json, model.safetensors and, last, result.json, not tested yet; return the result."""
@@ -120,6 +131,10 @@ class RunFolder:
         self._written = written
         return written
 
+    def _replans(self) -> list[dict[str, Any]]:
+        # Plans that no epoch was finished by are not told of: the training may have ended right behind their choice.
+        return [_replan_as_json(event) for event in self._replanned if event.epoch <= len(self._epochs)]
+
     def _result(self, weights_sha256: str | None) -> dict[str, Any]:
         job = self._job
         return {
@@ -130,6 +145,7 @@ class RunFolder:
             "equivalence": job.equivalence,
             "seed": job.config.run.seed,
             "plans": plans_as_json(job),
+            "replans": self._replans(),
             "epochs": [result.to_dict() for result in self._epochs],
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
@@ -143,6 +159,14 @@ def plans_as_json(job: Job) -> list[dict[str, Any]]:
         {"device": name, "split_point": plan.split_point, "micro_batches": plan.micro_batches}
         for name, plan in sorted(job.plans.items())
     ]
+
+
+def _replan_as_json(event: Replanned) -> dict[str, Any]:
+    plans = [
+        {"device": name, "split_point": plan["split_point"], "micro_batches": plan["micro_batches"]}
+        for name, plan in sorted(event.plans.items())
+    ]
+    return {"epoch": event.epoch, "plans": plans}
 
 
 def strict_json(value: Any) -> Any:

@@ -136,7 +136,7 @@ def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
     with _open_folder(job, observe) as path:
         folder = RunFolder(path, job, world="timing-only", command=command)
         try:
-            train_without_mathematics(job, _emitter(folder, observe), observe)
+            train_without_mathematics(job, _emitter(folder, observe), folder.watching(observe))
         finally:  # whatever ended it, the epochs so far are kept
             with uninterrupted():
                 content = folder.finish()
@@ -165,7 +165,7 @@ def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Re
     with _open_folder(job, observe) as path:
         folder = RunFolder(path, job, world="virtual", command=command)
         try:
-            train_virtually(job, workload, _emitter(folder, observe), observe, learner)
+            train_virtually(job, workload, _emitter(folder, observe), folder.watching(observe), learner)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with uninterrupted():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())

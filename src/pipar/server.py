@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from pipar.compute import Compute
 from pipar.config import Link
 from pipar.errors import LinkError, PiparError, ProtocolError, TrainingError
-from pipar.events import Joined, Observer, Progress, ignore
+from pipar.events import Joined, Observer, Progress, Replanned, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
-from pipar.methods import Method
+from pipar.link.shaping import Traffic
+from pipar.methods import Method, Plan
+from pipar.planner.profile import Profile
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.orders import Orders, Returned
-from pipar.session import Pieces, Session
+from pipar.protocol.orders import Orders, Returned, plan_body
+from pipar.replanning import MeasuredLink, Replanner
+from pipar.session import Pieces, Session, expect, read_end, read_profile
 from pipar.stages import Work
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, Recorder, unpack_trace
 from pipar.turns import Turns
+from pipar.validation import Validation
 
 
 class ServerPart(Protocol):
@@ -36,6 +40,7 @@ class ServerPart(Protocol):
     def encode(self, gradient: Any) -> Body: ...
     def step(self) -> None: ...
     def take_loss(self) -> float | None: ...
+    def take_momentum(self, body: Body) -> None: ...
 
 
 class Learner(Protocol):
@@ -46,6 +51,7 @@ class Learner(Protocol):
     def part_bytes(self, device: str) -> int: ...
     def model_bytes(self) -> int: ...
     def aggregate(self, returned: Sequence[Returned]) -> None: ...
+    def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
 
 
@@ -56,9 +62,14 @@ class Training:
     method: Method
     epochs: int
     patience: int | None
-    orders: Mapping[str, Orders]  # by device name; who is not in it is not admitted
+    orders: Mapping[str, Orders]  # by device name, with the first plans; who is not in it is not admitted
     links: Mapping[str, Link]
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: samples, and what the evaluator takes
+    profile: Profile | None = None  # of the network; a device's own has to be of the same one
+
+
+#: Returns every device's plan for the profiles that the devices brought with them.
+PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
 class Server:
@@ -74,15 +85,21 @@ class Server:
         recorder: Recorder,
         ledger: Ledger,
         keep_spans: frozenset[str] | None = None,
+        plan_joined: PlanJoined | None = None,
+        replanner: Replanner | None = None,
         observe: Observer = ignore,
     ) -> None:
         self._training = training
+        self._orders = dict(training.orders)  # with the plans that are in force
         self._learner = learner
         self._pool = pool
         self._background = background
         self._recorder = recorder
         self._ledger = ledger
         self._keep_spans = keep_spans
+        self._plan_joined = plan_joined
+        self._replanner = replanner
+        self._measured: dict[str, MeasuredLink] = {}
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[str, Session] = {}
@@ -90,8 +107,7 @@ class Server:
         self._present: set[str] = set()
         self._left = asyncio.Event()
         self._turns: Turns | None = None
-        self._validating: asyncio.Task[None] | None = None
-        self._copied = asyncio.Event()
+        self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
         self._samples = 0
         self._iterations = 0
 
@@ -101,7 +117,7 @@ class Server:
         """Welcome a device and take in its messages until it leaves; one call a connection."""
         channel = Channel(transport, Recorder(SERVER, frozenset()), DOWNLINK)
         try:
-            session = self._welcome(channel, await channel.receive())
+            session = self._join(channel, await channel.receive())
         except (ProtocolError, LinkError) as error:
             channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             await channel.close()
@@ -124,26 +140,42 @@ class Server:
             self._left.clear()
             await self._left.wait()
 
-    def _welcome(self, channel: Channel, hello: Message) -> Session:
-        name = str(read_json(hello).get("name")) if hello.kind is Kind.HELLO else ""
-        orders = self._training.orders.get(name)
-        if orders is None:
+    def _join(self, channel: Channel, hello: Message) -> Session:
+        content = read_json(hello) if hello.kind is Kind.HELLO else {"name": ""}
+        name = str(content.get("name"))
+        if name not in self._orders:
             raise ProtocolError(f"'{name}' is not a device of this training.")
         if name in self._sessions:
             raise ProtocolError(f"A device called '{name}' has joined already.")
-        session = Session(name, channel, Recorder(name, self._keep_spans))
-        channel.session = orders.session
+        profile = read_profile(content.get("profile"), self._training.profile)
+        session = Session(name, channel, Recorder(name, self._keep_spans), profile)
+        channel.session = self._orders[name].session
         channel.record_on(session.recorder)
         link = self._training.links[name]
         cycle = [other.down_bps for other in link.cycle]
         channel.shape(link.down_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
-        channel.post(Message(Kind.WELCOME, body=orders.to_body()))
         self._sessions[name] = session
+        if self._plan_joined is None:
+            self._welcome(session)
         self._present.add(name)
         self._observe(Joined(name, len(self._sessions)))
         if len(self._sessions) == len(self._training.orders):
             self._all_joined.set()
         return session
+
+    def _welcome(self, session: Session) -> None:
+        session.channel.post(Message(Kind.WELCOME, body=self._orders[session.device].to_body()))
+
+    def _welcome_all(self, plan_joined: PlanJoined) -> None:
+        """Welcome everybody, with plans for the profiles that they have brought."""
+        brought = {name: session.profile for name, session in sorted(self._sessions.items())}
+        plans = plan_joined({name: profile for name, profile in brought.items() if profile is not None})
+        changed = self._changed(plans)
+        if changed:
+            self._learner.move({name: plan.split_point for name, plan in changed.items()})
+            self._put_into_force(1, changed)
+        for name in brought:
+            self._welcome(self._sessions[name])
 
     async def _take_in(self, session: Session) -> None:
         try:
@@ -168,7 +200,7 @@ class Server:
                 self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
 
     def _count_outstanding(self, session: Session, message: Message) -> None:
-        allowed = self._training.orders[session.device].plan.micro_batches
+        allowed = self._orders[session.device].plan.micro_batches
         session.outstanding += 1
         if session.outstanding > allowed:
             raise ProtocolError(f"{message} came with {allowed} micro-batches outstanding, which is all it may have.")
@@ -191,11 +223,16 @@ class Server:
         await self._all_joined.wait()
         sessions = [self._sessions[name] for name in sorted(self._sessions)]
         try:
+            if self._plan_joined is not None:
+                self._welcome_all(self._plan_joined)
             await self._train(sessions)
         except PiparError as error:
             for session in sessions:
                 session.refuse(error)
             raise
+        finally:
+            if self._replanner is not None:
+                self._replanner.close()
 
     async def _train(self, sessions: list[Session]) -> None:
         groups = [[session] for session in sessions] if self._training.method.one_device_at_a_time else [sessions]
@@ -226,6 +263,8 @@ class Server:
             await self._aggregate(epoch, [returned for returned, _ in served])
             samples += sum(returned.samples for returned, _ in served)
             loss_sum += sum(loss or 0.0 for _, loss in served)
+        if epoch < self._training.epochs:
+            await self._adopt_new_plans(epoch)
         await self._distribute(groups[0], epoch)
         # The trace of this epoch travels while the next one's first batch is computed.
         for session in self._sessions.values():
@@ -233,7 +272,7 @@ class Server:
             session.channel.post(Message(Kind.REPORT, epoch))
         has_loss = any(loss is not None for _, loss in served)
         self._ledger.add_round(epoch, samples, loss_sum / samples if has_loss else None)
-        self._start_validation(epoch)
+        self._validation.start(epoch)  # beside the next round, at the lowest priority
 
     async def _serve(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device's epoch; a device that breaks the protocol ends the training."""
@@ -244,7 +283,9 @@ class Server:
 
     async def _serve_epoch(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
         """Serve one device until 'stop epoch'; return its trained part and its summed loss."""
-        replica, orders = self._learner.replica(session.device), self._training.orders[session.device]
+        replica, orders = self._learner.replica(session.device), self._orders[session.device]
+        if session.awaits_momentum:
+            await self._take_momentum(session, replica, epoch)
         pieces, losses = Pieces(epoch, orders.plan.micro_batches), []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
@@ -253,14 +294,15 @@ class Server:
                 losses.append(await self._finish_iteration(session, replica, message))
         if self._turns is not None:
             self._turns.finish(session.device)
-        samples, loss = _read_end(message, epoch)
+        end = read_end(message, epoch)
         splits = orders.plan.split_point < orders.layers
-        if not pieces.whole or samples != (pieces.samples if splits else samples):
-            raise ProtocolError(f"{message} says {samples} samples, but {pieces.samples} came in whole batches.")
+        if not pieces.whole or end.samples != (pieces.samples if splits else end.samples):
+            raise ProtocolError(f"{message} says {end.samples} samples, but {pieces.samples} came in whole batches.")
+        self._measure(session, epoch, end.uplink)
         model = await session.next()
-        _expect(model, Kind.MODEL, epoch)
+        expect(model, Kind.MODEL, epoch)
         known = [batch for batch in losses if batch is not None]
-        return Returned(session.device, model.body, samples), sum(known) if known else loss
+        return Returned(session.device, model.body, end.samples), sum(known) if known else end.loss_sum
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
@@ -287,8 +329,7 @@ class Server:
         return loss
 
     async def _aggregate(self, epoch: int, returned: list[Returned]) -> None:
-        if self._validating is not None:
-            await self._copied.wait()  # validation takes its copy of the global model before that changes
+        await self._validation.copied()  # before the global model changes
         work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(returned))
         try:
             await self._pool.run((work, partial(self._learner.aggregate, returned)))
@@ -299,44 +340,63 @@ class Server:
         """Send each device of a group its part of the global model; one split point is packed once."""
         packed: dict[int, Body] = {}
         for session in group:
-            split_point = self._training.orders[session.device].plan.split_point
+            split_point = self._orders[session.device].plan.split_point
             if split_point not in packed:
                 device = session.device
                 work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device))
                 packed[split_point] = await self._pool.run((work, partial(self._learner.pack, device)))
             session.channel.post(Message(Kind.MODEL, epoch, body=packed[split_point]))
 
-    # --- validation and early stop
+    # --- other plans between two rounds
 
-    def _start_validation(self, epoch: int) -> None:
-        """Validate the new global model beside the next round, at the lowest priority."""
-        self._copied.clear()
-        before = self._validating
-        self._validating = self._loop.create_task(self._validate(epoch, before))
+    def _measure(self, session: Session, epoch: int, uplink: Traffic) -> None:
+        """Note what an epoch's traffic says of a device's link; with the last device's, of all links."""
+        self._measured[session.device] = MeasuredLink(uplink, session.channel.meter.read(epoch))
+        if self._replanner is not None and len(self._measured) == len(self._sessions):
+            # Before the models travel: a choice that needs no time is made when they have come.
+            self._replanner.observe_round(self._measured)
+            self._measured = {}
 
-    async def _validate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
-        try:
-            await self._evaluate(epoch, before)
-        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
-            self._ledger.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
-        finally:
-            self._copied.set()
-
-    async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
-        if not self._training.validation:
-            self._ledger.add_validation(epoch, None, None)
+    async def _adopt_new_plans(self, epoch: int) -> None:
+        """Go on by other plans if some were chosen: devices are told theirs, and layers change sides."""
+        plans = self._replanner.take() if self._replanner is not None else None
+        changed = self._changed(plans or {})
+        if not changed:
             return
-        copy = Work("validate", epoch, samples=0)
-        evaluate = await self._background.run((copy, self._learner.evaluator))
-        self._copied.set()
-        if before is not None:
-            await before
-        loss_sum, correct, total = 0.0, 0, 0
-        for samples, batch in self._training.validation:
-            work = Work("validate", epoch, samples=samples)
-            loss, right = await self._background.run((work, partial(evaluate, batch)))
-            loss_sum, correct, total = loss_sum + loss, correct + right, total + samples
-        self._ledger.add_validation(epoch, loss_sum / total, correct / total)
+        moved = {
+            name: plan.split_point
+            for name, plan in changed.items()
+            if plan.split_point != self._orders[name].plan.split_point
+        }
+        move = Work("install", epoch, size_bytes=self._learner.model_bytes() * len(moved))
+        leaving = await self._pool.run((move, partial(self._learner.move, moved))) if moved else {}
+        self._put_into_force(epoch + 1, changed)
+        for name, plan in changed.items():
+            session = self._sessions[name]
+            session.channel.post(Message(Kind.PLAN, epoch, body=plan_body(plan)))
+            if name in moved and self._orders[name].keep_momentum:
+                session.channel.post(Message(Kind.STATE, epoch, body=leaving[name]))
+                session.awaits_momentum = True
+
+    def _changed(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+        return {name: plan for name, plan in sorted(plans.items()) if plan != self._orders[name].plan}
+
+    def _put_into_force(self, first_epoch: int, changed: Mapping[str, Plan]) -> None:
+        for name, plan in changed.items():
+            self._orders[name] = replace(self._orders[name], plan=plan)
+        plans = {name: orders.plan for name, orders in sorted(self._orders.items())}
+        self._ledger.replan(first_epoch, plans)
+        self._observe(Replanned(first_epoch, {name: asdict(plan) for name, plan in plans.items()}))
+
+    async def _take_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
+        """Take the momentum of the layers that a device has handed over, before it trains on without them."""
+        message = await session.next()
+        expect(message, Kind.STATE, epoch - 1)
+        session.awaits_momentum = False
+        install = Work("install", epoch, size_bytes=message.body.size_bytes, device=session.device)
+        await self._pool.run((install, partial(replica.take_momentum, message.body)))
+
+    # --- small things
 
     async def _should_stop(self, epoch: int) -> bool:
         """Decide with the validation losses up to the epoch before: this epoch's is computed beside the next."""
@@ -344,10 +404,8 @@ class Server:
             return False
         return await self._ledger.stale_epochs(epoch - 1) >= self._training.patience
 
-    # --- small things
-
     def _work(self, device: str, message: Message) -> Callable[[str], Work]:
-        orders = self._training.orders[device]
+        orders = self._orders[device]
         place = (message.epoch, message.iteration, message.micro_batch)
         first, last = orders.plan.split_point + 1, orders.layers
         size = message.body.size_bytes
@@ -363,21 +421,6 @@ class Server:
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             self._observe(Progress(*place, loss, self._loop.time(), busy))
-
-
-def _expect(message: Message, kind: Kind, epoch: int) -> None:
-    if message.kind is not kind or message.epoch != epoch:
-        raise ProtocolError(f"{message} came where {kind.name} of epoch {epoch} belongs.")
-
-
-def _read_end(message: Message, epoch: int) -> tuple[int, float | None]:
-    """Return on how many samples a device says it trained, and the loss summed over them if it has computed it."""
-    _expect(message, Kind.END_EPOCH, epoch)
-    content = read_json(message)
-    samples, loss = content.get("samples"), content.get("loss_sum")
-    if type(samples) is not int or samples < 1 or not (loss is None or type(loss) is float):
-        raise ProtocolError(f"{message} carries {samples!r} samples and the loss {loss!r}.")
-    return samples, loss
 
 
 async def _all(coroutines: list[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from pipar.job import Job, shared_costs
 from pipar.link.memory import memory_pair
 from pipar.planner.costs import Costs
 from pipar.protocol.orders import Orders
+from pipar.replanning import Choose
 from pipar.server import Learner
 from pipar.trace import Span
 
@@ -27,23 +28,30 @@ Emit = Callable[[EpochResult, list[Span]], None]
 
 
 def train_virtually(
-    job: Job, workload: Workload, emit: Emit, observe: Observer, learner: TorchLearner | None = None
+    job: Job,
+    workload: Workload,
+    emit: Emit,
+    observe: Observer,
+    learner: TorchLearner | None = None,
+    *,
+    choose: Choose | None = None,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
-    Who passes the learner in has the model as far as it came, even if the training is interrupted.
+    Who passes the learner in has the model as far as it came, even if the training is interrupted. `choose` makes new
+    plans when links change; it may take no virtual time.
     """
     from pipar.torchside import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
     build = part_builder(workload)
     validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, lambda _: build, emit, observe)
+    training = _train(job, learner, validation, workload.shard, lambda _: build, emit, observe, choose)
     run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
 
-def train_without_mathematics(job: Job, emit: Emit, observe: Observer) -> None:
+def train_without_mathematics(job: Job, emit: Emit, observe: Observer, *, choose: Choose | None = None) -> None:
     """Run the same programs over sizes and costs alone; torch is not needed."""
     learner = HollowLearner(job.server_profile, job.split_points)
 
@@ -53,7 +61,7 @@ def train_without_mathematics(job: Job, emit: Emit, observe: Observer) -> None:
     def builder(name: str) -> Callable[[Orders], DevicePart]:
         return lambda orders: HollowDevicePart(job.device_profiles[name], orders.plan.split_point)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe))
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose))
 
 
 async def _train(
@@ -64,6 +72,7 @@ async def _train(
     builder: Callable[[str], Callable[[Orders], DevicePart]],
     emit: Emit,
     observe: Observer,
+    choose: Choose | None,
 ) -> None:
     server_lanes = _lanes(job.server_costs())
     server = assemble_server(
@@ -74,6 +83,7 @@ async def _train(
         background=server_lanes,
         emit=emit,
         observe=observe,
+        choose=choose,
     )
     costs = shared_costs()
     try:

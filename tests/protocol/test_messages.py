@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
-from pipar.protocol.orders import Orders
+from pipar.protocol.orders import Orders, plan_body
 
 ORDERS = Orders(
     session=3,
@@ -120,3 +120,30 @@ def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) ->
 def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
     with pytest.raises(ProtocolError, match="below 1"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, key: 0})))
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(5, 7, 3)])
+def test_a_plan_changes_the_orders_and_nothing_else_in_them(plan: Plan) -> None:
+    message = Message(Kind.PLAN, 1, body=plan_body(plan))
+    assert replace(ORDERS, layers=5).changed_by(message) == replace(ORDERS, layers=5, plan=plan)
+
+
+PLAN = {"split_point": 2, "micro_batches": 3, "window": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({}, "is not a plan"),
+        ({**PLAN, "more": 1}, "is not a plan"),
+        ({**PLAN, "window": True}, "is not a plan"),
+        ({**PLAN, "micro_batches": "3"}, "is not a plan"),
+        ({**PLAN, "split_point": 6}, "P=6 N=3, which a network of 5 layers cannot"),
+        ({**PLAN, "split_point": 0}, "cannot be trained by"),
+        ({**PLAN, "micro_batches": 0}, "cannot be trained by"),
+        ({**PLAN, "window": -1}, "cannot be trained by"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(content: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        replace(ORDERS, layers=5).changed_by(Message(Kind.PLAN, 1, body=json_body(content)))

@@ -78,6 +78,16 @@ GOLDEN: dict[Kind, tuple[Message, str]] = {
         "5050 01 0b 00000007 00000009 00000000 00000000 0000 00000000 00000000 00 01 0000 0001 00 0000000000000010"
         "7b22726561736f6e223a20226e6f227d",
     ),
+    Kind.PLAN: (
+        Message(Kind.PLAN, 2, body=json_body({"window": 0})),
+        "5050 01 0c 00000007 00000009 00000002 00000000 0000 00000000 00000000 00 01 0000 0001 00 000000000000000d"
+        "7b2277696e646f77223a20307d",
+    ),
+    Kind.STATE: (
+        Message(Kind.STATE, 2, body=Body.of(b"\x08\x00", b"{}", encoding="safetensors")),
+        "5050 01 0d 00000007 00000009 00000002 00000000 0000 00000000 00000000 00 02 0000 0001 00 0000000000000004"
+        "0800 7b7d",
+    ),
 }  # fmt: skip
 
 
@@ -277,7 +287,7 @@ BAD_FRAMES = {
     "nothing": (b"", "not a pipar frame"),
     "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
     "another version": (damaged(2, b"\x02"), "version 2 of the protocol; this is version 1"),
-    "unknown kind": (damaged(3, b"\x0c"), "kind 12"),
+    "unknown kind": (damaged(3, b"\x0e"), "kind 14"),
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(30, b"\x03"), "dtype 3"),
     "unknown encoding": (damaged(31, b"\x04"), "encoding 4"),

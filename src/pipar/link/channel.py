@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pipar.clock import sleep_until
 from pipar.errors import LinkError
-from pipar.link.shaping import Pacer, Rates
+from pipar.link.shaping import Meter, Pacer, Rates
 from pipar.protocol.messages import OVERTAKING, Kind, Message
 from pipar.protocol.wire import Assembler, Frame, cut_message
 from pipar.trace import Recorder
@@ -24,8 +24,10 @@ _SPANS = {
     Kind.GRADIENT: ("d", "bs"),
     Kind.MODEL: ("model", "pack"),
     Kind.TRACE: ("trace", "trace"),
+    Kind.STATE: ("model", "pack"),
 }
 _CONTROL = ("control", "control")
+_BEHIND_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
 
 
 class Transport(Protocol):
@@ -43,6 +45,7 @@ class Channel:
         self.session = 0
         self.sent_bytes: dict[int, int] = {}  # by epoch
         self.received_bytes: dict[int, int] = {}
+        self.meter = Meter()  # of what is sent
         self._transport = transport
         self._recorder = recorder
         self._lane = lane
@@ -135,6 +138,7 @@ class Channel:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
             end = self._pacer.free_at = max(end, self._loop.time())
         _count(self.sent_bytes, frame)
+        self.meter.count(_travels_in(frame.message), frame.size_bytes, end - start)
         self._record(frame, free_at, start, end)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
@@ -158,8 +162,8 @@ def _count(total: dict[int, int], frame: Frame) -> None:
 
 
 def _travels_in(message: Message) -> int:
-    """Return the epoch in which a message is on the link: a trace is asked for when its own epoch is over."""
-    return message.epoch + (message.kind is Kind.TRACE or message.kind is Kind.REPORT)
+    """Return the epoch in which a message is on the link: these are sent when their own epoch is over."""
+    return message.epoch + (message.kind in _BEHIND_THEIR_EPOCH)
 
 
 class DelayLine:

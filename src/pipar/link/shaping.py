@@ -1,9 +1,14 @@
-"""The rate of one direction of one link, in bits a second of everything that is sent."""
+"""The rate of one direction of one link, in bits a second of everything that is sent: as given, and as measured."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+
+#: Less says little about a link: the first bytes of a connection and the moments between two timers weigh too much.
+TELLING_BYTES = 64_000
+#: A measured rate above this is no limit: no plan depends on it, and on one machine it is only how busy that is.
+UNLIMITED_BPS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +59,43 @@ class Pacer:
         start = max(ready_at, self.free_at)
         self.free_at = self.rates.end(start, size_bytes * 8)
         return start, self.free_at
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How many bytes went over one direction of a link, and for how many seconds they were on it."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_telling(self) -> bool:
+        return self.size_bytes >= TELLING_BYTES
+
+    @property
+    def rate_bps(self) -> float | None:
+        """The measured rate; None is no limit."""
+        bits = self.size_bytes * 8
+        return bits / self.seconds if bits < self.seconds * UNLIMITED_BPS else None
+
+
+class Meter:
+    """Measures one direction of a link by what is sent anyway."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, Traffic] = {}
+
+    def count(self, epoch: int, size_bytes: int, seconds: float) -> None:
+        """Take a frame that was on the link for so long."""
+        before = self._epochs.get(epoch, Traffic())
+        self._epochs[epoch] = Traffic(before.size_bytes + size_bytes, before.seconds + seconds)
+
+    def read(self, epoch: int) -> Traffic:
+        """Return the traffic of an epoch so far, or of the one before if it tells too little; forget older ones.
+
+        A device that holds the whole network sends nothing but a model at each epoch's end.
+        """
+        for old in [number for number in self._epochs if number < epoch - 1]:
+            del self._epochs[old]
+        now, before = (self._epochs.get(number, Traffic()) for number in (epoch, epoch - 1))
+        return before if before.is_telling and not now.is_telling else now

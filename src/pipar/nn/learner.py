@@ -35,7 +35,7 @@ class TorchLearner:
         keep_momentum: bool,
     ) -> None:
         self.model = model
-        self._split_points = split_points
+        self._split_points = dict(split_points)
         self._optimizer = optimizer
         self._classes = classes
         self._shared = shares_server_model
@@ -50,6 +50,21 @@ class TorchLearner:
             _, module = split_model(self.model, self._split_points[device])
             self._replicas[key] = TorchServerPart(copy.deepcopy(module), self._optimizer, classes=self._classes)
         return self._replicas[key]
+
+    def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
+        """Cut these devices' networks elsewhere; return the momentum of the layers that go to each, if it is kept.
+
+        Their replicas are made anew from the global model: between two rounds nothing else is in them.
+        """
+        assert not self._shared or not self._replicas
+        self._split_points.update(split_points)
+        leaving = {}
+        for device in [name for name in split_points if name in self._replicas]:
+            before = self._replicas.pop(device)
+            replica = self.replica(device)
+            if self._keep_momentum:
+                leaving[device] = replica.take_over(before)
+        return leaving
 
     def pack(self, device: str) -> Body:
         """Return the device's part of the global model; devices with one split point share the bytes."""

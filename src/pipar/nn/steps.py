@@ -37,6 +37,10 @@ class Optimizer:
         )
 
 
+#: What torch's optimiser calls the momentum of a parameter.
+_MOMENTUM = "momentum_buffer"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One micro-batch: its inputs and labels, and how many samples the whole batch has."""
@@ -63,6 +67,7 @@ class Part:
         self.module = module.train()
         self._optimizer = optimizer
         self._torch_optimizer = optimizer.over(module)
+        self._new: dict[str, nn.Parameter] = {}  # of layers that came from the other side of the cut
 
     def step(self) -> None:
         """Apply the accumulated gradients."""
@@ -81,6 +86,39 @@ class Part:
             raise ProtocolError(f"The peer's model does not fit this part of the network: {error}.") from None
         if not keep_momentum:
             self._torch_optimizer = self._optimizer.over(self.module)
+
+    def take_over(self, before: Part) -> Body:
+        """Take over the momentum of the layers that stay on this side of the cut; return that of those that leave it.
+
+        What comes from the other side is taken by `take_momentum`, as this body is there.
+        """
+        own = dict(self.module.named_parameters())
+        was = before._momentum()
+        self._set_momentum({name: momentum for name, momentum in was.items() if name in own})
+        known = dict(before.module.named_parameters())
+        self._new = {name: parameter for name, parameter in own.items() if name not in known}
+        return state_body({name: momentum for name, momentum in was.items() if name not in own})
+
+    def take_momentum(self, body: Body) -> None:
+        """Take the momentum of layers that came from the other side of the cut; one that never moved has none."""
+        state = read_state(body)
+        for name, momentum in state.items():
+            parameter = self._new.get(name)
+            if parameter is None or (momentum.shape, momentum.dtype) != (parameter.shape, parameter.dtype):
+                raise ProtocolError(f"The peer sent momentum of {name!r}, which does not fit the layers that moved.")
+        self._set_momentum(state)
+        self._new = {}
+
+    def _momentum(self) -> dict[str, torch.Tensor]:
+        known = self._torch_optimizer.state if self._torch_optimizer is not None else {}
+        named = ((name, known.get(parameter, {})) for name, parameter in self.module.named_parameters())
+        return {name: kept[_MOMENTUM] for name, kept in named if kept.get(_MOMENTUM) is not None}
+
+    def _set_momentum(self, state: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name, momentum in state.items():
+            if self._torch_optimizer is not None and parameters[name].requires_grad:
+                self._torch_optimizer.state[parameters[name]][_MOMENTUM] = momentum.clone()
 
 
 class TorchDevicePart(Part):

@@ -1,14 +1,16 @@
 """What device and server say to each other.
 
 device                        server
-HELLO          ->                        name, samples
+HELLO          ->                        name, samples, and the device's profile if it has one
                <-          WELCOME       session, plan and the rest of its orders
                <-          MODEL         the device's part of the global model
                <-          ROUND         train this epoch
 ACTIVATION     ->                        one micro-batch and its labels
                <-          GRADIENT      of its activations
-END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it
+END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it, its uplink
 MODEL          ->                        the trained part
+               <-          PLAN          another plan from now on, if there is one
+STATE         <->                        momentum of layers that change sides with it, if momentum is kept
                <-          MODEL         the new global model's part
                <-          REPORT        the round is over: how was it?
 TRACE          ->                        the epoch's spans
@@ -41,6 +43,8 @@ class Kind(IntEnum):
     TRACE = 9
     STOP = 10
     FAULT = 11
+    PLAN = 12
+    STATE = 13
 
 
 #: These do not wait behind what is queued for the link already.

@@ -1,8 +1,8 @@
-"""What the server tells a device when it joins, and what the device brings back at the end of a round."""
+"""What the server tells a device when it joins or is to go on by another plan, and what the device brings back."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
@@ -34,13 +34,29 @@ class Orders:
         plan = Plan(content.pop("split_point"), content.pop("micro_batches"), content.pop("window"))
         return cls(plan=plan, **content)
 
+    def changed_by(self, message: Message) -> Orders:
+        """Return the orders with the plan that a PLAN message says."""
+        content = read_json(message)
+        if {key: type(value) for key, value in content.items()} != dict.fromkeys(_PLAN, int):
+            raise ProtocolError(f"{message} is not a plan that this version of pipar takes.")
+        plan = Plan(**content)
+        if not 1 <= plan.split_point <= self.layers or plan.micro_batches < 1 or plan.window < 0:
+            raise ProtocolError(f"{message} says {plan}, which a network of {self.layers} layers cannot be trained by.")
+        return replace(self, plan=plan)
 
+
+_PLAN = ("split_point", "micro_batches", "window")
 _COUNTS = ("split_point", "micro_batches", "layers", "batch_size")
 _CONTENT = {
     **dict.fromkeys((*_COUNTS, "session", "window"), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
 }
+
+
+def plan_body(plan: Plan) -> Body:
+    """Return the content of PLAN."""
+    return json_body(asdict(plan))
 
 
 @dataclass(frozen=True)

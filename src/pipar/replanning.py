@@ -1,0 +1,96 @@
+"""New plans between two rounds, when the links are no longer those that the plans were made for.
+
+Links are measured by the traffic of the training itself. A choice is made beside the training and taken at the first
+round boundary behind its end: planning delays no round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pipar.config import Link
+from pipar.events import Observer, ReplanFailed, ignore
+from pipar.link.shaping import Traffic
+from pipar.methods import Plan
+
+#: A rate is another one when it differs by more than this from the one planned for. Plans are chosen by estimates that
+#: are no better, and a real link wavers by about as much from round to round without having changed.
+NOTICED = 0.2
+
+#: Returns every device's plan for these links.
+Choose = Callable[[Mapping[str, Link]], Awaitable[Mapping[str, Plan]]]
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The traffic of one device in one round, in each direction."""
+
+    up: Traffic
+    down: Traffic
+
+    def over(self, link: Link) -> Link:
+        """Return the link with the rates that were measured; a direction with too little traffic keeps its own."""
+        up_bps = self.up.rate_bps if self.up.is_telling else link.up_bps
+        down_bps = self.down.rate_bps if self.down.is_telling else link.down_bps
+        return Link(up_bps=up_bps, down_bps=down_bps, latency_s=link.latency_s)
+
+
+class Replanner:
+    """Decides when to plan again, and holds the new plans until a round boundary takes them."""
+
+    def __init__(self, links: Mapping[str, Link], choose: Choose, observe: Observer = ignore) -> None:
+        self._planned_for = {name: _steady(link) for name, link in links.items()}
+        self._measured = self._planned_for
+        self._choose = choose
+        self._observe = observe
+        self._choosing: asyncio.Task[None] | None = None
+        self._chosen: Mapping[str, Plan] | None = None
+
+    def observe_round(self, measured: Mapping[str, MeasuredLink]) -> None:
+        """Take what a round's traffic says of the links; if they have changed, a choice starts beside the training."""
+        self._measured = {
+            name: measured[name].over(link) if name in measured else link for name, link in self._measured.items()
+        }
+        self._start()
+
+    def take(self) -> Mapping[str, Plan] | None:
+        """Return new plans if a choice has ended since the last call; never waits for one."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
+
+    def close(self) -> None:
+        """Choose no more."""
+        if self._choosing is not None:
+            self._choosing.cancel()
+
+    def _start(self) -> None:
+        """Start a choice if the links have changed and none is under way; the end of that one starts the next."""
+        has_changed = any(_differs(link, self._planned_for[name]) for name, link in self._measured.items())
+        if self._choosing is None and has_changed:
+            self._planned_for = self._measured
+            self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for))
+
+    async def _run(self, links: Mapping[str, Link]) -> None:
+        try:
+            self._chosen = await self._choose(links)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and the training goes on by the plans it has
+            self._observe(ReplanFailed(f"New plans could not be chosen: {error}"))
+        self._choosing = None
+        if links is not self._measured:
+            self._start()
+
+
+def _steady(link: Link) -> Link:
+    return Link(up_bps=link.up_bps, down_bps=link.down_bps, latency_s=link.latency_s)
+
+
+def _differs(one: Link, other: Link) -> bool:
+    return _rates_differ(one.up_bps, other.up_bps) or _rates_differ(one.down_bps, other.down_bps)
+
+
+def _rates_differ(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return abs(one - other) > NOTICED * other

@@ -1,0 +1,69 @@
+"""The validation of each round's global model, beside the next round's training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pipar.compute import Compute
+from pipar.errors import TrainingError
+from pipar.ledger import Ledger
+from pipar.stages import Work
+
+#: Gives the summed loss and the right answers of a batch for the model as it was when this was made.
+Evaluate = Callable[[Any], tuple[float, int]]
+
+
+class Validation:
+    """Validates one model after another at the lowest priority; the results go to the ledger."""
+
+    def __init__(
+        self,
+        evaluator: Callable[[], Evaluate],
+        batches: Sequence[tuple[int, Any]],
+        *,
+        background: Compute,
+        ledger: Ledger,
+    ) -> None:
+        self._evaluator = evaluator
+        self._batches = batches
+        self._background = background
+        self._ledger = ledger
+        self._running: asyncio.Task[None] | None = None
+        self._copied = asyncio.Event()
+
+    def start(self, epoch: int) -> None:
+        """Validate the global model that an epoch ended with."""
+        self._copied.clear()
+        self._running = asyncio.get_running_loop().create_task(self._validate(epoch, self._running))
+
+    async def copied(self) -> None:
+        """Return when the last validation has its copy of the global model, which may then change."""
+        if self._running is not None:
+            await self._copied.wait()
+
+    async def _validate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
+        try:
+            await self._evaluate(epoch, before)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
+            self._ledger.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
+        finally:
+            self._copied.set()
+
+    async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
+        if not self._batches:
+            self._ledger.add_validation(epoch, None, None)
+            return
+        copy = Work("validate", epoch, samples=0)
+        evaluate = await self._background.run((copy, self._evaluator))
+        self._copied.set()
+        if before is not None:
+            await before
+        loss_sum, correct, total = 0.0, 0, 0
+        for samples, batch in self._batches:
+            work = Work("validate", epoch, samples=samples)
+            loss, right = await self._background.run((work, partial(evaluate, batch)))
+            loss_sum, correct, total = loss_sum + loss, correct + right, total + samples
+        self._ledger.add_validation(epoch, loss_sum / total, correct / total)
