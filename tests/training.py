@@ -17,11 +17,12 @@ from torch import nn
 from pipar.config import config_from, device_specs
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
-from pipar.job import Job, make_plans
+from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.planner.profile import LayerProfile, Profile
+from pipar.planning import planned
 from pipar.trace import Span
 from pipar.virtual import train_virtually
 from pipar.workload import Own, Workload
@@ -124,7 +125,7 @@ def make_job(workload: Workload) -> Job:
     config, model = workload.config, workload.checked_model()
     profile = hand_made_profile(model, workload.input_shape, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
     profiles = dict.fromkeys(workload.names, profile)
-    return Job(
+    job = Job(
         config=config,
         specs=device_specs(config),
         sizes=workload.sizes(),
@@ -132,10 +133,11 @@ def make_job(workload: Workload) -> Job:
         device_profiles=profiles,
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
-        plans=make_plans(config, profile, profiles),
+        plans={},
         dataset=workload.data_name,
         model=workload.model_name,
     )
+    return planned(job)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
-from pipar.config import Config, DeviceSpec, Link, device_names, device_specs
-from pipar.errors import PlanError
+from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.costs import Costs
+from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
-from pipar.planner.select import choose_plan
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch
 
@@ -93,6 +92,32 @@ class Job:
             for number, spec in enumerate(self.specs, start=1)
         }
 
+    def fleet(self) -> Fleet:
+        """Return what there is to plan for."""
+        costs, window = shared_costs(), self._given_window
+        members = tuple(
+            Member(
+                spec.name,
+                costs(self.device_profiles[spec.name], spec.speed),
+                spec.link,
+                self.sizes[spec.name],
+                spec.memory_bytes,
+                spec.split_point,
+                spec.micro_batches,
+                window,
+            )
+            for spec in self.specs
+        )
+        config = self.config
+        return Fleet(
+            self.method, members, self.server_costs(), self.cores, config.run.batch_size, self.batch_statistics
+        )
+
+    @property
+    def _given_window(self) -> int | Auto:
+        plan = self.config.plan
+        return {"auto": "auto", "all-forward": 0, "1f1b": plan.window}[plan.schedule]  # type: ignore[return-value]
+
     def server_costs(self) -> Costs:
         return Costs(self.server_profile, self.config.server.speed)
 
@@ -151,46 +176,3 @@ def shared_costs() -> Callable[[Profile, float], Costs]:
         return known[key]
 
     return make
-
-
-def make_plans(config: Config, server: Profile, devices: Mapping[str, Profile]) -> dict[str, Plan]:
-    """Return every device's plan: as configured, or the best by the paper's estimate where it says "auto"."""
-    method = METHODS[config.run.method]
-    specs = device_specs(config)
-
-    @lru_cache
-    def choose(profile_id: int, link: Link, speed: float, split_point: str | int, micro_batches: str | int) -> Plan:
-        profile = next(devices[spec.name] for spec in specs if id(devices[spec.name]) == profile_id)
-        choice = choose_plan(
-            method,
-            profile,
-            server,
-            config.run.batch_size,
-            link,
-            speed,
-            config.server.speed,
-            split_point="auto" if isinstance(split_point, str) else split_point,
-            micro_batches="auto" if isinstance(micro_batches, str) else micro_batches,
-        )
-        return replace(choice.plan, window=config.plan.window if config.plan.schedule == "1f1b" else 0)
-
-    plans = {
-        spec.name: choose(id(devices[spec.name]), spec.link, spec.speed, spec.split_point, spec.micro_batches)
-        for spec in specs
-    }
-    return _with_one_split_point(specs, plans) if method.shares_server_model else plans
-
-
-def _with_one_split_point(specs: tuple[DeviceSpec, ...], plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return plans with one split point: a server-side model that devices share can be cut in one place only.
-
-    Given split points must agree. Where they are chosen, the earliest is taken: every device can hold it.
-    """
-    given = {plans[spec.name].split_point for spec in specs if spec.split_point != "auto"}
-    if len(given) > 1:
-        raise PlanError(
-            f"Split points {', '.join(map(str, sorted(given)))} are given, but this method shares one server-side "
-            "model: give all devices the same split point, or use sfl or pipar."
-        )
-    common = min(given or {plan.split_point for plan in plans.values()})
-    return {name: replace(plan, split_point=common) for name, plan in plans.items()}

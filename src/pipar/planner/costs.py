@@ -34,6 +34,10 @@ class Costs:
         self._known: dict[tuple[str, int, int, int], float] = {}
         self._layers: dict[tuple[bool, int], tuple[float, ...]] = {}
 
+    def slower(self, times: float) -> Costs:
+        """Return the costs of a machine on which everything takes so many times as long."""
+        return Costs(self.profile, self.speed / times)
+
     def seconds(self, work: Work) -> float:
         """Return how long the work takes.
 

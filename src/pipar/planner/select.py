@@ -1,70 +1,100 @@
-"""The choice of {P, N} for one device by the paper's estimate; III-C, phase 3.
+"""The choice of every device's {P, N}; paper III-C, phase 3, and beyond it.
 
-The paper shortlists one N for each P. The estimate has a closed form in N, so every N is searched here for the
-price of a few.
+`choose_by_estimate` is the paper's: each device as if it were alone. `choose` simulates the plans of all devices
+together, because K devices share the server's C cores and what is best for one alone may starve the others: it starts
+from each device's own best and improves. Devices of one kind (same machine, link, data size and limits) get one plan.
+The paper shortlists one N for each P; both search every N.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from pipar.config import Link
+from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
-from pipar.planner.costs import Costs
-from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times, iteration_s
-from pipar.planner.profile import Profile
+from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
+from pipar.planner.fleet import Auto, Fleet, Member
+from pipar.planner.timing import Simulate, Timing
 
-#: Predictions this close, relative to the best, are a tie. The estimate is no better than that, and where the link or
-#: the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would always win.
-TIE = 0.01
+#: The paper's estimates this close, relative to the best, are a tie. The estimate is no better than that, and where the
+#: link or the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would win.
+ESTIMATE_TIE = 0.01
+#: Simulations this close, relative to the best, are a tie, which goes to the smaller N: no profile is better than that.
+TIE = 0.002
+#: The first look at N; behind it, every N around the best.
+_COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
+#: Iterations that are simulated: the first fills the pipeline, the second is like all others.
+_STEADY = 2
+_SWEEPS = 4
+#: No profile is exact. Plans this close to the best are compared again on machines that are slower than their profiles,
+#: devices first, then the server: a plan that only just balances two lanes is worse off than it seems.
+_CLOSE = 0.05
+_SLOWER = 1.1
+_SHORTLIST = 8
+_RUNNERS_UP = 8
 
-Auto = Literal["auto"]
+#: One plan for each kind of device, in the order of `Fleet.kinds`.
+ByKind = tuple[Plan, ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of one device and the seconds that the estimate gives one iteration of it."""
+    """The plans that were chosen, and those that came next, with the seconds of an epoch by each."""
 
-    plan: Plan
-    predicted_iteration_s: float
+    plans: dict[str, Plan]
+    by_kind: ByKind
+    epoch_s: float
+    timing: Timing
+    runners_up: tuple[tuple[ByKind, float], ...] = ()
+    simulations: int = 0
 
 
-def choose_plan(
-    method: Method,
-    device_profile: Profile,
-    server_profile: Profile,
-    batch_size: int,
-    link: Link,
-    device_speed: float = 1.0,
-    server_speed: float = 1.0,
-    *,
-    split_point: int | Auto = "auto",
-    micro_batches: int | Auto = "auto",
+def choose(
+    fleet: Fleet, simulate: Simulate, *, start: ByKind | None = None, progress: Callable[[int], None] | None = None
 ) -> Choice:
-    """Return the P and N with the shortest estimated iteration; ties go to the smaller N, then the smaller P.
+    """Return the plans with the shortest epoch that simulations of the whole fleet find; ties go to the smaller N.
 
-    A given P or N is kept, as far as the method lets it count: fl has P = Q and N = 1; sl, sfl and sfl2 have
-    N = 1 and choose P below Q. P = Q has N = 1 for every method: there is nothing to overlap.
+    `start` are plans to begin with instead of each kind's own best: those in force, when bandwidth has changed.
     """
-    layers = len(device_profile.layers)
-    check_given(method, split_point, micro_batches, layers=layers, batch_size=batch_size, model=device_profile.model)
-    given = micro_batches if method.pipelines else 1
-    device, server = Costs(device_profile, device_speed), Costs(server_profile, server_speed)
-    searches = [
-        _Search(
-            p,
-            full_batch_times(device, server, p, batch_size, link),
-            _range_of_n(given, whole=p == layers, batch_size=batch_size),
-        )
-        for p in _split_points(method, split_point, given, layers)
-    ]
-    within = min(search.shortest_s() for search in searches) * (1 + TIE)
-    tied = [plan for search in searches for plan in search.first_within(within)]
-    plan = min(tied, key=lambda plan: (plan.micro_batches, plan.split_point))
-    chosen = next(search for search in searches if search.split_point == plan.split_point)
-    return Choice(plan, iteration_s(chosen.times.divided_by(plan.micro_batches), plan.micro_batches))
+    search = _Search(fleet, simulate, progress)
+    if fleet.method.shares_server_model:
+        best = search.best_in_common()
+    else:
+        search.improve(start if start is not None and search.allows(start) else search.own_best())
+        best = search.most_dependable()
+    plans = search.plans(best)
+    return Choice(
+        plans=plans,
+        by_kind=best,
+        epoch_s=search.epoch_s(best),
+        timing=simulate(fleet, plans, None),
+        runners_up=search.runners_up(best),
+        simulations=search.simulations,
+    )
+
+
+def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
+    """Return each device's plan with the shortest iteration by the paper's estimate; ties go to the smaller N."""
+    chosen = {}
+    for kind in fleet.kinds():
+        best = _best_by_estimate(fleet, kind[0])
+        chosen.update({member.name: best for member in kind})
+    return chosen
+
+
+def _best_by_estimate(fleet: Fleet, member: Member) -> tuple[Plan, float]:
+    times: dict[int, StageTimes] = {}
+    found = []
+    for option in candidates(fleet, member):
+        p, n = option.plan.split_point, option.plan.micro_batches
+        if p not in times:
+            times[p] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link)
+        found.append((option.plan, closed_form_s(times[p].divided_by(n), n)))
+    within = min(seconds for _, seconds in found) * (1 + ESTIMATE_TIE)
+    tied = [(plan, seconds) for plan, seconds in found if seconds <= within]
+    return min(tied, key=lambda item: (item[0].micro_batches, item[0].split_point))
 
 
 def check_given(
@@ -82,49 +112,162 @@ def check_given(
     check_plan(Plan(p, n), layers=layers, batch_size=batch_size, model=model)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Search:
-    """All N of one split point. With T(N) from `closed_form_s` at times t / N,
+    fleet: Fleet
+    simulate: Simulate
+    progress: Callable[[int], None] | None
+    known: dict[ByKind, float] = field(default_factory=dict)
+    expected: dict[ByKind, float] = field(default_factory=dict)
+    simulations: int = 0
 
-        T(N) = max( f_c + b_c,  slowest + (sum - slowest) / N ),
+    def __post_init__(self) -> None:
+        self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
+        self._kinds = self.fleet.kinds()
+        self._options = [candidates(self.fleet, kind[0]) for kind in self._kinds]
+        self._of = [{option.plan: option for option in options} for options in self._options]
+        self._iterations = max(len(self.fleet.batches(member.samples)) for member in self.fleet.members)
 
-    which never grows with N: the largest N is as fast as any, and the smallest that ties with it is by bisection.
-    """
+    def allows(self, by_kind: ByKind) -> bool:
+        return len(by_kind) == len(self._of) and all(p in of for p, of in zip(by_kind, self._of, strict=True))
 
-    split_point: int
-    times: StageTimes  # of the full batch
-    n: range
+    def own_best(self) -> ByKind:
+        """Return each kind's best plan, as if a device of it were alone."""
+        return tuple(min(options, key=lambda option: (option.alone_s, option.plan)).plan for options in self._options)
 
-    def predict(self, micro_batches: int) -> float:
-        return closed_form_s(self.times.divided_by(micro_batches), micro_batches)
+    def plans(self, by_kind: ByKind) -> dict[str, Plan]:
+        return {m.name: plan for kind, plan in zip(self._kinds, by_kind, strict=True) for m in kind}
 
-    def shortest_s(self) -> float:
-        return self.predict(self.n[-1])
+    def epoch_s(self, by_kind: ByKind) -> float:
+        """Return the seconds of an epoch of these plans."""
+        if by_kind not in self.known:
+            self.known[by_kind] = self._simulated_s(self.fleet, by_kind)
+        return self.known[by_kind]
 
-    def first_within(self, limit_s: float) -> Iterable[Plan]:
-        """Yield the plan with the smallest N that takes no longer than the limit, if there is one."""
-        low, high = 0, len(self.n)
-        while low < high:
-            middle = (low + high) // 2
-            if self.predict(self.n[middle]) <= limit_s:
-                high = middle
+    def expected_s(self, by_kind: ByKind) -> float:
+        """Return the mean over the profiles as they are, slower devices and a slower server."""
+        if by_kind not in self.expected:
+            slower = [self._simulated_s(fleet, by_kind) for fleet in self._slower]
+            self.expected[by_kind] = (self.epoch_s(by_kind) + sum(slower)) / 3
+        return self.expected[by_kind]
+
+    def _simulated_s(self, fleet: Fleet, by_kind: ByKind) -> float:
+        self.simulations += 1
+        if self.progress is not None:
+            self.progress(self.simulations)
+        timing = self.simulate(fleet, self.plans(by_kind), min(_STEADY, self._iterations))
+        return timing.of_iterations(self._iterations)
+
+    def bound_s(self, by_kind: ByKind) -> float:
+        """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""
+        options = [of[plan] for of, plan in zip(self._of, by_kind, strict=True)]
+        cores = sum(o.server_s * len(kind) for o, kind in zip(options, self._kinds, strict=True)) / self.fleet.cores
+        full = [sum(b == self.fleet.batch_size for b in self.fleet.batches(kind[0].samples)) for kind in self._kinds]
+        alone = max(option.alone_s * count for option, count in zip(options, full, strict=True))
+        return max(alone, cores * min(full))
+
+    def improve(self, best: ByKind) -> None:
+        """Simulate plans until no other plan of one kind makes the best better."""
+        for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
+            before = self.epoch_s(best)
+            for kind in self._slowest_first(best):
+                best = self._improve_kind(best, kind)
+            if self.epoch_s(best) > before * (1 - TIE):
+                break
+
+    def _slowest_first(self, by_kind: ByKind) -> list[int]:
+        alone = [self._of[kind][plan].alone_s for kind, plan in enumerate(by_kind)]
+        return sorted(range(len(alone)), key=lambda kind: -alone[kind])
+
+    def _improve_kind(self, best: ByKind, kind: int) -> ByKind:
+        """Return the best with any plan of this kind, the others staying as they are."""
+        by_split_point: dict[int, list[Candidate]] = {}
+        for option in self._options[kind]:
+            by_split_point.setdefault(option.plan.split_point, []).append(option)
+
+        def replaced(plan: Plan) -> ByKind:
+            return (*best[:kind], plan, *best[kind + 1 :])
+
+        def shortest_bound(options: Iterable[Candidate]) -> float:
+            return min(self.bound_s(replaced(option.plan)) for option in options)
+
+        found = best
+        for options in sorted(by_split_point.values(), key=shortest_bound):
+            plans = {option.plan.micro_batches: replaced(option.plan) for option in options}
+            found = min(found, self._best_n(plans, found), key=self.epoch_s)
+        return found
+
+    def _best_n(self, plans: Mapping[int, ByKind], best: ByKind) -> ByKind:
+        """Return the best of one split point's plans, by N: a coarse look, then every N around the best."""
+        coarse = [n for n in plans if n in _COARSE or n == max(plans)]
+        local = self._first_of(plans, coarse, best)
+        if local is None:
+            return best
+        at = coarse.index(local)
+        low = coarse[at - 1] if at else local
+        high = coarse[at + 1] if at + 1 < len(coarse) else local
+        around = [n for n in plans if low < n < high]
+        refined = self._first_of(plans, around, plans[local]) if around else None
+        chosen = plans[local] if refined is None else min(plans[local], plans[refined], key=self.epoch_s)
+        return min(best, chosen, key=self.epoch_s)
+
+    def _first_of(self, plans: Mapping[int, ByKind], numbers: list[int], best: ByKind) -> int | None:
+        """Return the N with the shortest epoch, of those that their bounds do not rule out; likeliest first."""
+        found, shortest = None, self.epoch_s(best)
+        least = None
+        for n in sorted(numbers, key=lambda n: self.bound_s(plans[n])):
+            if self.bound_s(plans[n]) >= shortest * (1 + _CLOSE / 2):
+                break
+            seconds = self.epoch_s(plans[n])
+            if least is None or seconds < least:
+                found, least = n, seconds
+            shortest = min(shortest, seconds)
+        return found
+
+    def best_in_common(self) -> ByKind:
+        """Return the best plans with one split point: a server-side model that is shared is cut in one place only."""
+        common = set.intersection(*({plan.split_point for plan in of} for of in self._of))
+        if not common:
+            raise PlanError(
+                f"{self.fleet.method.name} shares one server-side model, but no split point is allowed for all of the "
+                "devices: give them the same one, or use sfl or pipar."
+            )
+        every = [tuple(next(p for p in of if p.split_point == cut) for of in self._of) for cut in sorted(common)]
+        return min(every, key=self.epoch_s)
+
+    def most_dependable(self) -> ByKind:
+        """Return the best of the plans that are close to the best, also on slower machines; ties to the smaller N."""
+        within = min(self.known.values()) * (1 + _CLOSE)
+        close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
+        best = min((by_kind for _, by_kind in close[:_SHORTLIST]), key=self.expected_s)
+        for kind in range(len(best)):
+            best = self._nearby(best, kind)
+        tied = [by_kind for by_kind, s in self.expected.items() if s <= self.expected_s(best) * (1 + TIE)]
+        return min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
+
+    def _nearby(self, best: ByKind, kind: int) -> ByKind:
+        """Return the best with an N of this kind that lies around, going on in the direction that is better."""
+        cut, n = best[kind].split_point, best[kind].micro_batches
+        plans = {plan.micro_batches: plan for plan in self._of[kind] if plan.split_point == cut}
+        stride = max(1, n // 10)
+        for step in (-stride, stride):
+            while (plan := plans.get(best[kind].micro_batches + step)) is not None:
+                other = (*best[:kind], plan, *best[kind + 1 :])
+                if self.expected_s(other) >= self.expected_s(best):
+                    break
+                best = other
+        return best
+
+    def runners_up(self, best: ByKind) -> tuple[tuple[ByKind, float], ...]:
+        """Return the next best plans, one for each choice of split points, then others."""
+        others = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if by_kind != best)
+        first: dict[tuple[int, ...], tuple[ByKind, float]] = {}
+        rest = []
+        for seconds, by_kind in others:
+            cut = tuple(plan.split_point for plan in by_kind)
+            if cut in first or cut == tuple(plan.split_point for plan in best):
+                rest.append((by_kind, seconds))
             else:
-                low = middle + 1
-        if low < len(self.n):
-            yield Plan(self.split_point, self.n[low])
-
-
-def _split_points(method: Method, split_point: int | Auto, micro_batches: int | Auto, layers: int) -> range:
-    if not method.splits:
-        return range(layers, layers + 1)
-    if split_point != "auto":
-        return range(split_point, split_point + 1)
-    # A method that always splits, or a number of micro-batches that was asked for, leaves out P = Q.
-    cuts_only = not method.pipelines or micro_batches not in ("auto", 1)
-    return range(1, layers) if cuts_only and layers > 1 else range(1, layers + 1)
-
-
-def _range_of_n(micro_batches: int | Auto, *, whole: bool, batch_size: int) -> range:
-    if whole:
-        return range(1, 2)
-    return range(1, batch_size + 1) if micro_batches == "auto" else range(micro_batches, micro_batches + 1)
+                first[cut] = (by_kind, seconds)
+        shown = [*list(first.values())[: _RUNNERS_UP // 2], *rest]
+        return tuple(sorted(shown[:_RUNNERS_UP], key=lambda item: item[1]))

@@ -21,6 +21,8 @@ CHUNK_BYTES = 1_000_000
 MAX_BODY_BYTES = 65535 * CHUNK_BYTES
 
 _FIXED = struct.Struct("!2sBBIIIIHIIBBHHBQ")
+#: Of every frame; four more for each dimension of a tensor.
+HEADER_BYTES = _FIXED.size
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 _ENCODING_NAMES = {number: name for name, number in ENCODINGS.items()}

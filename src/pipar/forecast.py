@@ -1,0 +1,415 @@
+"""How long an epoch of these plans lasts: the two programs' rules over sizes and costs, without the programs.
+
+    device compute   f_c 1 .. f_c N          b_c 1 .. b_c N  step
+    device io        load, encode 1 .. encode N, decode 1 .. decode N
+    uplink           u 1 .. u N                              at last the trained part
+    server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices
+    downlink         d 1 .. d N                              at last the new part
+
+A timing-only run of the same plans gives the same times, to the last digits; it runs the programs themselves and takes
+30 times as long. The planner compares hundreds of plans, so it asks here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush, heapreplace
+
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.timing import Timing
+from pipar.protocol.messages import LABEL_BYTES
+from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
+from pipar.schedule import device_order
+from pipar.stages import Work
+from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+
+#: What the JSON of 'stop epoch' has, give or take a few bytes.
+_END_EPOCH_BYTES = 80
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Seconds of every stage of one batch of one device; the lists have an entry for each micro-batch."""
+
+    load: float
+    fc: list[float]
+    encode: list[float]
+    u: list[float]
+    served: list[float]  # decode, f_s, b_s and encode: one job of the server's
+    d: list[float]
+    decode: list[float]
+    bc: list[float]
+    step: float
+    server_step: float
+
+
+#: Changes the times of one device's iteration: (device, iteration, times) -> times.
+Disturb = Callable[[str, int, BatchTimes], BatchTimes]
+
+
+def forecast(
+    fleet: Fleet,
+    plans: Mapping[str, Plan],
+    *,
+    iterations: int | None = None,
+    disturb: Disturb | None = None,
+) -> Timing:
+    """Return the times of one epoch, cut off behind so many iterations if that is asked for."""
+    return _Epoch(fleet, plans, iterations, disturb).run()
+
+
+def timeline(fleet: Fleet, plans: Mapping[str, Plan], device: str, *, iterations: int | None = None) -> list[Span]:
+    """Return the spans of one device, and of the server's cores when they work for it, in order of their starts."""
+    epoch = _Epoch(fleet, plans, iterations, watch=device)
+    epoch.run()
+    return sorted(epoch.spans, key=lambda span: span.start)
+
+
+class _Device:
+    """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
+
+    __slots__ = (
+        "answered", "batch", "compute_s", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding", "ends",
+        "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
+        "returned_at", "served", "serving", "splits", "stepped", "stepped_at", "times", "up_free", "up_s",
+        "waits_for", "watched", "working",
+    )  # fmt: skip
+
+    def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
+        self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
+        self.latency = member.link.latency_s
+        # The device's compute lane: its batch, the order of its stages, and how far it is.
+        self.working: BatchTimes | None = None
+        self.order: tuple[tuple[bool, int], ...] = ()
+        self.place = 0
+        self.waits_for = -1  # the micro-batch whose gradient it needs next
+        self.ends: list[float] = []  # of its iterations
+        # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
+        self.loads = self.loaded = self.forwarded = self.encoded = self.answered = self.decoded = 0
+        self.encoding = self.decoding = False
+        self.io_free = self.up_free = self.down_free = 0.0
+        self.compute_s = self.up_s = self.down_s = 0.0
+        # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
+        self.batch, self.stepped, self.stepped_at = times[0], 0, 0.0
+        self.served = self.inbox = 0
+        self.serving = False
+        self.returned_at = 0.0
+
+
+_LOADED, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED = range(8)
+
+
+class _Epoch:
+    """One epoch, event by event; of two at the same time, the one that was caused first comes first."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        plans: Mapping[str, Plan],
+        iterations: int | None,
+        disturb: Disturb | None = None,
+        watch: str | None = None,
+    ) -> None:
+        self.spans: list[Span] = []
+        self._fleet = fleet
+        self._plans = plans
+        self._devices = self._make_devices(iterations, disturb, watch)
+        self._events: list[tuple[float, int, int, _Device]] = []
+        self._count = 0
+        self._cores = [0.0] * fleet.cores  # until when each is taken
+        self._server_s = 0.0
+
+    def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
+        known: dict[tuple[object, ...], BatchTimes] = {}  # most devices are like another one
+        devices = []
+        for member in self._fleet.members:
+            plan, times = self._plans[member.name], []
+            for number, batch in enumerate(self._fleet.batches(member.samples)[:iterations], start=1):
+                key = (id(member.costs), member.link, plan, batch)
+                if key not in known:
+                    known[key] = batch_times(self._fleet, member, plan, batch)
+                times.append(disturb(member.name, number, known[key]) if disturb else known[key])
+            splits = plan.split_point < self._fleet.layers
+            devices.append(_Device(member, plan, times, splits=splits, watched=member.name == watch))
+        return devices
+
+    def run(self) -> Timing:
+        # Nobody waits for the others' new parts: who has a short way begins early.
+        distributed, installed = self._distribute(0.0)
+        for device in self._devices:
+            told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)
+            device.down_free, device.down_s = told, 0.0
+            self._load(device, max(told + device.latency, installed[device.member.name]))
+        start = min(device.io_free - device.times[0].load for device in self._devices)
+        handlers = (
+            self._loaded, self._computed, self._encoded, self._arrived,
+            self._served, self._stepped, self._answered, self._decoded,
+        )  # fmt: skip
+        events = self._events
+        while events:
+            now, _, kind, device = heappop(events)
+            handlers[kind](device, now)
+        return self._timing(start, self._exchange())
+
+    def _at(self, when: float, kind: int, device: _Device) -> None:
+        self._count += 1
+        heappush(self._events, (when, self._count, kind, device))
+
+    # --- on a device
+
+    def _load(self, device: _Device, now: float) -> None:
+        begin = max(now, device.io_free)
+        device.io_free = begin + device.times[device.loads].load
+        device.loads += 1
+        if device.watched:
+            self._span(device, IO, "load", 0, begin, device.io_free)
+        self._at(device.io_free, _LOADED, device)
+
+    def _loaded(self, device: _Device, now: float) -> None:
+        device.loaded += 1
+        if device.working is None:
+            self._begin(device, now)
+
+    def _begin(self, device: _Device, now: float) -> None:
+        """Begin the next iteration, if its batch is there."""
+        number = len(device.ends)
+        if device.loaded <= number:
+            device.working = None
+            return
+        device.working = device.times[number]
+        device.order = _order(len(device.working.fc), device.plan.window)
+        device.place = device.forwarded = device.encoded = device.answered = device.decoded = 0
+        self._go_on(device, now)
+
+    def _go_on(self, device: _Device, now: float) -> None:
+        """Start the compute lane's next stage, unless it has to wait for a gradient."""
+        times = device.working
+        assert times is not None
+        if device.place == len(device.order):
+            end, kind, n = now + times.step, "step", -1
+        else:
+            forward, n = device.order[device.place]
+            if forward:
+                end, kind = now + times.fc[n], "fc"
+            elif device.splits and n >= device.decoded:
+                device.waits_for = n
+                return
+            else:
+                end, kind = now + times.bc[n], "bc"
+        device.compute_s += end - now
+        if device.watched:
+            self._span(device, COMPUTE, kind, n + 1, now, end)
+        self._at(end, _COMPUTED, device)
+
+    def _computed(self, device: _Device, now: float) -> None:
+        if device.place == len(device.order):
+            device.ends.append(now)
+            if len(device.ends) < len(device.times):
+                self._begin(device, now)
+            return
+        forward, _ = device.order[device.place]
+        device.place += 1
+        if forward:
+            device.forwarded += 1
+            if device.splits and not device.encoding:
+                self._encode(device, now)
+            if 2 * device.forwarded == len(device.order) and device.loads < len(device.times):
+                self._load(device, now)
+        self._go_on(device, now)
+
+    def _encode(self, device: _Device, now: float) -> None:
+        assert device.working is not None
+        begin = max(now, device.io_free)
+        device.io_free = begin + device.working.encode[device.encoded]
+        device.encoding = True
+        if device.watched:
+            self._span(device, IO, "encode", device.encoded + 1, begin, device.io_free)
+        self._at(device.io_free, _ENCODED, device)
+
+    def _encoded(self, device: _Device, now: float) -> None:
+        assert device.working is not None
+        n = device.encoded
+        begin, seconds = max(now, device.up_free), device.working.u[n]
+        device.up_free = begin + seconds
+        device.up_s += seconds
+        if device.watched:
+            self._span(device, UPLINK, "u", n + 1, begin, device.up_free)
+        self._at(device.up_free + device.latency, _ARRIVED, device)
+        device.encoded, device.encoding = n + 1, False
+        if device.encoded < device.forwarded:
+            self._encode(device, now)
+
+    def _answered(self, device: _Device, now: float) -> None:
+        device.answered += 1
+        if not device.decoding:
+            self._decode(device, now)
+
+    def _decode(self, device: _Device, now: float) -> None:
+        assert device.working is not None
+        begin = max(now, device.io_free)
+        device.io_free = begin + device.working.decode[device.decoded]
+        device.decoding = True
+        if device.watched:
+            self._span(device, IO, "decode", device.decoded + 1, begin, device.io_free)
+        self._at(device.io_free, _DECODED, device)
+
+    def _decoded(self, device: _Device, now: float) -> None:
+        device.decoded += 1
+        device.decoding = False
+        if device.decoded < device.answered:
+            self._decode(device, now)
+        if device.waits_for == device.decoded - 1:
+            device.waits_for = -1
+            self._go_on(device, now)
+
+    # --- on the server
+
+    def _arrived(self, device: _Device, now: float) -> None:
+        if device.serving:
+            device.inbox += 1
+        else:
+            device.serving = True
+            self._on_core(device, now, device.batch.served[device.served], _SERVED)
+
+    def _on_core(self, device: _Device, now: float, seconds: float, then: int) -> None:
+        begin = max(now, self._cores[0])
+        heapreplace(self._cores, begin + seconds)
+        self._server_s += seconds
+        if device.watched:
+            kind, n = ("fs", device.served + 1) if then == _SERVED else ("step", 0)
+            place = (1, device.stepped + 1, n, begin, begin + seconds)
+            self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
+        self._at(begin + seconds, then, device)
+
+    def _served(self, device: _Device, now: float) -> None:
+        n = device.served
+        begin, seconds = max(now, device.down_free), device.batch.d[n]
+        device.down_free = begin + seconds
+        device.down_s += seconds
+        if device.watched:
+            self._span(device, DOWNLINK, "d", n + 1, begin, device.down_free)
+        self._at(device.down_free + device.latency, _ANSWERED, device)
+        device.served = n + 1
+        if device.served == len(device.batch.served):
+            self._on_core(device, now, device.batch.server_step, _STEPPED)
+        else:
+            self._serve_next(device, now)
+
+    def _stepped(self, device: _Device, now: float) -> None:
+        device.stepped_at = now
+        device.stepped, device.served = device.stepped + 1, 0
+        if device.stepped < len(device.times):
+            device.batch = device.times[device.stepped]
+        self._serve_next(device, now)
+
+    def _serve_next(self, device: _Device, now: float) -> None:
+        if device.inbox:
+            device.inbox -= 1
+            self._on_core(device, now, device.batch.served[device.served], _SERVED)
+        else:
+            device.serving = False
+
+    # --- the end of the round
+
+    def _exchange(self) -> float:
+        """Return when the last device has its new part: trained parts up, aggregation, new parts down."""
+        for device in self._devices:
+            self._return_part(device)
+        server = self._fleet.server
+        models = server.profile.parameter_bytes(1, self._fleet.layers) * len(self._devices)
+        returned = max(max(device.returned_at for device in self._devices), self._cores[0])
+        _, installed = self._distribute(returned + server.seconds(Work("aggregate", size_bytes=models)))
+        return max(installed.values())
+
+    def _distribute(self, now: float) -> tuple[float, dict[str, float]]:
+        """Return when the last part was packed, and when each device has installed its own."""
+        packed: set[int] = set()
+        installed = {}
+        for device in self._devices:
+            member, size = device.member, self._part_bytes(device)
+            if device.plan.split_point not in packed:  # one split point is packed once
+                now += self._fleet.server.seconds(Work("pack", size_bytes=size))
+                packed.add(device.plan.split_point)
+            seconds = transfer_s(size, member.link.down_bps)
+            device.down_s += seconds
+            device.down_free = max(now, device.down_free) + seconds
+            install = member.costs.seconds(Work("install", size_bytes=size))
+            installed[member.name] = device.down_free + device.latency + install
+        return now, installed
+
+    def _return_part(self, device: _Device) -> None:
+        member, size = device.member, self._part_bytes(device)
+        said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
+        packed = device.ends[-1] + member.costs.seconds(Work("pack", size_bytes=size))
+        seconds = transfer_s(size, member.link.up_bps)
+        device.up_s += seconds
+        device.returned_at = max(max(packed, said) + seconds + device.latency, device.stepped_at)
+
+    def _part_bytes(self, device: _Device) -> int:
+        return self._fleet.server.profile.parameter_bytes(1, device.plan.split_point)
+
+    def _timing(self, start: float, end: float) -> Timing:
+        devices = self._devices
+        iterations = max(len(device.ends) for device in devices)
+        ends = [max(d.ends[n] for d in devices if n < len(d.ends)) - start for n in range(iterations)]
+        return Timing(
+            epoch_s=end - start,
+            iteration_ends=tuple(ends),
+            device_s={device.member.name: device.ends[-1] - start for device in devices},
+            busy_s={
+                "device": max(device.compute_s for device in devices),
+                "uplink": max(device.up_s for device in devices),
+                "server": self._server_s / self._fleet.cores,
+                "downlink": max(device.down_s for device in devices),
+            },
+        )
+
+    def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
+        iteration = len(device.ends) + 1 + (kind == "load" and device.loads > len(device.ends) + 1)
+        self.spans.append(Span(device.member.name, lane, kind, 1, iteration, n, begin, end))
+
+
+@lru_cache(maxsize=1024)
+def _order(micro_batches: int, window: int) -> tuple[tuple[bool, int], ...]:
+    return tuple((stage.kind == "fc", stage.micro_batch - 1) for stage in device_order(micro_batches, window))
+
+
+def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
+    """Return the seconds of every stage of a batch of so many samples; with P = Q there is nothing but compute."""
+    costs, server, link = member.costs, fleet.server, member.link
+    p, pieces = plan.split_point, fleet.pieces(batch, plan.micro_batches)
+    whole = p == fleet.layers
+    at_cut = server.profile.output_bytes(p)
+
+    def each(seconds: Callable[[int], float]) -> list[float]:
+        by_size = {m: seconds(m) for m in set(pieces)}  # pieces have one of two sizes
+        return [by_size[m] for m in pieces]
+
+    def served(m: int) -> float:
+        sent = m * (at_cut + LABEL_BYTES)
+        job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m, sent) for kind in ("decode", "fs", "bs", "encode")]
+        return sum(map(server.seconds, job))
+
+    none = [0.0] * len(pieces)
+    return BatchTimes(
+        load=costs.seconds(Work("load", samples=batch)),
+        fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
+        encode=none if whole else each(lambda m: costs.seconds(Work("encode", size_bytes=m * at_cut))),
+        u=none if whole else each(lambda m: transfer_s(m * (at_cut + LABEL_BYTES), link.up_bps)),
+        served=none if whole else each(served),
+        d=none if whole else each(lambda m: transfer_s(m * at_cut, link.down_bps)),
+        decode=none if whole else each(lambda m: costs.seconds(Work("decode", size_bytes=m * at_cut))),
+        bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
+        step=costs.seconds(Work("step", last_layer=p)),
+        server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
+    )
+
+
+def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
+    """Return how long a message of so many bytes is on a link, its frames' headers included."""
+    frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))
+    return 0.0 if rate_bps is None else (size_bytes + frames * HEADER_BYTES) * 8 / rate_bps

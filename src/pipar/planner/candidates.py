@@ -1,0 +1,149 @@
+"""All plans that one device may have, and for each a time that nothing can beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipar.errors import PlanError
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.memory import fitting_window, training_bytes
+from pipar.stages import Work
+from pipar.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan of one device, and what an iteration of it takes at least."""
+
+    plan: Plan
+    alone_s: float  # with a server and its cores for itself
+    lane_s: float  # on the busiest of its own lanes
+    server_s: float  # on the server's cores, of which all devices have a share
+
+
+def candidates(fleet: Fleet, member: Member) -> list[Candidate]:
+    """Return every plan that the method, what was given and the device's memory allow; there is at least one."""
+    plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
+    if not plans:
+        raise PlanError(_too_little_memory(fleet, member))
+    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in plans]
+
+
+def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:
+    """Yield every distinct {P, N}. P = Q has N = 1: there is nothing to overlap."""
+    layers, measured = fleet.layers, len(member.costs.profile.layers)
+    for p in _split_points(fleet, member):
+        if p > measured:
+            continue  # the paper's Q': the device could not even be profiled with so many layers
+        most = len(fleet.pieces(fleet.batch_size, fleet.batch_size))
+        if p == layers or not fleet.method.pipelines:
+            yield p, 1
+        elif member.micro_batches != "auto":
+            yield p, member.micro_batches
+        else:
+            yield from ((p, n) for n in range(1, most + 1))
+
+
+def _split_points(fleet: Fleet, member: Member) -> range:
+    layers = fleet.layers
+    if not fleet.method.splits:
+        return range(layers, layers + 1)
+    if member.split_point != "auto":
+        return range(member.split_point, member.split_point + 1)
+    # A method that always splits, or a number of micro-batches that was asked for, leaves out P = Q.
+    cuts_only = not fleet.method.pipelines or member.micro_batches not in ("auto", 1)
+    return range(1, layers) if cuts_only and layers > 1 else range(1, layers + 1)
+
+
+def _in_memory(fleet: Fleet, member: Member, p: int, n: int) -> Iterator[Plan]:
+    """Yield the plan with the window that the device has memory for; nothing if there is none for it at all."""
+    given = member.window
+    if member.memory_bytes is None:
+        yield Plan(p, n, 0 if given == "auto" else given)
+        return
+    statistics = fleet.batch_statistics
+    if given != "auto":
+        plan = Plan(p, n, given)
+        needed = training_bytes(member.costs.profile, plan, fleet.batch_size, batch_statistics=statistics)
+        if needed <= member.memory_bytes:
+            yield plan
+        return
+    window = fitting_window(
+        member.costs.profile, p, n, fleet.batch_size, member.memory_bytes, batch_statistics=statistics
+    )
+    if window is not None:
+        yield Plan(p, n, window)
+
+
+def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, float]:
+    """Return the shortest iteration of a device that is alone, its busiest lane, and the server's work for it."""
+    profile, p = member.costs.profile, plan.split_point
+    pieces = fleet.pieces(fleet.batch_size, plan.micro_batches)
+    forward = {m: member.costs.seconds(Work("fc", last_layer=p, samples=m)) for m in set(pieces)}
+    backward = {m: member.costs.seconds(Work("bc", last_layer=p, samples=m)) for m in set(pieces)}
+    step = member.costs.seconds(Work("step", last_layer=p))
+    computed = math.fsum(forward[m] + backward[m] for m in pieces) + step
+    if p == fleet.layers:
+        return computed, computed, 0.0
+    served = {m: _served_s(fleet, p, m) for m in set(pieces)}
+    sent = {m: m * profile.output_bytes(p) * 8 for m in set(pieces)}
+    up = {m: _over(bits, member.link.up_bps) for m, bits in sent.items()}
+    down = {m: _over(bits, member.link.down_bps) for m, bits in sent.items()}
+    total = math.fsum(served[m] for m in pieces)
+    lane = max(computed, total, math.fsum(up[m] for m in pieces), math.fsum(down[m] for m in pieces))
+    if plan.window:  # which forward waits for which backward depends on when answers come: only lanes are certain
+        return lane, lane, total
+    alone = _sweep(pieces, forward, up, served, down, backward, 2 * member.link.latency_s) + step
+    return alone, lane, total
+
+
+def _served_s(fleet: Fleet, p: int, samples: int) -> float:
+    forward, backward = (
+        Work(kind, first_layer=p + 1, last_layer=fleet.layers, samples=samples) for kind in ("fs", "bs")
+    )
+    return fleet.server.seconds(forward) + fleet.server.seconds(backward)
+
+
+def _sweep(
+    pieces: list[int],
+    forward: dict[int, float],
+    up: dict[int, float],
+    served: dict[int, float],
+    down: dict[int, float],
+    backward: dict[int, float],
+    latency_s: float,
+) -> float:
+    """Return the end of the last backward: the recursion of `estimate.iteration_s` with each piece's own times."""
+    forwarded = uploaded = answered = downloaded = 0.0
+    arrivals = []
+    for m in pieces:
+        forwarded += forward[m]
+        uploaded = max(uploaded, forwarded) + up[m]
+        answered = max(uploaded, answered) + served[m]
+        downloaded = max(downloaded, answered) + down[m]
+        arrivals.append(downloaded + latency_s)
+    end = forwarded
+    for m, arrived in zip(pieces, arrivals, strict=True):
+        end = max(end, arrived) + backward[m]
+    return end
+
+
+def _over(bits: float, rate_bps: float | None) -> float:
+    return 0.0 if rate_bps is None else bits / rate_bps
+
+
+def _too_little_memory(fleet: Fleet, member: Member) -> str:
+    assert member.memory_bytes is not None
+    least = training_bytes(
+        member.costs.profile, Plan(1, fleet.batch_size, 1), fleet.batch_size, batch_statistics=fleet.batch_statistics
+    )
+    given = f"P={member.split_point} N={member.micro_batches}"
+    asked = f" with {given}" if {member.split_point, member.micro_batches} != {"auto"} else ""
+    return (
+        f"{member.name} has {format_bytes(member.memory_bytes)} of memory, and no plan{asked} fits in it; one layer in "
+        f"micro-batches of one sample needs {format_bytes(least)}. Give more memory, a smaller P or batch, or let the "
+        "schedule be auto."
+    )

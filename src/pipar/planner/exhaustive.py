@@ -1,0 +1,66 @@
+"""The best of all plans, by trying them: what a choice is measured against; paper V-D, T_opt / T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.fleet import Fleet
+from pipar.planner.select import ByKind
+from pipar.planner.timing import Simulate
+
+
+@dataclass(frozen=True)
+class Best:
+    """The plans with the shortest epoch of all, and how many were simulated and how many ruled out."""
+
+    by_kind: ByKind
+    epoch_s: float
+    simulated: int
+    ruled_out: int
+
+
+def search_all(
+    fleet: Fleet,
+    simulate: Simulate,
+    *,
+    micro_batches: Sequence[int] | None = None,
+    slack: float = 0.0,
+    progress: Callable[[float], None] | None = None,
+) -> Best:
+    """Return the best of all plans of all kinds, or of those with these N.
+
+    One steady iteration of the whole fleet is simulated. A plan is left out only if its busiest lane alone takes longer
+    than the best plan found; `slack` is how much shorter than its costs a simulated stage may be.
+    """
+    kinds = fleet.kinds()
+    options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
+    iterations = max(len(fleet.batches(member.samples)) for member in fleet.members)
+    full = [sum(batch == fleet.batch_size for batch in fleet.batches(kind[0].samples)) for kind in kinds]
+
+    def bound_s(chosen: tuple[Candidate, ...]) -> float:
+        cores = sum(o.server_s * len(kind) for o, kind in zip(chosen, kinds, strict=True)) / fleet.cores * min(full)
+        return max(cores, *(o.lane_s * count for o, count in zip(chosen, full, strict=True))) * (1 - slack)
+
+    everything = sorted(((bound_s(chosen), n, chosen) for n, chosen in enumerate(product(*options))))
+    best: tuple[float, ByKind] | None = None
+    for tried, (bound, _, chosen) in enumerate(everything):
+        if best is not None and bound >= best[0]:
+            return Best(best[1], best[0], tried, len(everything) - tried)
+        by_kind = tuple(option.plan for option in chosen)
+        plans = {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
+        seconds = simulate(fleet, plans, min(2, iterations)).of_iterations(iterations)
+        best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
+        if progress is not None:
+            progress((tried + 1) / len(everything))
+    assert best is not None
+    return Best(best[1], best[0], len(everything), 0)
+
+
+def _allowed(options: list[Candidate], micro_batches: Sequence[int] | None) -> list[Candidate]:
+    if micro_batches is None:
+        return options
+    allowed = [option for option in options if option.plan.micro_batches in micro_batches]
+    return allowed or options

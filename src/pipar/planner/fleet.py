@@ -1,0 +1,77 @@
+"""What there is to plan for: the devices with their links and limits, and the server that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipar.config import Link
+from pipar.methods import Method
+from pipar.planner.costs import Costs
+from pipar.schedule import cut_batch, cut_epoch
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One device of a fleet; "auto" where its plan is to be chosen.
+
+    `window` is the given 1F1B window, 0 for all forwards first; "auto" takes a window only if memory asks for one.
+    """
+
+    name: str
+    costs: Costs
+    link: Link
+    samples: int
+    memory_bytes: int | None = None
+    split_point: int | Auto = "auto"
+    micro_batches: int | Auto = "auto"
+    window: int | Auto = "auto"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What its plan depends on: devices of one kind are planned once."""
+        # Costs by identity: equal devices share theirs, and comparing profiles layer by layer would take longer.
+        given = (self.split_point, self.micro_batches, self.window)
+        return (id(self.costs), self.link, self.samples, self.memory_bytes, *given)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All devices of a training, in name order, and the server's cores."""
+
+    method: Method
+    members: tuple[Member, ...]
+    server: Costs
+    cores: int
+    batch_size: int
+    batch_statistics: bool = False
+
+    @property
+    def layers(self) -> int:
+        return len(self.server.profile.layers)
+
+    def batches(self, samples: int) -> list[int]:
+        """Return the number of samples of each iteration of a device's epoch."""
+        return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics)
+
+    def pieces(self, batch: int, micro_batches: int) -> list[int]:
+        """Return the sizes of a batch's micro-batches."""
+        return cut_batch(batch, micro_batches, batch_statistics=self.batch_statistics)
+
+    def slower(self, *, devices: float = 1.0, server: float = 1.0) -> Fleet:
+        """Return the fleet with computation that takes so many times as long; devices of one kind stay of one kind."""
+        known: dict[int, Costs] = {}
+        for member in self.members:
+            if id(member.costs) not in known:
+                known[id(member.costs)] = member.costs.slower(devices)
+        members = tuple(replace(member, costs=known[id(member.costs)]) for member in self.members)
+        return replace(self, members=members, server=self.server.slower(server))
+
+    def kinds(self) -> list[tuple[Member, ...]]:
+        """Return the members by kind, each kind in name order, in the order of their first members."""
+        groups: dict[tuple[object, ...], list[Member]] = {}
+        for member in self.members:
+            groups.setdefault(member.kind, []).append(member)
+        return [tuple(group) for group in groups.values()]
