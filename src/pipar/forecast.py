@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.timing import Timing
+from pipar.planner.timing import Timing, steady_epoch_s
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
 from pipar.schedule import device_order
 from pipar.stages import Work
 from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
+#: A fleet of more devices is simulated by a sample of it.
+_SAMPLE = 128
+#: So many micro-batches take less than a tenth of a second.
+_QUICK = 4000
 #: What the JSON of 'stop epoch' has, give or take a few bytes.
 _END_EPOCH_BYTES = 80
 
@@ -67,6 +71,62 @@ def timeline(fleet: Fleet, plans: Mapping[str, Plan], device: str, *, iterations
     epoch = _Epoch(fleet, plans, iterations, watch=device)
     epoch.run()
     return sorted(epoch.spans, key=lambda span: span.start)
+
+
+def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+    """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
+    everyone = sampled(fleet)
+    pieces = sum(plans[m.name].micro_batches * len(fleet.batches(m.samples)) for m in everyone.members)
+    if pieces <= _QUICK:
+        return forecast(everyone, plans).epoch_s
+    return steady_epoch_s(simulate, everyone, plans)
+
+
+def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+    """Return the forecast, as the planner asks for it."""
+    return forecast(fleet, plans, iterations=iterations)
+
+
+def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
+    """Return how long each device's compute lane and all cores of the server together work in one epoch."""
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    devices, server_s = {}, 0.0
+    for member in fleet.members:
+        plan = plans[member.name]
+        key = (id(member.costs), plan, member.samples)
+        if key not in known:
+            known[key] = _computed_s(fleet, member, plan)
+        devices[member.name] = known[key][0]
+        server_s += known[key][1]
+    parts = [fleet.server.profile.parameter_bytes(1, cut) for cut in {plan.split_point for plan in plans.values()}]
+    models = fleet.server.profile.parameter_bytes(1, fleet.layers) * len(fleet.members)
+    exchange = [Work("pack", size_bytes=size) for size in parts] + [Work("aggregate", size_bytes=models)]
+    return devices, server_s + sum(map(fleet.server.seconds, exchange))
+
+
+def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
+    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
+    device_s = sum(member.costs.seconds(Work(kind, size_bytes=size)) for kind in ("pack", "install"))
+    server_s = 0.0
+    for batch in fleet.batches(member.samples):
+        times = batch_times(fleet, member, plan, batch)
+        device_s += sum(times.fc) + sum(times.bc) + times.step
+        server_s += sum(times.served) + times.server_step
+    return device_s, server_s
+
+
+def sampled(fleet: Fleet) -> Fleet:
+    """Return a fleet of at most some hundred devices, of every kind its share, with as many cores for each device."""
+    count = len(fleet.members)
+    if count <= _SAMPLE:
+        return fleet
+    members: list[Member] = []
+    for kind in fleet.kinds():
+        members += kind[: max(1, round(len(kind) * _SAMPLE / count))]
+    share = fleet.cores * len(members) / count
+    cores = max(1, round(share))
+    slower = fleet.server.slower(cores / share)
+    return replace(fleet, members=tuple(sorted(members, key=lambda m: m.name)), server=slower, cores=cores)
 
 
 class _Device:
@@ -354,12 +414,9 @@ class _Epoch:
 
     def _timing(self, start: float, end: float) -> Timing:
         devices = self._devices
-        iterations = max(len(device.ends) for device in devices)
-        ends = [max(d.ends[n] for d in devices if n < len(d.ends)) - start for n in range(iterations)]
         return Timing(
             epoch_s=end - start,
-            iteration_ends=tuple(ends),
-            device_s={device.member.name: device.ends[-1] - start for device in devices},
+            ends={device.member.name: tuple(at - start for at in device.ends) for device in devices},
             busy_s={
                 "device": max(device.compute_s for device in devices),
                 "uplink": max(device.up_s for device in devices),

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from pipar.errors import PlanError
-from pipar.events import EpochResult, Event, Observer, Preparing, Progress, ignore
-from pipar.forecast import forecast
+from pipar.events import EpochResult, Observer, Preparing, ignore
+from pipar.forecast import sampled, simulate
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import candidates
-from pipar.planner.costs import Costs
-from pipar.planner.fleet import Fleet, Member
+from pipar.planner.fleet import Fleet
 from pipar.planner.select import ByKind, Choice, choose, choose_by_estimate
 from pipar.planner.timing import Simulate, Timing
+from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 
-#: A fleet of more devices is planned by a sample of it, with as many cores for each device.
-_SAMPLE = 128
+#: What counts as a lane's work: the stages of the iterations, and models on the links.
+_COUNTED = frozenset({"fc", "bc", "step", "u", "decode", "fs", "bs", "encode", "d", "model"})
 #: The search ends long before in most cases; a display needs something to count towards.
 _USUAL_SIMULATIONS = 60
 
@@ -36,8 +36,9 @@ def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
         chosen = {name: plan for name, (plan, _) in choose_by_estimate(job.fleet()).items()}
         if not job.method.shares_server_model:
             return chosen
-        # One server-side model can be cut in one place only: the earliest, which every device can hold.
-        common = min(plan.split_point for plan in chosen.values())
+        # One server-side model can be cut in one place only: the earliest, unless another one was given.
+        given = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
+        common = min(given or {plan.split_point for plan in chosen.values()})
         return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
     return plan_choice(job, observe=observe).plans
 
@@ -63,13 +64,12 @@ def plan_choice(
     """Return the chosen plans with their runners-up; `start` are those in force, when they are chosen again."""
     fleet = fleet or job.fleet()
     sample = sampled(fleet)
-    simulate = simulation(job)
 
     def progress(done: int) -> None:
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))
 
     begin = tuple(start[kind[0].name] for kind in sample.kinds()) if start is not None else None
-    choice = choose(sample, simulate, start=begin, progress=progress)
+    choice = choose(sample, simulation(job), start=begin, progress=progress)
     observe(Preparing("Planning", 1.0))
     return replace(choice, plans=everybodys(fleet, choice.by_kind))
 
@@ -82,22 +82,22 @@ def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
 def simulation(job: Job) -> Simulate:
     """Return what runs plans: the quick simulation where it knows the method, else the virtual world itself."""
     if job.method.shares_server_model:
-        return lambda _, plans, iterations: rehearse(replace(job, plans=plans), iterations)
-    return lambda fleet, plans, iterations: forecast(fleet, plans, iterations=iterations)
+        return lambda fleet, plans, iterations: rehearse(_with_fleet(job, fleet, plans), iterations)
+    return simulate
 
 
-def sampled(fleet: Fleet) -> Fleet:
-    """Return a fleet of at most some hundred devices, of every kind its share, with as many cores for each device."""
-    count = len(fleet.members)
-    if count <= _SAMPLE:
-        return fleet
-    members: list[Member] = []
-    for kind in fleet.kinds():
-        members += kind[: max(1, round(len(kind) * _SAMPLE / count))]
-    share = fleet.cores * len(members) / count
-    cores = max(1, round(share))
-    server = Costs(fleet.server.profile, fleet.server.speed * share / cores)
-    return replace(fleet, members=tuple(sorted(members, key=lambda m: m.name)), server=server, cores=cores)
+def _with_fleet(job: Job, fleet: Fleet, plans: Mapping[str, Plan]) -> Job:
+    """Return the job of these devices only, with their links and speeds and the server's as the fleet has them."""
+    members = {member.name: member for member in fleet.members}
+    here = [spec for spec in job.specs if spec.name in members]
+    server = job.config.server.model_copy(update={"cores": fleet.cores, "speed": fleet.server.speed})
+    return replace(
+        job,
+        config=job.config.model_copy(update={"server": server}),
+        specs=tuple(replace(s, link=members[s.name].link, speed=members[s.name].costs.speed) for s in here),
+        sizes={name: member.samples for name, member in members.items()},
+        plans=plans,
+    )
 
 
 def rehearse(job: Job, iterations: int | None) -> Timing:
@@ -105,26 +105,35 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
     from pipar.virtual import train_without_mathematics
 
     fleet, run = job.fleet(), job.config.run
+    update = {"epochs": 1, "patience": None, "trace": "full"}
     short = replace(
         job,
-        config=job.config.model_copy(
-            update={"run": run.model_copy(update={"epochs": 1, "patience": None, "trace": "off"})}
-        ),
+        config=job.config.model_copy(update={"run": run.model_copy(update=update)}),
         sizes={name: sum(fleet.batches(size)[:iterations]) for name, size in job.sizes.items()},
     )
-    results: list[EpochResult] = []
-    ends: dict[str, list[float]] = {name: [] for name in job.sizes}
+    results: list[tuple[EpochResult, list[Span]]] = []
+    train_without_mathematics(short, lambda result, spans: results.append((result, spans)), ignore)
+    ((result, spans),) = results
+    lanes = by_lane(span for span in spans if span.epoch == 1 and not span.waiting)
+    start = min(span.start for name in job.sizes for span in lanes[name, IO])
 
-    def observe(event: Event) -> None:
-        if isinstance(event, Progress) and event.owner in ends:
-            ends[event.owner].append(event.at_s)
+    def busiest(lane: str) -> float:
+        return max(_busy_s(lanes.get((name, lane), [])) for name in job.sizes)
 
-    train_without_mathematics(short, lambda result, _: results.append(result), observe)
-    (result,) = results
-    most = max(map(len, ends.values()))
+    cores = [of for (owner, _), of in lanes.items() if owner == SERVER]
     return Timing(
         epoch_s=result.seconds,
-        iteration_ends=tuple(max(of[n] for of in ends.values() if n < len(of)) for n in range(most)),
-        device_s={name: of[-1] for name, of in ends.items()},
-        busy_s={lane: share * result.seconds for lane, share in result.utilisation.items()},
+        ends={
+            name: tuple(span.end - start for span in lanes[name, COMPUTE] if span.kind == "step") for name in job.sizes
+        },
+        busy_s={
+            "device": busiest(COMPUTE),
+            "uplink": busiest(UPLINK),
+            "server": sum(map(_busy_s, cores)) / job.cores,
+            "downlink": busiest(DOWNLINK),
+        },
     )
+
+
+def _busy_s(spans: Iterable[Span]) -> float:
+    return sum(span.end - span.start for span in spans if span.kind in _COUNTED)

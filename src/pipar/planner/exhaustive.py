@@ -9,7 +9,7 @@ from itertools import product
 from pipar.planner.candidates import Candidate, candidates
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import ByKind
-from pipar.planner.timing import Simulate
+from pipar.planner.timing import Simulate, steady_epoch_s
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ def search_all(
     """
     kinds = fleet.kinds()
     options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
-    iterations = max(len(fleet.batches(member.samples)) for member in fleet.members)
     full = [sum(batch == fleet.batch_size for batch in fleet.batches(kind[0].samples)) for kind in kinds]
 
     def bound_s(chosen: tuple[Candidate, ...]) -> float:
@@ -51,7 +50,7 @@ def search_all(
             return Best(best[1], best[0], tried, len(everything) - tried)
         by_kind = tuple(option.plan for option in chosen)
         plans = {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
-        seconds = simulate(fleet, plans, min(2, iterations)).of_iterations(iterations)
+        seconds = steady_epoch_s(simulate, fleet, plans)
         best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
         if progress is not None:
             progress((tried + 1) / len(everything))

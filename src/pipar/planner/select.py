@@ -16,7 +16,7 @@ from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Candidate, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.timing import Simulate, Timing
+from pipar.planner.timing import Simulate, Timing, steady_epoch_s
 
 #: The paper's estimates this close, relative to the best, are a tie. The estimate is no better than that, and where the
 #: link or the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would win.
@@ -25,8 +25,6 @@ ESTIMATE_TIE = 0.01
 TIE = 0.002
 #: The first look at N; behind it, every N around the best.
 _COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
-#: Iterations that are simulated: the first fills the pipeline, the second is like all others.
-_STEADY = 2
 _SWEEPS = 4
 #: No profile is exact. Plans this close to the best are compared again on machines that are slower than their profiles,
 #: devices first, then the server: a plan that only just balances two lanes is worse off than it seems.
@@ -126,7 +124,6 @@ class _Search:
         self._kinds = self.fleet.kinds()
         self._options = [candidates(self.fleet, kind[0]) for kind in self._kinds]
         self._of = [{option.plan: option for option in options} for options in self._options]
-        self._iterations = max(len(self.fleet.batches(member.samples)) for member in self.fleet.members)
 
     def allows(self, by_kind: ByKind) -> bool:
         return len(by_kind) == len(self._of) and all(p in of for p, of in zip(by_kind, self._of, strict=True))
@@ -155,8 +152,7 @@ class _Search:
         self.simulations += 1
         if self.progress is not None:
             self.progress(self.simulations)
-        timing = self.simulate(fleet, self.plans(by_kind), min(_STEADY, self._iterations))
-        return timing.of_iterations(self._iterations)
+        return steady_epoch_s(self.simulate, fleet, self.plans(by_kind))
 
     def bound_s(self, by_kind: ByKind) -> float:
         """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""

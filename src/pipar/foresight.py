@@ -1,0 +1,76 @@
+"""What the server expects of the epochs to come, and how it learns from those that have passed.
+
+An epoch's trace arrives while the next one is under way, so what it teaches counts from the one after that; links are
+measured by the round itself and count from the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from pipar.config import Link
+from pipar.forecast import busy_s, predict_s
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.planner.refit import Fit, refitted
+
+T = TypeVar("T")
+
+#: Less work than this says nothing about how fast the server is.
+_TELLING_S = 0.02
+#: A machine that seems further off than this was disturbed, not profiled wrongly.
+_MOST = 5.0
+
+
+class Foresight:
+    """Predicts each epoch's seconds with what was known when it began, and re-fits the cost model after each."""
+
+    def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+        self._fleet = fleet
+        self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they hold for
+        self._links: dict[int, Mapping[str, Link]] = {}
+        self._fits: dict[int, Fit] = {1: Fit()}
+
+    def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
+        """From this epoch on the devices train by these plans."""
+        self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
+
+    def measure_links(self, epoch: int, links: Mapping[str, Link]) -> None:
+        """Take the links as an epoch's traffic showed them."""
+        self._links[epoch + 1] = links
+
+    def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
+        """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
+        fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
+        expected, expected_server = busy_s(refitted(self._fleet, replace(fit, links={})), plans)
+        times = {name: _times(device_s[name], seconds) for name, seconds in expected.items() if name in device_s}
+        telling = expected_server > _TELLING_S
+        self._fits[epoch + 2] = fit.learned(
+            server=_times(server_s, expected_server) if telling else None,
+            devices={name: slower for name, slower in times.items() if slower is not None},
+        )
+
+    def fleet_for(self, epoch: int) -> Fleet:
+        """Return the fleet as it was known when an epoch began."""
+        links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
+        return refitted(self._fleet, replace(_at(self._fits, epoch), links=links))
+
+    def latest(self, links: Mapping[str, Link]) -> Fleet:
+        """Return the fleet as it is known now, with these links."""
+        return refitted(self._fleet, replace(self._fits[max(self._fits)], links=links))
+
+    def predicted_s(self, epoch: int) -> float:
+        """Return the seconds of an epoch, as expected when it began."""
+        return predict_s(self.fleet_for(epoch), _at(self._plans, epoch))
+
+
+def _at(by_first: Mapping[int, T], epoch: int) -> T:
+    return by_first[max(first for first in by_first if first <= epoch)]
+
+
+def _times(measured_s: float, expected_s: float) -> float | None:
+    if expected_s <= 0 or measured_s <= 0:
+        return None
+    return min(_MOST, max(1 / _MOST, measured_s / expected_s))
