@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.orders import Orders
+from pipar.protocol.orders import Orders, plan_body
 from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 
 # A batch of 10 takes the device 10 s forward and 20 s backward.
@@ -75,7 +76,7 @@ class Outcome:
         return [span for span in self.trace.spans if span.kind == kind and not span.waiting and span.lane == COMPUTE]
 
 
-def live(script: Script, *, samples: int = 20) -> Outcome:
+def live(script: Script, *, samples: int = 20, profile: Profile | None = None) -> Outcome:
     """Run a device against a scripted server in virtual time."""
     outcome = Outcome()
 
@@ -92,6 +93,7 @@ def live(script: Script, *, samples: int = 20) -> Outcome:
             compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
             io=VirtualCompute([IO], recorder, costs.seconds),
             recorder=recorder,
+            profile=profile,
         )
 
         async def server() -> None:
@@ -225,6 +227,44 @@ def test_a_device_without_answers_sends_no_more_than_its_plans_micro_batches(win
     assert "seen enough" in str(outcome.failure)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_device_answers_a_plan_that_moves_layers_with_their_momentum_if_it_is_kept(keep: bool) -> None:
+    received: list[Message] = []
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        plan = Message(Kind.PLAN, 1, body=plan_body(Plan(2, 3)))
+        channel.post(welcome(replace(ORDERS, keep_momentum=keep)))
+        for message in (MODEL, plan, plan):  # the second one moves nothing
+            channel.post(message)
+        if keep:
+            channel.post(Message(Kind.STATE, 1, body=Body(16, encoding="safetensors")))
+        channel.post(replace(MODEL, epoch=1))
+        channel.post(Message(Kind.ROUND, 2))
+        while not received or received[-1].kind is not Kind.MODEL:
+            received.append(await channel.receive())
+        channel.post(Message(Kind.STOP, 2))
+
+    outcome = live(script, samples=10)
+    assert outcome.failure is None
+    answers = [Kind.STATE] if keep else []
+    assert [message.kind for message in received] == [*answers, Kind.END_EPOCH, Kind.MODEL]  # P = Q: no activations
+    assert outcome.part.log == ["fc1", "fc2", "fc3", "bc1", "bc2", "bc3"]
+
+
+def test_a_device_with_a_profile_of_its_own_brings_it_along() -> None:
+    said: list[Message] = []
+
+    async def script(channel: Channel) -> None:
+        said.append(await channel.receive())
+        channel.post(fault("seen enough"))
+
+    live(script, profile=PROFILE)
+    assert Profile.from_json(json.dumps(read_json(said[0])["profile"])) == PROFILE
+    live(script)
+    assert "profile" not in read_json(said[1])
+
+
 def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
     outcome = served_at_once()
     assert outcome.trace is not None
@@ -280,6 +320,23 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
         "nothing waits for it",
     ),
     "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which a device does not take"),
+    "a plan without numbers": ([welcome(), Message(Kind.PLAN, 1, body=json_body({}))], "is not a plan"),
+    "a plan behind the last layer": ([welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))], "says P=3"),
+    "momentum that nobody waits for": ([welcome(), Message(Kind.STATE, 1)], "no layers have moved"),
+    "momentum twice": (
+        [
+            welcome(replace(ORDERS, keep_momentum=True)),
+            MODEL,
+            Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))),
+            Message(Kind.STATE, 1),
+            Message(Kind.STATE, 1),
+        ],
+        "no layers have moved",
+    ),
+    "momentum that stays behind": (
+        [welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))), Message(Kind.STATE, 1)],
+        "no layers have moved",
+    ),
     "a fault without json": ([welcome(), Message(Kind.FAULT)], "readable JSON"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import torch
 from training import EXACT, Case, Trained, hand_made_profile, largest_error, make_job, reference_state
 
 import pipar
+from pipar import replanning
 from pipar.assemble import assemble_server, run_device
 from pipar.compute import ThreadCompute
-from pipar.events import EpochResult, ignore
+from pipar.config import Link
+from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.link.grpc import Listener, connect
+from pipar.methods import Plan
+from pipar.replanning import Choose
 from pipar.run import Result, World
 from pipar.torchside import make_learner, part_builder
 from pipar.trace import Span
@@ -34,7 +39,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- gRPC over loopback and threads, all in this process
 
 
-async def train_over_grpc(case: Case) -> Trained:
+async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Observer = ignore) -> Trained:
     """Return what a case comes to with the server and every device on streams of their own."""
     torch.set_num_threads(1)
     workload = case.workload()
@@ -49,7 +54,9 @@ async def train_over_grpc(case: Case) -> Trained:
 
     validation = workload.held_out_batches("validation")
     lanes = partial(ThreadCompute, speed=1.0)
-    server = assemble_server(job, learner, validation, pool=lanes, background=lanes, emit=emit, observe=ignore)
+    server = assemble_server(
+        job, learner, validation, pool=lanes, background=lanes, emit=emit, observe=observe, choose=choose
+    )
     listener = Listener(server.admit)
     port = await listener.start("127.0.0.1:0")
 
@@ -86,6 +93,40 @@ def test_weights_over_grpc_are_those_of_the_definition(case: Case) -> None:
     trained = asyncio.run(train_over_grpc(case))
     assert largest_error(trained.state, reference_state(case)) < EXACT
     assert trained.samples == [sum(case.sizes)] * case.epochs
+
+
+@pytest.mark.parametrize("momentum", ["reset", "keep"])
+def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
+    momentum: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanning, "NOTICED", -1.0)  # every round's links count as changed
+    case = Case("pipar", (2,), (7,), epochs=4, momentum=momentum, weight_decay=0.1, norm="group", even=True)
+    # On unlimited links only a script can tell when: each device has one that is measured.
+    case = MeasuredCase(**case.__dict__)
+    script = iter([(4, 3, 2), (1, 5, 5), (5, 1, 2)])
+    seen: list[int] = []
+
+    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        await asyncio.sleep(0)
+        return {name: Plan(p, 1 if p == 5 else 4) for name, p in zip(sorted(links), next(script), strict=True)}
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Replanned):
+            seen.append(event.epoch)
+
+    trained = asyncio.run(train_over_grpc(case, choose, observe))
+    assert seen == [2, 3, 4]
+    assert largest_error(trained.state, reference_state(case)) < EXACT
+
+
+class MeasuredCase(Case):
+    """A case on fast links that have a rate."""
+
+    def tree(self) -> dict[str, Any]:
+        tree = super().tree()
+        for device in tree["devices"]:
+            device["link"] = {"up": "400Mbit/s", "down": "400Mbit/s"}
+        return tree
 
 
 # --- processes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -10,12 +13,17 @@ import torch
 from training import EXACT, Case, Trained, largest_error, make_job, reference_state
 
 from pipar import replanning
-from pipar.config import Link
-from pipar.events import EpochResult, Event, Replanned
+from pipar.clock import run_virtually
+from pipar.config import Link, config_from
+from pipar.errors import PlanError
+from pipar.events import EpochResult, Event, ReplanFailed, Replanned
+from pipar.link.shaping import Traffic
 from pipar.methods import Plan
-from pipar.replanning import Choose
+from pipar.nn.steps import Part
+from pipar.replanning import Choose, MeasuredLink, Replanner
 from pipar.trace import Span
-from pipar.virtual import train_virtually
+from pipar.virtual import train_virtually, train_without_mathematics
+from pipar.workload import Own, Workload
 
 Q = 5  # layers of VGG-5
 VISIBLE = 1e-6
@@ -80,12 +88,288 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+def every_case() -> Iterator[Any]:
+    """Yield every script with all rules; of each script one counts as fast."""
+    for number, (script, rules) in enumerate(itertools.product(SCRIPTS, RULES)):
+        yield pytest.param(script, rules, marks=() if number % 4 == 0 else pytest.mark.slow)
+
+
 @pytest.mark.usefixtures("every_round")
-@pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "rules"), list(every_case()))
 def test_weights_are_those_of_the_definition_whatever_plans_come(script: str, rules: dict[str, Any]) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, **rules)
     trained, seen = train(case, SCRIPTS[script])
     assert [event.epoch for event in seen] == [2, 3]
     assert largest_error(trained.state, reference_state(case)) < EXACT
     assert trained.samples == [sum(case.sizes)] * case.epochs
+
+
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("lost", ["take_momentum", "_set_momentum"])
+def test_momentum_that_is_lost_on_the_way_would_be_seen(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("pipar", (2,), (7,), epochs=3, momentum="keep")
+    monkeypatch.setattr(Part, lost, lambda *_: None)
+    trained, _ = train(case, SCRIPTS["back and forth"])
+    assert largest_error(trained.state, reference_state(case)) > VISIBLE
+
+
+@pytest.mark.usefixtures("every_round")
+def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() -> None:
+    moves = SCRIPTS["back and forth"]
+    still = [[Plan(2, 3)] * 3] * 2
+    bytes_down = []
+    for script in (moves, still):
+        trained, _ = train(Case("pipar", (2,), (3,), epochs=3), script)
+        states = [span for span in trained.spans if span.kind == "model" and span.lane == "uplink"]
+        assert len(states) == 3 * 3  # one model a device and epoch
+        bytes_down.append(trained.epochs[0].bytes_down)
+    # In epoch 1 devices with P = 2 train and are sent layers 1..4, or 1..2 again.
+    layers = make_job(Case("pipar").workload()).server_profile
+    more = bytes_down[0] - bytes_down[1]
+    assert more == pytest.approx(3 * layers.parameter_bytes(3, 4), rel=0.01)
+
+
+@pytest.mark.usefixtures("every_round")
+def test_each_epoch_is_trained_by_the_plan_in_force() -> None:
+    script = [[Plan(2, 3), Plan(Q, 1), Plan(1, 7)], [Plan(Q, 1), Plan(1, 2), Plan(1, 7)]]
+    trained, seen = train(Case("pipar", (2,), (7,), sizes=(100,) * 3, epochs=3), script)
+    forwards = {
+        (epoch, owner): max(
+            s.micro_batch for s in trained.spans if (s.epoch, s.owner, s.kind, s.waiting) == (epoch, owner, "fc", False)
+        )
+        for epoch in (1, 2, 3)
+        for owner in ("phone-a", "phone-b", "phone-c")
+    }
+    assert list(forwards.values()) == [7, 7, 7, 3, 1, 7, 1, 2, 7]
+    assert [list(event.plans.values()) for event in seen] == [[asdict(plan) for plan in plans] for plans in script]
+    served = {(span.epoch, span.device) for span in trained.spans if span.kind == "fs"}
+    assert {(epoch, name) for epoch, name in forwards if (epoch, name) not in served} == {
+        (2, "phone-b"),
+        (3, "phone-a"),
+    }
+
+
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("momentum", ["reset", "keep"])
+def test_the_same_choices_give_the_same_spans(momentum: str) -> None:
+    case = Case("pipar", (2,), (7,), epochs=3, momentum=momentum)
+    one, other = (train(case, SCRIPTS["to the whole network and back"])[0] for _ in range(2))
+    assert one.spans == other.spans
+    assert one.epochs == other.epochs
+
+
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("method", ["fl", "sl", "sfl2"])
+def test_methods_with_one_model_for_all_are_never_planned_again(method: str) -> None:
+    case = Case(method, (2,), epochs=2)
+    trained, seen = train(case, [])  # a choice would be one too many
+    assert seen == []
+    assert largest_error(trained.state, reference_state(case)) < EXACT
+
+
+@pytest.mark.usefixtures("every_round")
+def test_who_asks_for_it_keeps_the_first_plans() -> None:
+    tree = Case("pipar", (2,), (3,)).tree()
+    tree["plan"]["replan"] = False
+    assert timed(tree, scripted(NAMES, [])).replanned == []
+
+
+# --- without the mathematics
+
+
+NAMES = ("phone-a", "phone-b", "phone-c")
+
+
+@dataclass
+class Timed:
+    """What came of a timing-only run."""
+
+    epochs: list[EpochResult] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    replanned: list[Replanned] = field(default_factory=list)
+    failed: list[ReplanFailed] = field(default_factory=list)
+
+
+def timed(tree: dict[str, Any], choose: Choose) -> Timed:
+    config = config_from(tree)
+    job = make_job(Workload(config, Own.of(config, None, None, None, None)))
+    timed = Timed()
+
+    def emit(result: EpochResult, of_epoch: list[Span]) -> None:
+        timed.epochs.append(result)
+        timed.spans.extend(of_epoch)
+
+    def observe(event: Event) -> None:
+        timed.replanned += [event] if isinstance(event, Replanned) else []
+        timed.failed += [event] if isinstance(event, ReplanFailed) else []
+
+    train_without_mathematics(job, emit, observe, choose=choose)
+    return timed
+
+
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_without_the_mathematics_takes_as_long_whatever_plans_come(script: str, momentum: str) -> None:
+    # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
+    case = Case("pipar", (2,), (7,), shape=(1, 16, 16), sizes=(60, 40, 20), epochs=3, momentum=momentum)
+    trained, seen = train(case, SCRIPTS[script])
+    without = timed(case.tree(), scripted(NAMES, SCRIPTS[script]))
+    assert without.replanned == seen
+    assert [epoch.samples for epoch in without.epochs] == trained.samples
+    for one, other in zip(without.epochs, trained.epochs, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-3)
+        assert one.bound_s == pytest.approx(other.bound_s, rel=1e-3)
+        assert one.efficiency <= 1
+
+
+class Watched:
+    """A choice that keeps the plans there are, and notes when it was made for which uplink of the first device."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[float, Link]] = []
+
+    async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        self.made.append((asyncio.get_running_loop().time(), links["phone-a"]))
+        return {}
+
+
+def on_a_link(link: object, epochs: int) -> dict[str, Any]:
+    """Three devices whose epochs are some seconds long: 4 MB of activations each."""
+    case = Case("pipar", (1,), (5,), shape=(3, 32, 32), sizes=(120, 100, 80), epochs=epochs, dtype="float32")
+    tree = case.tree()
+    for device in tree["devices"]:
+        device["link"] = link
+    return tree
+
+
+@pytest.mark.slow
+def test_a_link_that_changes_every_minute_is_noticed_within_a_round() -> None:
+    watched = Watched()
+    cycle = [(10e6, 25e6), (20e6, 40e6), (50e6, 50e6)]  # 4g, 4g+, wifi
+    run = timed(on_a_link({"cycle": ["4g", "4g+", "wifi"], "every": "60s"}, epochs=150), watched)
+    total_s = sum(epoch.seconds for epoch in run.epochs)
+    longest_s = max(epoch.seconds for epoch in run.epochs)
+    assert longest_s < 10
+    assert total_s > 4 * 60
+    for minute in range(1, int(total_s // 60)):
+        made = [(at, link) for at, link in watched.made if minute * 60 < at < minute * 60 + 2 * longest_s]
+        rates = made[-1][1].up_bps, made[-1][1].down_bps
+        assert rates == pytest.approx(cycle[minute % 3], rel=1e-6)
+    # The round in which it changes may be measured at a rate in between; otherwise there is one choice a change.
+    assert len(watched.made) <= 2 * (total_s // 60)
+    assert not any(0 <= at <= 60 for at, _ in watched.made)
+
+
+@pytest.mark.parametrize("link", ["4g", "unlimited", {"cycle": ["wifi", "wifi"], "every": "5s"}], ids=str)
+def test_a_link_that_stays_as_it_is_is_not_noticed(link: object) -> None:
+    watched = Watched()
+    timed(on_a_link(link, epochs=5), watched)
+    assert watched.made == []
+
+
+def test_a_choice_that_fails_does_not_end_the_training() -> None:
+    async def choose(_: Mapping[str, Link]) -> Mapping[str, Plan]:
+        raise PlanError("nothing fits")
+
+    run = timed(on_a_link({"cycle": ["4g", "wifi"], "every": "5s"}, epochs=4), choose)
+    assert len(run.epochs) == 4
+    assert run.failed[0] == ReplanFailed("New plans could not be chosen: nothing fits")
+
+
+def test_a_choice_that_takes_long_delays_no_round_and_is_taken_when_it_is_there() -> None:
+    tree = on_a_link({"cycle": ["4g", "wifi"], "every": "8s"}, epochs=14)
+
+    async def slow(_: Mapping[str, Link]) -> Mapping[str, Plan]:
+        await asyncio.sleep(6.0)
+        return {name: Plan(2, 5) for name in NAMES}
+
+    run, kept = timed(tree, slow), timed(tree, Watched())
+    (first, *_) = run.replanned
+    before = [epoch.seconds for epoch in run.epochs[: first.epoch - 2]]
+    assert len(before) > 2
+    assert before == [epoch.seconds for epoch in kept.epochs[: first.epoch - 2]]
+
+
+# --- when a choice is made, and for what
+
+
+def test_a_direction_that_says_too_little_keeps_the_rate_that_was_known() -> None:
+    link = Link(up_bps=1e6, down_bps=2e6, latency_s=0.5)
+    little, much = Traffic(63_999, 1.0), Traffic(1_000_000, 2.0)
+    assert MeasuredLink(little, little).over(link) == link
+    assert MeasuredLink(much, little).over(link) == Link(up_bps=4e6, down_bps=2e6, latency_s=0.5)
+    assert MeasuredLink(little, much).over(link) == Link(up_bps=1e6, down_bps=4e6, latency_s=0.5)
+
+
+def test_traffic_that_took_no_time_has_no_limit() -> None:
+    assert Traffic(100_000, 0.0).rate_bps is None
+    assert Traffic(100_000, 0.0008).rate_bps is None  # 1 Gbit/s
+    assert Traffic(100_000, 0.001).rate_bps == 8e8
+
+
+def measured(up_bps: float) -> dict[str, MeasuredLink]:
+    return {"a": MeasuredLink(Traffic(1_000_000, 8e6 / up_bps), Traffic())}
+
+
+def replan(scenario: Callable[[Replanner, list[float]], Awaitable[None]], choice_s: float = 0.0) -> list[float]:
+    """Return for which uplinks a choice was made, of a device that was planned for 1 Mbit/s up."""
+    made: list[float] = []
+
+    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        made.append(links["a"].up_bps or 0.0)
+        await asyncio.sleep(choice_s)
+        return {"a": Plan(1, round((links["a"].up_bps or 0.0) / 1e6))}
+
+    async def main() -> None:
+        replanner = Replanner({"a": Link(up_bps=1e6)}, choose)
+        await scenario(replanner, made)
+        replanner.close()
+
+    run_virtually(main())
+    return made
+
+
+@pytest.mark.parametrize(("up_bps", "is_noticed"), [(0.81e6, False), (1.19e6, False), (0.79e6, True), (1.21e6, True)])
+def test_a_fifth_more_or_less_is_another_link(up_bps: float, is_noticed: bool) -> None:
+    async def scenario(replanner: Replanner, _: list[float]) -> None:
+        replanner.observe_round(measured(up_bps))
+        await asyncio.sleep(1.0)
+        assert (replanner.take() is not None) is is_noticed
+        assert replanner.take() is None  # once only
+
+    assert len(replan(scenario)) == is_noticed
+
+
+def test_a_slow_drift_is_noticed_when_it_adds_up() -> None:
+    async def scenario(replanner: Replanner, _: list[float]) -> None:
+        for up_bps in (1.1e6, 1.19e6, 1.25e6, 1.3e6):
+            replanner.observe_round(measured(up_bps))
+            await asyncio.sleep(1.0)
+
+    assert replan(scenario) == pytest.approx([1.25e6])
+
+
+def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
+    async def scenario(replanner: Replanner, made: list[float]) -> None:
+        for up_bps in (2e6, 4e6, 8e6):
+            replanner.observe_round(measured(up_bps))
+            await asyncio.sleep(1.0)
+        assert (len(made), replanner.take()) == (1, None)
+        await asyncio.sleep(8.0)  # the first has ended
+        assert replanner.take() == {"a": Plan(1, 2)}
+        await asyncio.sleep(10.0)
+        assert replanner.take() == {"a": Plan(1, 8)}
+
+    assert replan(scenario, choice_s=10.0) == [2e6, 8e6]
+
+
+def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
+    async def scenario(replanner: Replanner, _: list[float]) -> None:
+        replanner.observe_round(measured(2e6))
+        await asyncio.sleep(1.0)
+        replanner.observe_round(measured(1e6))
+        await asyncio.sleep(30.0)
+        assert replanner.take() == {"a": Plan(1, 1)}
+
+    assert replan(scenario, choice_s=10.0) == [2e6, 1e6]

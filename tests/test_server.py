@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from pipar import replanning
 from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.config import Link
 from pipar.device import Device
-from pipar.errors import PiparError, TrainingError
-from pipar.events import EpochResult
+from pipar.errors import PiparError, PlanError, TrainingError
+from pipar.events import EpochResult, Event, Replanned
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.ledger import Bounds, Ledger
 from pipar.link.channel import Channel
@@ -24,7 +26,8 @@ from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders
-from pipar.server import Server, Training
+from pipar.replanning import Choose, Replanner
+from pipar.server import PlanJoined, Server, Training
 from pipar.trace import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 
 # A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each.
@@ -58,6 +61,7 @@ class Outcome:
     lives: list[BaseException | None] = field(default_factory=list)
     results: list[EpochResult] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     left_running: int = 0
 
 
@@ -70,11 +74,14 @@ def train(
     patience: int | None = None,
     validation: Sequence[tuple[int, Any]] = (),
     losses: Sequence[float] = (),
+    keep_momentum: bool = False,
+    plan_joined: PlanJoined | None = None,
+    choose: Choose | None = None,
 ) -> Outcome:
     """Run the server with these connections in virtual time."""
     outcome = Outcome()
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
-    orders = {name: Orders(n, plan, 2, 10, False, False) for n, name in enumerate(devices, start=1)}
+    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum) for n, name in enumerate(devices, start=1)}
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         outcome.results.append(result)
@@ -88,12 +95,15 @@ def train(
         )
         costs = Costs(PROFILE)
         server = Server(
-            Training(METHODS[method], epochs, patience, orders, links, validation),
+            Training(METHODS[method], epochs, patience, orders, links, validation, PROFILE),
             ScriptedLearner(dict.fromkeys(devices, plan.split_point), losses),
             pool=VirtualCompute(["core 0"], recorder, costs.seconds),
             background=VirtualCompute(["validation"], beside, costs.seconds),
             recorder=recorder,
             ledger=ledger,
+            plan_joined=plan_joined,
+            replanner=Replanner(links, choose) if choose is not None else None,
+            observe=outcome.events.append,
         )
         tasks = []
         for _, live in lives:
@@ -125,7 +135,7 @@ async def _live(live: Life, channel: Channel) -> BaseException | None:
     return None
 
 
-def honest(name: str, samples: int = 20, speed: float = 1.0) -> tuple[str, Life]:
+def honest(name: str, samples: int = 20, speed: float = 1.0, profile: Profile | None = None) -> tuple[str, Life]:
     """The program that devices really run."""
 
     async def live(channel: Channel) -> None:
@@ -140,6 +150,7 @@ def honest(name: str, samples: int = 20, speed: float = 1.0) -> tuple[str, Life]
             compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
             io=VirtualCompute([IO], recorder, costs.seconds),
             recorder=recorder,
+            profile=profile,
         )
         await device.train()
 
@@ -149,8 +160,8 @@ def honest(name: str, samples: int = 20, speed: float = 1.0) -> tuple[str, Life]
 # --- devices that are played by hand
 
 
-def hello(name: str) -> Message:
-    return Message(Kind.HELLO, body=json_body({"name": name, "samples": 10}))
+def hello(name: str, **more: object) -> Message:
+    return Message(Kind.HELLO, body=json_body({"name": name, "samples": 10, **more}))
 
 
 async def until(channel: Channel, kind: Kind) -> Message:
@@ -197,6 +208,11 @@ def by_hand(*said: Message | Kind, name: str = "b", leaves: bool = False) -> tup
     return name, live
 
 
+def as_json(profile: Profile) -> object:
+    return json.loads(profile.to_json())
+
+
+OTHER_NETWORK = replace(PROFILE, model="another", layers=(PROFILE.layers[0], replace(PROFILE.layers[1], name="three")))
 EPOCH_BY_HAND = (
     Kind.ROUND, activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT,
     end_epoch(), model(), Kind.REPORT, trace(),
@@ -307,6 +323,14 @@ BREACHES: dict[str, tuple[tuple[Message | Kind, ...], str]] = {
     "samples as text": ((end_epoch(samples="10"),), "carries '10' samples"),
     "samples as truth": ((end_epoch(samples=True),), "carries True samples"),
     "a loss as text": ((end_epoch(loss_sum="low"),), "the loss 'low'"),
+    "bytes as text": ((end_epoch(up_bytes="1", up_s=1.0),), "carries '1' bytes sent in 1.0 s"),
+    "bytes below zero": ((end_epoch(up_bytes=-1, up_s=1.0),), "carries -1 bytes"),
+    "more bytes than there are": ((end_epoch(up_bytes=1 << 70, up_s=1.0),), "bytes sent in 1.0 s"),
+    "bytes as truth": ((end_epoch(up_bytes=True, up_s=1.0),), "carries True bytes"),
+    "a time below zero": ((end_epoch(up_bytes=1, up_s=-1.0),), "sent in -1.0 s"),
+    "a time that is no number": ((end_epoch(up_bytes=1, up_s=float("nan")),), "sent in nan s"),
+    "a time without end": ((end_epoch(up_bytes=1, up_s=float("inf")),), "sent in inf s"),
+    "no time": ((end_epoch(up_bytes=1, up_s=None),), "sent in None s"),
     "an end of another epoch": ((end_epoch(epoch=2),), "where END_EPOCH of epoch 1 belongs"),
     "an end without json": ((Message(Kind.END_EPOCH, 1),), "does not carry readable JSON"),
     "a model too early": ((model(),), "where END_EPOCH of epoch 1 belongs"),
@@ -434,3 +458,120 @@ def test_a_validation_that_fails_ends_the_training_instead_of_hanging() -> None:
     outcome = train([honest("a"), honest("b")], epochs=3, validation=BATCHES, losses=[1.0])
     assert isinstance(outcome.failure, TrainingError)
     assert "The validation of epoch 2 failed" in str(outcome.failure)
+
+
+# --- profiles that devices bring with them
+
+
+@pytest.mark.parametrize(
+    ("profile", "reason"),
+    [
+        ({}, "The device's profile cannot be used: "),
+        ("fast", "The device's profile cannot be used: "),
+        (as_json(OTHER_NETWORK), "is of another, which is not the network that is trained"),
+    ],
+    ids=["empty", "text", "another network"],
+)
+def test_a_device_with_a_profile_of_no_use_is_told_so_and_may_come_again(profile: object, reason: str) -> None:
+    async def first_try(channel: Channel) -> None:
+        channel.post(hello("b", profile=profile))
+        await until(channel, Kind.STOP)
+
+    async def second_try(channel: Channel) -> None:
+        await asyncio.sleep(1.0)
+        await honest("b", profile=PROFILE)[1](channel)
+
+    outcome = train([honest("a"), ("b", first_try), ("b", second_try)])
+    assert outcome.failure is None
+    assert reason in str(outcome.lives[1])
+
+
+def test_plans_are_made_when_the_last_device_has_joined_and_hold_from_the_first_epoch_on() -> None:
+    faster = replace(PROFILE, machine="faster")
+    given: list[Mapping[str, Profile]] = []
+
+    def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
+        given.append(profiles)
+        return {"a": Plan(1, 2), "b": Plan(2, 1)}
+
+    outcome = train([honest("b", profile=faster), honest("a")], plan_joined=plan, epochs=2)
+    assert outcome.failure is None
+    assert given == [{"b": faster}]
+    assert {span.device for span in outcome.spans if span.kind == "fs"} == {"a"}
+    assert [event.epoch for event in outcome.events if isinstance(event, Replanned)] == [1]
+
+
+def test_plans_that_turn_out_as_before_are_no_news() -> None:
+    outcome = train([honest("a", profile=PROFILE), honest("b")], plan_joined=lambda _: dict.fromkeys("ab", Plan(1, 2)))
+    assert outcome.failure is None
+    assert not [event for event in outcome.events if isinstance(event, Replanned)]
+
+
+def test_devices_that_no_plan_fits_are_told_so() -> None:
+    def plan(_: Mapping[str, Profile]) -> Mapping[str, Plan]:
+        raise PlanError("b is too small for any plan.")
+
+    outcome = train([honest("a"), honest("b")], plan_joined=plan)
+    assert isinstance(outcome.failure, PlanError)
+    assert [str(life) for life in outcome.lives] == ["The server refused this device: b is too small for any plan."] * 2
+    assert outcome.left_running == 0
+
+
+# --- other plans between two rounds
+
+
+async def to_the_whole_network(_: Mapping[str, Link]) -> Mapping[str, Plan]:
+    return {"a": Plan(1, 2), "b": Plan(2, 1)}
+
+
+@pytest.fixture
+def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round's links count as changed."""
+    monkeypatch.setattr(replanning, "NOTICED", -1.0)
+
+
+STATE = Message(Kind.STATE, 1, body=Body(16, encoding="safetensors"))
+REPLANNED = (*EPOCH_BY_HAND[:-2], Kind.PLAN, STATE, Kind.REPORT, trace())
+SECOND = (Kind.ROUND, end_epoch(2, loss_sum=1.0), model(2), Kind.REPORT, trace(2))
+
+
+@pytest.mark.usefixtures("every_round")
+def test_a_device_that_answers_a_plan_is_trained_with_by_it() -> None:
+    outcome = train(
+        [honest("a"), by_hand(*REPLANNED, *SECOND)], epochs=2, keep_momentum=True, choose=to_the_whole_network
+    )
+    assert outcome.failure is None
+    assert [result.samples for result in outcome.results] == [30, 30]
+    assert outcome.left_running == 0
+
+
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize(
+    ("keep", "said", "reason"),
+    [
+        (True, (end_epoch(2, loss_sum=1.0),), "where STATE of epoch 1 belongs"),
+        (True, (activation(epoch=2),), "where STATE of epoch 1 belongs"),
+        (True, (replace(STATE, epoch=2),), "where STATE of epoch 1 belongs"),
+        (True, (STATE, STATE), "where END_EPOCH of epoch 2 belongs"),
+        (False, (STATE,), "where END_EPOCH of epoch 2 belongs"),
+        (False, (activation(n=1, epoch=2), activation(n=2, epoch=2)), "at most 0 make a batch"),
+    ],
+    ids=["no answer", "an activation instead", "of another epoch", "twice", "not asked for", "by the plan before"],
+)
+def test_a_device_that_answers_a_plan_wrongly_is_disconnected(
+    keep: bool, said: tuple[Message, ...], reason: str
+) -> None:
+    script = (*EPOCH_BY_HAND[:-2], Kind.PLAN, Kind.REPORT, trace(), Kind.ROUND, *said)
+    outcome = train([honest("a"), by_hand(*script)], epochs=2, keep_momentum=keep, choose=to_the_whole_network)
+    assert isinstance(outcome.failure, TrainingError)
+    assert str(outcome.failure).startswith("b ")
+    assert reason in str(outcome.failure)
+    assert reason in str(outcome.lives[1])
+    assert outcome.left_running == 0
+
+
+@pytest.mark.usefixtures("every_round")
+def test_behind_the_last_epoch_nobody_is_given_another_plan() -> None:
+    outcome = train([honest("a"), honest("b")], epochs=1, choose=to_the_whole_network)
+    assert outcome.failure is None
+    assert not [event for event in outcome.events if isinstance(event, Replanned)]

@@ -286,7 +286,8 @@ class Server:
         replica, orders = self._learner.replica(session.device), self._orders[session.device]
         if session.awaits_momentum:
             await self._take_momentum(session, replica, epoch)
-        pieces, losses = Pieces(epoch, orders.plan.micro_batches), []
+        splits = orders.plan.split_point < orders.layers
+        pieces, losses = Pieces(epoch, orders.plan.micro_batches if splits else 0), []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
             await self._serve_micro_batch(session, replica, message)
@@ -295,7 +296,6 @@ class Server:
         if self._turns is not None:
             self._turns.finish(session.device)
         end = read_end(message, epoch)
-        splits = orders.plan.split_point < orders.layers
         if not pieces.whole or end.samples != (pieces.samples if splits else end.samples):
             raise ProtocolError(f"{message} says {end.samples} samples, but {pieces.samples} came in whole batches.")
         self._measure(session, epoch, end.uplink)

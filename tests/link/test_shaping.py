@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipar.clock import run_virtually
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
-from pipar.link.shaping import Pacer, Rates
+from pipar.link.shaping import Meter, Pacer, Rates, Traffic
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.trace import DOWNLINK, UPLINK, Recorder
 
@@ -86,3 +86,44 @@ def test_a_cycle_begins_when_the_channel_is_shaped() -> None:
 
     # The first: 2 s at 100 bytes a second and 5 s at 10. The second: 5 s at 10 and 2 s at 100.
     assert run_virtually(main()) == [115.0, 122.0]
+
+
+# --- measuring
+
+
+def test_a_meter_reads_bytes_and_seconds_of_an_epoch() -> None:
+    meter = Meter()
+    meter.count(1, 40_000, 2.0)
+    meter.count(2, 50_000, 1.0)
+    meter.count(2, 50_000, 1.5)
+    assert meter.read(2) == Traffic(100_000, 2.5)
+    assert Traffic(100_000, 2.5).rate_bps == 320_000
+
+
+def test_a_meter_reads_the_epoch_before_where_one_says_too_little() -> None:
+    meter = Meter()
+    meter.count(1, 70_000, 2.0)
+    meter.count(2, 63_999, 1.0)
+    assert meter.read(2) == Traffic(70_000, 2.0)
+    assert meter.read(3) == Traffic()  # what is two epochs old says nothing of now
+    assert meter.read(2) == Traffic(63_999, 1.0)
+
+
+def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
+    async def main() -> Traffic:
+        near, far = memory_pair()
+        device, server = Channel(near, Recorder("pi"), UPLINK), Channel(far, Recorder("server"), DOWNLINK)
+        device.shape(8e6, 0.5)
+        for number in range(1, 4):
+            await asyncio.sleep(1.0)  # a lane that waits is not slow
+            device.post(Message(Kind.ACTIVATION, 1, number, 1, 1, 1, Body(400_000)))
+            await server.receive()
+        device.post(Message(Kind.STATE, 1, body=Body(100_000, encoding="safetensors")))  # travels in epoch 2
+        await server.receive()
+        await device.close()
+        await server.close()
+        return device.meter.read(1)
+
+    traffic = run_virtually(main())
+    assert traffic.size_bytes == 3 * (400_000 + 45)
+    assert traffic.rate_bps == pytest.approx(8e6, rel=1e-12)

@@ -13,7 +13,7 @@ from pipar.errors import ProtocolError
 from pipar.nn.aggregate import federated_average, weights_sha256
 from pipar.nn.learner import TorchLearner, evaluate_batch
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer
+from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
@@ -139,6 +139,66 @@ def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> 
         parameter.grad = torch.zeros_like(parameter)
     replica.step()  # without a gradient, only momentum moves a weight
     assert same(replica.state(), before) is not keep
+
+
+def step_with(part: Part, value: float) -> None:
+    """One step with the same gradient everywhere."""
+    for parameter in part.module.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    part.step()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, LAYERS), (LAYERS, 1), (2, LAYERS)])
+def test_a_network_that_is_cut_elsewhere_goes_on_as_the_new_global_model(before: int, after: int) -> None:
+    one = learner({"a": before, "b": 1})
+    one.aggregate([bring_back(one, name, p, 5, 1)[0] for name, p in (("a", before), ("b", 1))])
+    other = one.replica("b")
+    assert one.move({"a": after}) == {}
+    assert same({**read_state(one.pack("a")), **one.replica("a").state()}, one.state())
+    assert set(read_state(one.pack("a"))) == set(split_model(network(), after)[0].state_dict())
+    assert one.replica("b") is other
+    one.aggregate([bring_back(one, name, p, 6, 1)[0] for name, p in (("a", after), ("b", 1))])
+    assert same(one.state(), changed(network().state_dict(), 6))
+
+
+def test_momentum_goes_where_its_layer_goes() -> None:
+    one = learner({"a": 1}, keep_momentum=True)
+    step_with(one.replica("a"), 1.0)
+    leaving = read_state(one.move({"a": 2})["a"])
+    assert {name: set(momentum.flatten().tolist()) for name, momentum in leaving.items()} == {
+        "1.weight": {1.0},
+        "1.bias": {1.0},
+    }
+    before = copy.deepcopy(one.replica("a").state())
+    step_with(one.replica("a"), 0.0)
+    assert torch.allclose(one.replica("a").state()["2.bias"], before["2.bias"] - 0.1 * 0.9)
+    assert read_state(one.move({"a": 1})["a"]) == {}
+    one.replica("a").take_momentum(state_body({"1.bias": torch.full((5,), 2.0, dtype=torch.float64)}))
+    before = copy.deepcopy(one.replica("a").state())
+    step_with(one.replica("a"), 0.0)
+    assert torch.allclose(one.replica("a").state()["1.bias"], before["1.bias"] - 0.1 * 0.9 * 2.0)
+    assert torch.equal(one.replica("a").state()["1.weight"], before["1.weight"])  # had none
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"0.bias": torch.zeros(5, dtype=torch.float64)},
+        {"2.bias": torch.zeros(3, dtype=torch.float64)},
+        {"1.bias": torch.zeros(6, dtype=torch.float64)},
+        {"1.bias": torch.zeros(5, dtype=torch.float32)},
+        {"1.running_mean": torch.zeros(5, dtype=torch.float64)},
+    ],
+    ids=["not here", "did not move", "shape", "dtype", "no weight"],
+)
+def test_momentum_that_does_not_fit_the_layers_that_moved_is_refused(state: dict[str, torch.Tensor]) -> None:
+    one = learner({"a": 2}, keep_momentum=True)
+    one.replica("a")
+    one.move({"a": 1})
+    with pytest.raises(ProtocolError, match="does not fit the layers that moved"):
+        one.replica("a").take_momentum(state_body(state))
+    with pytest.raises(ProtocolError, match="not valid safetensors"):
+        one.replica("a").take_momentum(Body.of(b"not a model"))
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing", "bytes"])
