@@ -37,8 +37,8 @@ def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
         if not job.method.shares_server_model:
             return chosen
         # One server-side model can be cut in one place only: the earliest, unless another one was given.
-        given = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
-        common = min(given or {plan.split_point for plan in chosen.values()})
+        asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
+        common = min(asked or {plan.split_point for plan in chosen.values()})
         return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
     return plan_choice(job, observe=observe).plans
 

@@ -51,8 +51,9 @@ class Timing:
         """
         if fleet.method.one_device_at_a_time:
             return self.epoch_s + sum(self._rest_s(fleet, (member,)) for member in fleet.members)
-        end = max(max(self.ends[member.name][-1] for member in kind) + self._rest_s(fleet, kind) for kind in fleet.kinds())
-        return self.epoch_s + end - max(self.device_s.values())
+        last = self.device_s
+        end = max(max(last[m.name] for m in kind) + self._rest_s(fleet, kind) for kind in fleet.kinds())
+        return self.epoch_s + end - max(last.values())
 
     def _rest_s(self, fleet: Fleet, kind: tuple[Member, ...]) -> float:
         """Return how long the iterations of a kind of device take that were not simulated."""
