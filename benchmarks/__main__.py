@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import agreement, bare_loop, efficiency, record, scale, shaping
+from benchmarks import agreement, bare_loop, efficiency, record, scale, selection, shaping
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
     "shaping": shaping.measure,
@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "agreement": agreement.measure,
     "bare_loop": bare_loop.measure,
     "scale": scale.measure,
+    "selection": selection.measure,
 }
 
 

@@ -33,6 +33,11 @@ class Foresight:
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Fit] = {1: Fit()}
 
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """The plans in force, or about to be."""
+        return self._plans[max(self._plans)]
+
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """From this epoch on the devices train by these plans."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}

@@ -12,7 +12,7 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import candidates
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import ByKind, Choice, choose, choose_by_estimate
+from pipar.planner.select import Choice, choose, choose_by_estimate, everybodys
 from pipar.planner.timing import Simulate, Timing
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 
@@ -72,11 +72,6 @@ def plan_choice(
     choice = choose(sample, simulation(job), start=begin, progress=progress)
     observe(Preparing("Planning", 1.0))
     return replace(choice, plans=everybodys(fleet, choice.by_kind))
-
-
-def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
-    """Return each device's plan from those of the kinds."""
-    return {m.name: plan for kind, plan in zip(fleet.kinds(), by_kind, strict=True) for m in kind}
 
 
 def simulation(job: Job) -> Simulate:

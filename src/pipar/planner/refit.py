@@ -50,6 +50,19 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
     return replace(fleet, members=in_order, server=fleet.server.slower(fit.server))
 
 
+def about(fleet: Fleet) -> tuple[object, ...]:
+    """Return what is to be known of a fleet's links and speeds, rounded to 10 %: equal if they are about the same."""
+    rounded = [
+        (kind[0].name, len(kind), *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.speed)))
+        for kind in fleet.kinds()
+    ]
+    return (_rounded(fleet.server.speed), *rounded)
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(math.log(value) / math.log(1.1))
+
+
 def _alike(kind: tuple[Member, ...], fit: Fit) -> list[list[Member]]:
     """Return the members of a kind in groups whose measurements are about the same."""
     groups: dict[tuple[int | None, ...], list[Member]] = {}

@@ -32,6 +32,7 @@ _CLOSE = 0.05
 _SLOWER = 1.1
 _SHORTLIST = 8
 _RUNNERS_UP = 8
+_POLISHED = 4
 
 #: One plan for each kind of device, in the order of `Fleet.kinds`.
 ByKind = tuple[Plan, ...]
@@ -60,7 +61,9 @@ def choose(
     if fleet.method.shares_server_model:
         best = search.best_in_common()
     else:
-        search.improve(start if start is not None and search.allows(start) else search.own_best())
+        for begin in (start if start is not None and search.allows(start) else search.own_best(), search.best_shared()):
+            search.improve(begin)
+        search.polish()
         best = search.most_dependable()
     plans = search.plans(best)
     return Choice(
@@ -71,6 +74,11 @@ def choose(
         runners_up=search.runners_up(best),
         simulations=search.simulations,
     )
+
+
+def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
+    """Return each device's plan from those of the kinds."""
+    return {m.name: plan for kind, plan in zip(fleet.kinds(), by_kind, strict=True) for m in kind}
 
 
 def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
@@ -123,6 +131,8 @@ class _Search:
         self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
         self._kinds = self.fleet.kinds()
         self._options = [candidates(self.fleet, kind[0]) for kind in self._kinds]
+        batches = [self.fleet.batches(kind[0].samples) for kind in self._kinds]
+        self._full = [sum(batch == self.fleet.batch_size for batch in of) for of in batches]
         self._of = [{option.plan: option for option in options} for options in self._options]
 
     def allows(self, by_kind: ByKind) -> bool:
@@ -131,6 +141,29 @@ class _Search:
     def own_best(self) -> ByKind:
         """Return each kind's best plan, as if a device of it were alone."""
         return tuple(min(options, key=lambda option: (option.alone_s, option.plan)).plan for options in self._options)
+
+    def best_shared(self) -> ByKind:
+        """Return the plans whose bound is the shortest: no device alone, nor all of them on the cores, takes longer.
+
+        For every time that a device may take, each kind has the plan within it that leaves the server most room.
+        """
+        lightest: list[Candidate | None] = [None] * len(self._options)
+        best: ByKind | None = None
+        for _, _, option, kind in self._by_own_time():
+            before = lightest[kind]
+            if before is not None and before.server_s <= option.server_s:
+                continue
+            lightest[kind] = option
+            if None not in lightest:
+                shared = tuple(each.plan for each in lightest if each is not None)
+                best = shared if best is None else min(best, shared, key=self.bound_s)
+        assert best is not None
+        return best
+
+    def _by_own_time(self) -> list[tuple[float, Plan, Candidate, int]]:
+        every = enumerate(zip(self._options, self._full, strict=True))
+        timed = [(o.alone_s * max(1, full), o.plan, o, kind) for kind, (options, full) in every for o in options]
+        return sorted(timed, key=lambda item: (item[0], item[3], item[1]))
 
     def plans(self, by_kind: ByKind) -> dict[str, Plan]:
         return {m.name: plan for kind, plan in zip(self._kinds, by_kind, strict=True) for m in kind}
@@ -158,9 +191,8 @@ class _Search:
         """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""
         options = [of[plan] for of, plan in zip(self._of, by_kind, strict=True)]
         cores = sum(o.server_s * len(kind) for o, kind in zip(options, self._kinds, strict=True)) / self.fleet.cores
-        full = [sum(b == self.fleet.batch_size for b in self.fleet.batches(kind[0].samples)) for kind in self._kinds]
-        alone = max(option.alone_s * count for option, count in zip(options, full, strict=True))
-        return max(alone, cores * min(full))
+        alone = max(option.alone_s * count for option, count in zip(options, self._full, strict=True))
+        return max(alone, cores * min(self._full))
 
     def improve(self, best: ByKind) -> None:
         """Simulate plans until no other plan of one kind makes the best better."""
@@ -170,6 +202,25 @@ class _Search:
                 best = self._improve_kind(best, kind)
             if self.epoch_s(best) > before * (1 - TIE):
                 break
+
+    def polish(self) -> None:
+        """Look again for the N of each kind, with the split points of all plans that came near the best."""
+        if len(self._kinds) == 1:
+            return
+        nearest: dict[tuple[int, ...], ByKind] = {}
+        for by_kind in sorted(self.known, key=lambda by_kind: (self.known[by_kind], by_kind)):
+            nearest.setdefault(tuple(plan.split_point for plan in by_kind), by_kind)
+        within = min(self.known.values()) * (1 + 2 * _CLOSE)
+        for best in list(nearest.values())[:_POLISHED]:
+            if self.epoch_s(best) <= within:
+                for kind in range(len(best)):
+                    best = self._best_n(self._with_every_n(best, kind), best)
+
+    def _with_every_n(self, by_kind: ByKind, kind: int) -> dict[int, ByKind]:
+        """Return the plans with each N of this kind that its split point may have."""
+        cut = by_kind[kind].split_point
+        plans = [plan for plan in self._of[kind] if plan.split_point == cut]
+        return {plan.micro_batches: (*by_kind[:kind], plan, *by_kind[kind + 1 :]) for plan in plans}
 
     def _slowest_first(self, by_kind: ByKind) -> list[int]:
         alone = [self._of[kind][plan].alone_s for kind, plan in enumerate(by_kind)]

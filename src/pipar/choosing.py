@@ -1,0 +1,115 @@
+"""Choosing plans beside a training: in a process of its own at the lowest priority, so that no round waits for it.
+
+In the process of the server a search would hold the interpreter, and every message would wait. The process is started
+when it is first needed and stays; it gets a fleet and says plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import BinaryIO
+
+from pipar.config import Link
+from pipar.errors import PlanError
+from pipar.foresight import Foresight
+from pipar.forecast import sampled, simulate
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.planner.refit import about
+from pipar.planner.select import choose, everybodys
+
+#: Returns the best plans of a fleet, given those in force.
+Search = Callable[[Fleet, Mapping[str, Plan]], Awaitable[Mapping[str, Plan]]]
+
+_LENGTH = struct.Struct("!Q")
+
+
+def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return the best plans of a fleet, looking first at those that are in force."""
+    sample = sampled(fleet)
+    begin = tuple(start[kind[0].name] for kind in sample.kinds())
+    return everybodys(fleet, choose(sample, simulate, start=begin).by_kind)
+
+
+class Choices:
+    """New plans for links that have changed, from what was learned of the machines; what is known is not searched again."""
+
+    def __init__(self, foresight: Foresight, search: Search) -> None:
+        self._foresight = foresight
+        self._search = search
+        self._known: dict[tuple[object, ...], Mapping[str, Plan]] = {}
+
+    async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        """Return every device's plan for these links."""
+        fleet = self._foresight.latest(links)
+        situation = about(fleet)
+        if situation not in self._known:
+            self._known[situation] = await self._search(fleet, self._foresight.plans)
+        return self._known[situation]
+
+
+async def search_at_once(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    """Search here and now; in virtual time that takes none."""
+    return chosen(fleet, start)
+
+
+class Chooser:
+    """The process, seen from the one that asks; `cpu_s` is what its searches have used."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __call__(self, fleet: Fleet, start: Mapping[str, Plan]) -> dict[str, Plan]:
+        """Return the best plans of a fleet."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pipar.choosing", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        # Between two processes of ours: nothing of a peer is ever unpickled.
+        question = pickle.dumps((fleet, dict(start)))
+        self._process.stdin.write(_LENGTH.pack(len(question)) + question)
+        line = await self._process.stdout.readline()
+        if not line:
+            raise PlanError("the process that chooses plans has ended.")
+        answer = json.loads(line)
+        self.cpu_s += answer["cpu_s"]
+        if answer["problem"]:
+            raise PlanError(answer["problem"])
+        return {name: Plan(*numbers) for name, numbers in answer["plans"].items()}
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+def _answer(questions: BinaryIO) -> bool:
+    """Answer one question on the standard output; return False if there are no more."""
+    head = questions.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return False
+    fleet, start = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
+    before, problem, plans = time.process_time(), "", {}
+    try:
+        plans = {name: (p.split_point, p.micro_batches, p.window) for name, p in chosen(fleet, start).items()}
+    except PlanError as error:
+        problem = str(error)
+    answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}
+    print(json.dumps(answer), flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    while _answer(sys.stdin.buffer):
+        pass
