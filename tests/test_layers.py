@@ -26,10 +26,10 @@ LINES = [
     data.*
     privacy.*
     link.*
-    compute device server turns ledger hollow job forecast results session replanning validation
-    assemble torchside workload planning prepare virtual processes run
+    compute device server turns ledger hollow job forecast results session reception replanning validation
+    assemble torchside workload planning prepare virtual processes run explain
     __init__
-    display tables cli __main__
+    display tables chart plan_view cli.* __main__
     """.strip().splitlines()
 ]
 

@@ -80,10 +80,13 @@ def _group_text(group: DeviceSection) -> str:
     profile = f", profile {group.profile}" if group.profile else ""
     devices = "device" if group.count == 1 else "devices"
     machine = "that profile" if group.profile else "this machine"
-    return f"{name}{group.count} {devices}, link {_link_text(group.link)}{profile}, speed {group.speed:g} of {machine}"
+    return f"{name}{group.count} {devices}, link {link_text(group.link)}{profile}, speed {group.speed:g} of {machine}"
 
 
-def _link_text(link: Link) -> str:
+def link_text(link: Link) -> str:
+    """Return a link's rates and latency: "10/25 Mbit/s + 20 ms"; of one that changes, each in turn."""
+    if link.cycle:
+        return f"{', then '.join(link_text(one) for one in link.cycle)}, each for {link.every_s:g} s"
     if link.up_bps is None and link.down_bps is None:
         rates = "unlimited"
     else:
@@ -119,7 +122,8 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def _table(*, header: bool = True) -> Table:
+def new_table(*, header: bool = True) -> Table:
+    """Return an empty table in the style of all of them."""
     head = box.SIMPLE_HEAD if header else None
     return Table(box=head, show_header=header, pad_edge=False, collapse_padding=True, header_style="bold")
 
@@ -127,7 +131,7 @@ def _table(*, header: bool = True) -> Table:
 def result_table(result: Result, config: Config) -> RenderableType:
     """Return what is to be known of a finished run."""
     content, epochs = result.content, result.epochs
-    table = _table(header=False)
+    table = new_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("training", f"{content['model']} on {content['dataset']} by {content['method']}, {_world(content)}")
@@ -165,7 +169,7 @@ def _traffic(epochs: Sequence[Mapping[str, Any]], key: str) -> str:
 def comparison_table(results: Mapping[str, Result], config: Config) -> RenderableType:
     """Return one row a method; the speed-up is against fl, or the first method if fl is not among them."""
     base = "fl" if "fl" in results else next(iter(results))
-    table = _table()
+    table = new_table()
     table.add_column("method")
     table.add_column("plan")
     for title in ("s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"):
@@ -199,7 +203,7 @@ def _comparison_row(result: Result, base_s: float) -> list[str]:
 
 def profile_table(profile: Profile) -> RenderableType:
     """Return two rows a layer: milliseconds at each batch size; bytes of a sample's output and of the weights."""
-    table = _table()
+    table = new_table()
     table.add_column("layer", no_wrap=True)
     table.add_column("output", justify="right", no_wrap=True)
     table.add_column("weights", justify="right", no_wrap=True)
@@ -220,7 +224,7 @@ def _milliseconds(seconds: float) -> str:
 
 def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
     """Return one row a dataset: what it is, and where it lies."""
-    table = _table()
+    table = new_table()
     for title, where in (("name", "left"), ("train", "right"), ("test", "right"), ("image", "right")):
         table.add_column(title, justify=where, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("classes", justify="right", no_wrap=True)

@@ -1,0 +1,76 @@
+"""The command line. Bad input is one sentence and exit code 2, a failure one line and 1, Ctrl-C saves and gives 130.
+
+What needs torch or grpc is imported by the command that needs it: help and mistakes come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+import click
+
+from pipar.cli import data, plan, profile, train
+from pipar.cli.options import Group, Interrupted, example, help_if_alone
+from pipar.errors import InputError, PiparError
+
+
+@click.group(
+    cls=Group,
+    no_args_is_help=False,
+    invoke_without_command=True,
+    epilog=example("pipar run --virtual --epochs 2", "pipar compare --methods fl,pipar --timing-only"),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(metadata.version("pipar"), message="pipar %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Pipelined split federated learning across devices, for real or in virtual time."""
+    help_if_alone(context)
+
+
+for command in (train.run, train.compare, plan.plan, profile.profile, data.data):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    sys.exit(_exit_code(list(sys.argv[1:] if args is None else args)))
+
+
+def _exit_code(args: list[str]) -> int:
+    try:
+        code = cli.main(args, "pipar", standalone_mode=False, obj=shlex.join(["pipar", *args]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except click.Abort:
+        return _say("Stopped.", 130)
+    except Interrupted as stopped:
+        return _say(str(stopped), 130)
+    except (click.UsageError, InputError) as error:
+        return _say(_message(error), 2)
+    except PiparError as error:
+        return _say(_message(error), 1)
+    except Exception as error:  # the program ends here, with one line
+        if os.environ.get("PIPAR_TRACEBACK"):
+            raise
+        return _say(f"{type(error).__name__}: {error} (PIPAR_TRACEBACK=1 shows where.)", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    click.echo(" ".join(message.split()), err=True)
+    return code
+
+
+def _message(error: Exception) -> str:
+    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    # A sentence of a library may start in the middle; names of keys and datasets stay as they are.
+    first = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if first in ("the", "there", "a", "an", "item") else text

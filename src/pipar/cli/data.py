@@ -1,0 +1,78 @@
+"""`pipar data`: known datasets, where they are, and fetching them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipar.cli.options import JSON, SET, Group, example, help_if_alone, load, options, print_json, watched
+
+_PATH = click.option(
+    "--path",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Where datasets are.  [default: $PIPAR_DATA, or ~/.cache/pipar/data]",
+)
+
+
+@click.group(cls=Group, no_args_is_help=False, invoke_without_command=True, epilog=example("pipar data list"))
+@click.pass_context
+def data(context: click.Context) -> None:
+    """Known datasets: where they are, and fetching them with checksums."""
+    help_if_alone(context)
+
+
+@data.command("list", epilog=example("pipar data list", "pipar data list --path /data --json"))
+@options(_PATH, SET, JSON)
+def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> None:
+    """Show every known dataset and where it is on this machine."""
+    from pipar.data.catalog import known_datasets
+
+    known = known_datasets(_place(path, settings))
+    if as_json:
+        print_json([{**asdict(info), "builtin": info.builtin, "found": _text(info.found)} for info in known])
+        return
+    from pipar.tables import console, datasets_table
+
+    console().print(datasets_table(known))
+
+
+@data.command(epilog=example("pipar data get cifar10", "pipar data get mnist --path /data"))
+@options(
+    click.argument("name"),
+    _PATH,
+    click.option(
+        "--mirror", metavar="URL", help="Fetch the files from there instead of the publisher; same checksums."
+    ),
+    SET,
+    JSON,
+)
+def get(name: str, path: Path | None, mirror: str | None, settings: Sequence[str], as_json: bool) -> None:
+    """Download what is missing of a dataset, checked against the publisher's checksums."""
+    from pipar.data.fetch import fetch
+    from pipar.events import Preparing
+
+    place = _place(path, settings)
+    with watched(quiet=as_json) as display:
+        folder = fetch(
+            name,
+            place,
+            base_url=mirror,
+            progress=lambda file, done, total: display.observe(Preparing(file, done / total)),
+        )
+    if as_json:
+        print_json({"name": name, "folder": _text(folder)})
+    else:
+        click.echo(f"{name} is built in: there is nothing to fetch." if folder is None else f"{name} is in {folder}")
+
+
+def _place(path: Path | None, settings: Sequence[str]) -> Path | None:
+    given = load(None, settings).data.path
+    return path or (Path(given) if given else None)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,0 +1,190 @@
+"""What the commands have in common: their options, and how they read a configuration, watch a run and print."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from pipar.config import DATASETS, MODELS, NAMED_LINKS, Config, load_config
+from pipar.errors import InputError
+from pipar.methods import METHODS
+
+if TYPE_CHECKING:
+    from pipar.display import Display
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+_DEFAULT = Config()
+_RUN, _PLAN, _GROUP = _DEFAULT.run, _DEFAULT.plan, _DEFAULT.devices[0]
+_SETTINGS = "pipar.settings"
+
+
+def shortcut(flag: str, key: str, metavar: str, words: str, *, text: bool = False) -> Callable[[Decorated], Decorated]:
+    """Return an option that is a setting of one key; `text` keeps a name of digits from becoming a number."""
+
+    def remember(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            quoted = json.dumps(value) if text and not value.startswith("{") else value
+            context.meta.setdefault(_SETTINGS, []).append(f"{key}={quoted}")
+
+    return click.option(flag, metavar=metavar, help=words, callback=remember, expose_value=False)
+
+
+METHOD = shortcut(
+    "--method", "run.method", "NAME", f"How to train: {', '.join(METHODS)}.  [default: {_RUN.method}]", text=True
+)
+NETWORK = [
+    shortcut("--model", "model.name", "NAME", f"The network: {', '.join(MODELS)}.  [default: vgg5]", text=True),
+    shortcut("--data", "data.name", "NAME", f"The dataset: {', '.join(DATASETS)}.  [default: digits]", text=True),
+]
+EPOCHS = shortcut("--epochs", "run.epochs", "COUNT", f"Passes over the devices' data.  [default: {_RUN.epochs}]")
+PLAN = [
+    shortcut(
+        "--split-point",
+        "plan.split_point",
+        "P",
+        f"Layers on the device (the paper's P), 1 to all; 'auto' plans it.  [default: {_PLAN.split_point}]",
+    ),
+    shortcut(
+        "--micro-batches",
+        "plan.micro_batches",
+        "N",
+        f"Micro-batches in flight per iteration (the paper's N); 'auto' plans it.  [default: {_PLAN.micro_batches}]",
+    ),
+]
+DEVICES = [
+    shortcut(
+        "--devices",
+        "devices.count",
+        "COUNT",
+        f"Devices (the paper's K), in each group of the configuration.  [default: {_GROUP.count}]",
+    ),
+    shortcut(
+        "--link",
+        "devices.link",
+        "NAME",
+        f"Emulated link of the devices: {', '.join(NAMED_LINKS)}, '{{up = \"5Mbit/s\"}}' (also down, latency), or one "
+        'that changes, \'{cycle = ["4g", "wifi"], every = "60s"}\'.  [default: 4g, 10/25 Mbit/s up/down]',
+        text=True,
+    ),
+    shortcut(
+        "--speed",
+        "devices.speed",
+        "SHARE",
+        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}; 1 with a profile]",
+    ),
+]
+#: What a training takes beside its method.
+TRAINING = [
+    *NETWORK,
+    EPOCHS,
+    *PLAN,
+    *DEVICES,
+    shortcut("--seed", "run.seed", "NUMBER", f"What all randomness is drawn from.  [default: {_RUN.seed}]"),
+    shortcut("--name", "run.name", "NAME", "Name of the run's folder.  [default: MODEL-DATA-METHOD]", text=True),
+]
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output, and nothing else.")
+SET = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Any key of the configuration, over the file; may be repeated. A device key goes to every device.",
+)
+CONFIG = click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG]")
+
+
+def options(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
+    """Return one decorator that adds all of these, in the order in which help shows them."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def example(*lines: str) -> str:
+    """Return what help shows below the options."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def load(config: Path | None, settings: Sequence[str]) -> Config:
+    """Return the configuration of the command: the file, then --set, then the short options."""
+    return load_config(config, [*settings, *click.get_current_context().meta.get(_SETTINGS, [])])
+
+
+def command_line() -> str:
+    """Return what was typed."""
+    return str(click.get_current_context().obj or "pipar")
+
+
+class Group(click.Group):
+    """A group that names its commands when it is asked for another one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise click.UsageError(f"'{args[0]}' is not a command; there are {', '.join(self.list_commands(ctx))}.")
+        return super().resolve_command(ctx, args)
+
+
+def help_if_alone(context: click.Context) -> None:
+    """Show a group's help if no command of it was given."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+class Interrupted(Exception):  # noqa: N818 - it is no error
+    """Ctrl-C, after everything was saved in these folders."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = [folder for folder in folders if (folder / "result.json").exists()]
+
+    def __str__(self) -> str:
+        if not self.folders:
+            return "Stopped before there was anything to save."
+        return f"Stopped. Saved in {', '.join(f'{folder}/' for folder in self.folders)}."
+
+
+@contextlib.contextmanager
+def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
+    """Give the display that watches a run; an interruption, also by SIGTERM, names the folders that were saved."""
+    from pipar.display import Display
+    from pipar.tables import console, setting_text
+
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")
+    try:
+        with display:
+            yield display
+    except KeyboardInterrupt:
+        raise Interrupted(display.folders) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(_: int, __: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write a document to standard output."""
+    click.echo(json.dumps(document, indent=1))
+
+
+def save(text: str, path: Path) -> None:
+    """Write a file, or raise one sentence that names it."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror}.") from None

@@ -1,0 +1,71 @@
+"""`pipar plan`: the chosen plans, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pipar.cli.options import (
+    CONFIG,
+    DEVICES,
+    JSON,
+    METHOD,
+    NETWORK,
+    PLAN,
+    SET,
+    example,
+    load,
+    options,
+    print_json,
+    shortcut,
+    watched,
+)
+
+
+@click.command(
+    short_help="Choose P and N of every device, and show why.",
+    epilog=example("pipar plan --devices 20 --link wifi --exhaustive", "pipar plan fleet.toml --profile board.json"),
+)
+@options(
+    CONFIG,
+    click.option("--exhaustive", is_flag=True, help="Try every plan, too: the best, and the choice's score T_opt / T."),
+    click.option(
+        "--profile",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A profile in place of this machine's, which is then not measured; who has a profile keeps it.",
+    ),
+    shortcut(
+        "--estimate",
+        "plan.estimate",
+        "NAME",
+        "What chooses: simulation (all devices together) or paper (each device alone).  [default: simulation]",
+        text=True,
+    ),
+    METHOD,
+    *NETWORK,
+    *PLAN,
+    *DEVICES,
+    SET,
+    JSON,
+)
+def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: Sequence[str], as_json: bool) -> None:
+    """Choose where to cut the network (P) and into how many micro-batches a batch (N), for every device, and show why.
+
+    Nothing is trained. CONFIG is a TOML file, as for pipar run, which trains by the same plans.
+    """
+    loaded = load(config, settings)
+    from pipar.explain import explain, job_to_plan, with_profile
+
+    with watched(quiet=as_json) as display:
+        job = job_to_plan(loaded if profile is None else with_profile(loaded, str(profile)), display.observe)
+        explained = explain(job, exhaustive=exhaustive, observe=display.observe)
+    if as_json:
+        print_json(explained.to_dict())
+        return
+    from pipar.plan_view import plan_view
+    from pipar.tables import console
+
+    console().print(plan_view(explained))

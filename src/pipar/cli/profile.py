@@ -1,0 +1,59 @@
+"""`pipar profile`: what the layers take on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
+from pipar.errors import InputError
+
+_BUDGET_S = 10.0
+
+
+@click.command(
+    short_help="Measure the layers on this machine.",
+    epilog=example("pipar profile --model resnet18 --data cifar10 -o resnet18.json"),
+)
+@options(
+    CONFIG,
+    click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there."),
+    click.option(
+        "--budget",
+        type=click.FloatRange(min=0.1, max=3600),
+        default=_BUDGET_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="Seconds that the measurement may take.",
+    ),
+    *NETWORK,
+    SET,
+    JSON,
+)
+def profile(config: Path | None, output: Path | None, budget: float, settings: Sequence[str], as_json: bool) -> None:
+    """Measure the layers of a network on this machine: phase 1 of the paper's planning.
+
+    Later runs on this machine plan with what was measured; server.profile and devices.profile take the FILE.
+    """
+    loaded = load(config, settings)
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"Cannot write {output}: there is no folder {output.parent}.")
+    from pipar.prepare import measured_profile
+    from pipar.workload import Workload
+
+    with watched(quiet=as_json) as display:
+        workload = Workload(loaded)
+        model = workload.checked_model()
+        measured = measured_profile(workload, model, display.observe, fresh=True, budget_s=budget)
+    if output is not None:
+        save(measured.to_json(), output)
+    if as_json:
+        click.echo(measured.to_json(), nl=False)
+        return
+    from pipar.tables import console, profile_table
+
+    console().print(profile_table(measured))
+    if output is not None:
+        click.echo(f"Written to {output}")

@@ -1,0 +1,105 @@
+"""`pipar run` and `pipar compare`: training by one method, or the same by several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipar.cli.options import (
+    CONFIG,
+    JSON,
+    METHOD,
+    SET,
+    TRAINING,
+    command_line,
+    example,
+    load,
+    options,
+    print_json,
+    watched,
+)
+from pipar.errors import InputError
+from pipar.methods import METHODS, method
+
+if TYPE_CHECKING:
+    from pipar.run import Result, World
+
+_WORLDS = [
+    click.option("--virtual", is_flag=True, help="Virtual time: the real mathematics, exact times of the cost model."),
+    click.option("--timing-only", is_flag=True, help="Virtual time without the mathematics: times, but no accuracy."),
+]
+
+
+@click.command(
+    short_help="Train.",
+    epilog=example("pipar run --method pipar --epochs 3", "pipar run --virtual --devices 20 --link wifi"),
+)
+@options(CONFIG, METHOD, *TRAINING, *_WORLDS, SET, JSON)
+def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequence[str], as_json: bool) -> None:
+    """Train: a server and devices, as processes on this machine or in virtual time.
+
+    CONFIG is a TOML file; without it VGG-5 is trained on digits with four devices.
+    """
+    world, loaded = _world(virtual, timing_only), load(config, settings)
+    from pipar.run import run as train
+
+    with watched(loaded, quiet=as_json) as display:
+        result = train(loaded, world=world, observe=display.observe, command=command_line())
+    if as_json:
+        print_json(_as_json(result))
+        return
+    from pipar.tables import console, result_table
+
+    console().print(result_table(result, loaded))
+
+
+@click.command(epilog=example("pipar compare examples/demo.toml --methods fl,sfl,pipar"))
+@options(
+    CONFIG,
+    click.option(
+        "--methods",
+        default="fl,sl,sfl,pipar",
+        show_default=True,
+        metavar="NAMES",
+        help=f"Methods, one after another: {', '.join(METHODS)}.",
+    ),
+    *TRAINING,
+    *_WORLDS,
+    SET,
+    JSON,
+)
+def compare(
+    config: Path | None, methods: str, virtual: bool, timing_only: bool, settings: Sequence[str], as_json: bool
+) -> None:
+    """Train the same by several methods, and show one table."""
+    names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
+    from pipar.run import compare as train
+    from pipar.tables import comparison_table, console
+
+    with watched(loaded, quiet=as_json) as display:
+        results = train(loaded, methods=names, world=world, observe=display.observe, command=command_line())
+    if as_json:
+        print_json([_as_json(result) for result in results.values()])
+    else:
+        console().print(comparison_table(results, loaded))
+
+
+def _methods(text: str) -> list[str]:
+    """Return the methods of a list with commas, each once."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--methods names no method; there are {', '.join(METHODS)}.")
+    return list(dict.fromkeys(method(name).name for name in names))
+
+
+def _world(virtual: bool, timing_only: bool) -> World:
+    if virtual and timing_only:
+        raise click.UsageError("--virtual and --timing-only exclude each other: give one of them.")
+    return "virtual" if virtual else "timing-only" if timing_only else "real"
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {"folder": str(result.folder), **result.content}

@@ -1,0 +1,332 @@
+"""Why these plans: what the choice takes, what came next, what the paper's estimate and a full search say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from pipar.config import Config
+from pipar.errors import InputError
+from pipar.events import Observer, Preparing, ignore
+from pipar.forecast import sampled, timeline
+from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.candidates import candidates
+from pipar.planner.exhaustive import Best, search_all
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.memory import training_bytes
+from pipar.planner.select import everybodys
+from pipar.planner.timing import LANES, Simulate, Timing
+from pipar.planning import make_plans, plan_choice, simulation
+from pipar.trace import Span
+
+#: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
+_GRIDS = (
+    (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100),
+    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 50, 100),
+    (1, 2, 4, 8, 16, 32),
+    (1, 4, 16),
+)
+#: At a few milliseconds each, minutes; most are ruled out by their bounds.
+_MOST_COMBINATIONS = 100_000
+
+Plans = Mapping[str, Plan]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Plans of all devices, and the seconds of an epoch by them."""
+
+    plans: Plans
+    epoch_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Devices that are alike and have one plan; `machine` is whose profile they have, None for this machine's."""
+
+    devices: tuple[Member, ...]
+    machine: str | None
+    plan: Plan
+    predicted_s: float  # until the last of them has ended its last iteration
+    needed_bytes: int | None  # if their memory is limited
+
+
+@dataclass(frozen=True)
+class Exhaustive:
+    """What a full search found. `grid` are the N that it tried, None for all."""
+
+    best: Option
+    chosen_epoch_s: float
+    grid: tuple[int, ...] | None
+    simulated: int
+    ruled_out: int
+    seconds: float
+
+    @property
+    def score(self) -> float:
+        """T_opt / T; paper V-D."""
+        return self.best.epoch_s / self.chosen_epoch_s
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A job's plans and what speaks for them. Times are of whole epochs, simulated."""
+
+    job: Job
+    fleet: Fleet
+    chosen: Option
+    timing: Timing
+    runners_up: tuple[Option, ...]
+    other: Option  # what the other estimate would have chosen
+    simulations: int
+    seconds: float
+    exhaustive: Exhaustive | None = None
+
+    @property
+    def estimate(self) -> str:
+        return self.job.config.plan.estimate
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """The busy share of the epoch: of the busiest device's lanes, and of the server's cores on average."""
+        return {lane: self.timing.busy_s[lane] / self.timing.epoch_s for lane in LANES}
+
+    def predicted_s(self, device: str) -> float:
+        """Return when a device will have ended its last iteration; of many devices some stand for all of their kind."""
+        known = self.timing.device_s
+        if device in known:
+            return known[device]
+        kind = next(kind for kind in self.fleet.kinds() if any(member.name == device for member in kind))
+        return max(known[member.name] for member in kind if member.name in known)
+
+    def rows(self, plans: Plans | None = None) -> list[Row]:
+        """Return the devices, those together that are alike and have one plan."""
+        plans = self.chosen.plans if plans is None else plans
+        together: dict[tuple[object, ...], list[Member]] = {}
+        for member in self.fleet.members:
+            key = (id(member.costs), member.link, member.memory_bytes, plans[member.name])
+            together.setdefault(key, []).append(member)
+        return [self._row(tuple(members), plans[members[0].name]) for members in together.values()]
+
+    def _row(self, members: tuple[Member, ...], plan: Plan) -> Row:
+        first, fleet = members[0], self.fleet
+        profile, statistics = first.costs.profile, fleet.batch_statistics
+        needed = None
+        if first.memory_bytes is not None:
+            needed = training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
+        machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
+        return Row(members, machine, plan, max(self.predicted_s(member.name) for member in members), needed)
+
+    def iteration(self) -> tuple[str, list[Span]] | None:
+        """Return the device that ends last with the spans of one iteration; None if nothing forecasts the method's."""
+        if self.job.method.shares_server_model:
+            return None
+        slowest = max(self.timing.device_s.items(), key=lambda item: item[1])[0]
+        return slowest, timeline(sampled(self.fleet), self.chosen.plans, slowest, iterations=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `pipar plan --json` prints."""
+        other = "paper" if self.estimate == "simulation" else "simulation"
+        document = {
+            "method": self.job.method.name,
+            "model": self.job.model,
+            "dataset": self.job.dataset,
+            "plans": [{**entry, "predicted_s": self.predicted_s(entry["device"])} for entry in _tree(self.chosen)],
+            "predicted_epoch_s": self.chosen.epoch_s,
+            "bottleneck": self.timing.bottleneck,
+            "utilisation": self.utilisation,
+            "runners_up": [
+                {"plans": _tree(option), "epoch_s": option.epoch_s, "relative": option.epoch_s / self.chosen.epoch_s}
+                for option in self.runners_up
+            ],
+            "estimate": self.estimate,
+            other: {"plans": _tree(self.other), "epoch_s": self.other.epoch_s},
+            "simulations": self.simulations,
+            "seconds": self.seconds,
+        }
+        if self.exhaustive is not None:
+            found = self.exhaustive
+            document |= {
+                "best": {"plans": _tree(found.best), "epoch_s": found.best.epoch_s},
+                "chosen_epoch_s": found.chosen_epoch_s,
+                "score": found.score,
+                "exhaustive": {
+                    "micro_batches": "all" if found.grid is None else list(found.grid),
+                    "simulated": found.simulated,
+                    "ruled_out": found.ruled_out,
+                    "seconds": found.seconds,
+                },
+            }
+        return document
+
+
+def _tree(option: Option) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": name,
+            "split_point": plan.split_point,
+            "micro_batches": plan.micro_batches,
+            "window": plan.window,
+            "encoding": "raw",
+        }
+        for name, plan in sorted(option.plans.items())
+    ]
+
+
+# --- from a configuration
+
+
+def with_profile(config: Config, profile: str) -> Config:
+    """Return the configuration with this profile for the server and all devices that have none of their own."""
+    server = config.server if config.server.profile else config.server.model_copy(update={"profile": profile})
+    devices = tuple(
+        group if group.profile else group.model_copy(update={"profile": profile}) for group in config.devices
+    )
+    return config.model_copy(update={"server": server, "devices": devices})
+
+
+def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
+    """Return the job of a configuration, as the training itself would; torch is needed if something must be measured
+    or a factory called.
+    """
+    from pipar.prepare import prepare, prepare_timing_only
+
+    # Both plan at their end; the paper's estimate is the one that takes no time.
+    quick = config.model_copy(update={"plan": config.plan.model_copy(update={"estimate": "paper"})})
+    job = prepare_timing_only(quick, observe)
+    if job is None:
+        from pipar.workload import Workload
+
+        job = prepare(Workload(quick), observe)
+    return replace(job, config=config)
+
+
+# --- the explanation
+
+
+def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -> Explanation:
+    """Return a job's choice of plans and what speaks for it; `exhaustive` also tries all others."""
+    started = time.monotonic()
+    fleet, simulate = job.fleet(), simulation(job)
+    sample = sampled(fleet)
+    choice = plan_choice(job, fleet=fleet, observe=observe)
+    seconds = time.monotonic() - started
+
+    def timed(plans: Plans) -> Option:
+        return Option(plans, simulate(sample, plans, None).epoch_s)
+
+    simulated = Option(choice.plans, choice.timing.epoch_s)
+    estimated = timed(_plans_by_estimate(job))
+    next_best = [timed(everybodys(fleet, by_kind)) for by_kind, _ in choice.runners_up]
+    by_paper = job.config.plan.estimate == "paper"
+    chosen, other = (estimated, simulated) if by_paper else (simulated, estimated)
+    explanation = Explanation(
+        job=job,
+        fleet=fleet,
+        chosen=chosen,
+        timing=simulate(sample, chosen.plans, None) if by_paper else choice.timing,
+        runners_up=_others(chosen, [simulated, *next_best] if by_paper else next_best),
+        other=other,
+        simulations=choice.simulations,
+        seconds=seconds,
+    )
+    if not exhaustive:
+        return explanation
+    return replace(explanation, exhaustive=_search(sample, fleet, simulate, chosen, timed, observe))
+
+
+def _others(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(sorted((o for o in options if o.plans != chosen.plans), key=lambda option: option.epoch_s))
+
+
+def _plans_by_estimate(job: Job) -> dict[str, Plan]:
+    plan = job.config.plan.model_copy(update={"estimate": "paper"})
+    return make_plans(replace(job, config=job.config.model_copy(update={"plan": plan})))
+
+
+def _search(
+    sample: Fleet,
+    fleet: Fleet,
+    simulate: Simulate,
+    chosen: Option,
+    timed: Callable[[Plans], Option],
+    observe: Observer,
+) -> Exhaustive:
+    """Return the best of all plans. The choice is among them, whatever the grid."""
+    started = time.monotonic()
+    alike = _evened(sample)
+    grid = _grid(alike, chosen)
+
+    def progress(share: float) -> None:
+        observe(Preparing("Trying every plan", share))
+
+    if alike.method.shares_server_model:
+        best = _best_in_common(alike, simulate, progress)
+    else:
+        best = search_all(alike, simulate, micro_batches=grid, progress=progress)
+    plans = everybodys(alike, best.by_kind)
+    by_likeness = {_likeness(member, fleet): plans[member.name] for member in alike.members}
+    found = timed({member.name: by_likeness[_likeness(member, fleet)] for member in fleet.members})
+    return Exhaustive(
+        best=min(chosen, found, key=lambda option: option.epoch_s),
+        chosen_epoch_s=chosen.epoch_s,
+        grid=grid,
+        simulated=best.simulated,
+        ruled_out=best.ruled_out,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:
+    """Return what makes a device's kind, but for the size of its last batch."""
+    return (replace(member, samples=0).kind, len(fleet.batches(member.samples)))
+
+
+def _evened(fleet: Fleet) -> Fleet:
+    """Return the fleet with as many samples for each of its devices that are alike but for their last batch.
+
+    Samples dealt out evenly are often one more for some devices: that makes no other plan for them, but a search of all
+    combinations.
+    """
+    most: dict[tuple[object, ...], int] = {}
+    for member in fleet.members:
+        likeness = _likeness(member, fleet)
+        most[likeness] = max(member.samples, most.get(likeness, 0))
+    members = tuple(replace(member, samples=most[_likeness(member, fleet)]) for member in fleet.members)
+    return replace(fleet, members=members)
+
+
+def _grid(fleet: Fleet, chosen: Option) -> tuple[int, ...] | None:
+    """Return the N to try: None for all of them with one kind of devices, a grid with several."""
+    options = [[option.plan for option in candidates(fleet, kind[0])] for kind in fleet.kinds()]
+    if len(options) == 1 or fleet.method.shares_server_model:
+        return None
+    own = {plan.micro_batches for plan in chosen.plans.values()}
+    for grid in (None, *_GRIDS):
+        tried = None if grid is None else tuple(sorted(own | {n for n in grid if n <= fleet.batch_size}))
+        counts = [sum(tried is None or plan.micro_batches in tried for plan in plans) for plans in options]
+        if prod(counts) <= _MOST_COMBINATIONS:
+            return tried
+    raise InputError(
+        f"--exhaustive would try {prod(counts):,} combinations of {len(options)} kinds of devices, above "
+        f"{_MOST_COMBINATIONS:,}: give fewer kinds (as many samples for each device, for example), or a split point."
+    )
+
+
+def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[float], None]) -> Best:
+    """Return the best plans with one split point, that of the shared server-side model."""
+    options = [
+        {option.plan.split_point: option.plan for option in candidates(fleet, kind[0])} for kind in fleet.kinds()
+    ]
+    common = sorted(set.intersection(*map(set, options)))
+    found = []
+    for number, cut in enumerate(common, start=1):
+        by_kind = tuple(of[cut] for of in options)
+        found.append((simulate(fleet, everybodys(fleet, by_kind), None).epoch_s, by_kind))
+        progress(number / len(common))
+    seconds, by_kind = min(found)
+    return Best(by_kind, seconds, simulated=len(found), ruled_out=0)

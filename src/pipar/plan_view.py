@@ -1,0 +1,147 @@
+"""What a person reads of plans: the choice, where its time goes, what came next, and one iteration as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipar.chart import Chart
+from pipar.explain import Exhaustive, Explanation, Option, Plans, Row
+from pipar.planner.fleet import Member
+from pipar.planner.timing import LANES
+from pipar.tables import link_text, new_table, percent
+from pipar.units import format_bytes
+
+_BAR = 30
+_RUNNERS_UP = 5
+
+
+def plan_view(explained: Explanation) -> RenderableType:
+    """Return everything that `pipar plan` shows."""
+    parts: list[RenderableType] = [_title(explained), _choice(explained), _epoch_line(explained), _lanes(explained)]
+    picture = explained.iteration()
+    if picture is not None:
+        device, spans = picture
+        parts += [Text(f"\nOne iteration of {device}, {explained.chosen.plans[device]}\n", style="bold"), Chart(spans)]
+    if explained.runners_up:
+        parts += [Text("\nRunners-up", style="bold"), _runners_up(explained)]
+    parts += [Text(), _other_line(explained)]
+    if explained.exhaustive is not None:
+        parts += [_exhaustive_line(explained, explained.exhaustive)]
+    return Group(*parts, _effort_line(explained))
+
+
+def _title(explained: Explanation) -> Text:
+    job, fleet = explained.job, explained.fleet
+    cores = "one core" if fleet.cores == 1 else f"{fleet.cores} cores"
+    chosen = "by simulation" if explained.estimate == "simulation" else "by the paper's estimate"
+    words = f"{job.model} on {job.dataset} by {job.method.name}, batches of {fleet.batch_size}, server with {cores}"
+    return Text.assemble("\n", (f"Plans, {chosen}", "bold"), f"\n{words}")
+
+
+# --- the choice
+
+
+def _choice(explained: Explanation) -> Table:
+    """Return one row for devices that are alike; what none of them has is no column."""
+    rows = explained.rows()
+    windows, limits = any(row.plan.window for row in rows), any(row.needed_bytes is not None for row in rows)
+    table = new_table()
+    for title in ("devices", "machine", "link"):
+        table.add_column(title, overflow="fold")
+    for title in ("P", "N", *(["schedule"] if windows else []), "seconds", *(["memory"] if limits else [])):
+        table.add_column(title, justify="right", no_wrap=title != "memory")
+    for row in rows:
+        schedule = [f"1F1B({row.plan.window})" if row.plan.window else "all fwd"] if windows else []
+        memory = [_memory_text(row)] if limits else []
+        plan = (str(row.plan.split_point), str(row.plan.micro_batches))
+        place = (_devices_text(row.devices), _machine_text(row), link_text(row.devices[0].link))
+        table.add_row(*place, *plan, *schedule, f"{row.predicted_s:.2f}", *memory)
+    return table
+
+
+def _devices_text(members: Sequence[Member]) -> str:
+    """Return a device's name, or how many there are of a group: "4 x device"."""
+    groups = sorted({member.name.rpartition("-")[0] or member.name for member in members})
+    return members[0].name if len(members) == 1 else f"{len(members)} x {', '.join(groups)}"
+
+
+def _machine_text(row: Row) -> str:
+    machine, speed = row.machine or "this machine", row.devices[0].costs.speed
+    short = Path(machine).name  # of a file; a name stays as it is
+    return short if speed == 1 else f"{short} x {speed:g}"
+
+
+def _memory_text(row: Row) -> str:
+    if row.needed_bytes is None:
+        return "no limit"
+    return f"{format_bytes(row.needed_bytes)} of {format_bytes(row.devices[0].memory_bytes or 0)}"
+
+
+def _epoch_line(explained: Explanation) -> Text:
+    seconds = f"{explained.chosen.epoch_s:.2f} s"
+    return Text.assemble("Predicted epoch ", (seconds, "bold"), ", with the exchange of models at its end")
+
+
+def _lanes(explained: Explanation) -> Table:
+    """Return how busy the four lanes are."""
+    table = Table.grid(padding=(0, 1))
+    for lane in LANES:
+        share = min(1.0, explained.utilisation[lane])
+        full = round(share * _BAR)
+        slowest = lane == explained.timing.bottleneck
+        bar = Text.assemble(("█" * full, "yellow" if slowest else "green"), ("·" * (_BAR - full), "dim"))
+        table.add_row(lane, bar, Text(percent(share, 0).rjust(5)), "<- bottleneck" if slowest else "")
+    return table
+
+
+# --- what else there is
+
+
+def _runners_up(explained: Explanation) -> Table:
+    table = new_table(header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for option in explained.runners_up[:_RUNNERS_UP]:
+        table.add_row(_plans_text(explained, option.plans), f"{option.epoch_s:.2f} s", _against(explained, option))
+    return table
+
+
+def _plans_text(explained: Explanation, plans: Plans) -> str:
+    """Return the plan that all have, or each plan with those who have it."""
+    if len(set(plans.values())) == 1:
+        return str(next(iter(plans.values())))
+    return ", ".join(f"{_devices_text(row.devices)} {row.plan}" for row in explained.rows(plans))
+
+
+def _against(explained: Explanation, option: Option) -> str:
+    """Return how much longer an epoch would take than by the choice."""
+    return f"{(option.epoch_s / explained.chosen.epoch_s - 1) * 100:+.1f} %"
+
+
+def _other_line(explained: Explanation) -> Text:
+    who = "The paper's estimate" if explained.estimate == "simulation" else "The simulation"
+    if explained.other.plans == explained.chosen.plans:
+        return Text(f"{who} would have chosen the same.")
+    plans, seconds = _plans_text(explained, explained.other.plans), f"{explained.other.epoch_s:.2f} s"
+    return Text(f"{who} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated.")
+
+
+def _exhaustive_line(explained: Explanation, found: Exhaustive) -> Text:
+    tried = "every plan" if found.grid is None else f"every plan with N of {', '.join(map(str, found.grid))}"
+    counts = f"{found.simulated:,} simulated, {found.ruled_out:,} ruled out by what they take at least"
+    best = _plans_text(explained, found.best.plans)
+    return Text.assemble(
+        f"Best of {tried}: {best}, {found.best.epoch_s:.2f} s; chosen {found.chosen_epoch_s:.2f} s; score T_opt / T = ",
+        (f"{found.score:.3f}", "bold"),
+        f" ({counts}, {found.seconds:.1f} s).",
+    )
+
+
+def _effort_line(explained: Explanation) -> Text:
+    return Text(f"{explained.simulations} simulations in {explained.seconds:.2f} s.", style="dim")
