@@ -14,19 +14,20 @@ from typing import Any, Protocol
 
 from pipar.compute import Compute
 from pipar.config import Link
-from pipar.errors import LinkError, PiparError, ProtocolError, TrainingError
-from pipar.events import Joined, Observer, Progress, Replanned, ignore
+from pipar.errors import PiparError, ProtocolError, TrainingError
+from pipar.events import Observer, Progress, Replanned, ignore
 from pipar.ledger import Ledger
-from pipar.link.channel import Channel, Transport
+from pipar.link.channel import Transport
 from pipar.link.shaping import Traffic
 from pipar.methods import Method, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.orders import Orders, Returned, plan_body
+from pipar.reception import Reception
 from pipar.replanning import MeasuredLink, Replanner
-from pipar.session import Pieces, Session, expect, read_end, read_profile
+from pipar.session import Pieces, Session, expect, read_end
 from pipar.stages import Work
-from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, Recorder, unpack_trace
+from pipar.trace import DOWNLINK, SERVER, Recorder
 from pipar.turns import Turns
 from pipar.validation import Validation
 
@@ -96,16 +97,21 @@ class Server:
         self._background = background
         self._recorder = recorder
         self._ledger = ledger
-        self._keep_spans = keep_spans
         self._plan_joined = plan_joined
         self._replanner = replanner
         self._measured: dict[str, MeasuredLink] = {}
         self._observe = observe
         self._loop = asyncio.get_running_loop()
-        self._sessions: dict[str, Session] = {}
-        self._all_joined = asyncio.Event()
-        self._present: set[str] = set()
-        self._left = asyncio.Event()
+        self._reception = Reception(
+            self._orders,
+            training.links,
+            ledger,
+            network=training.profile,
+            welcomes_at_once=plan_joined is None,
+            keep_spans=keep_spans,
+            observe=observe,
+        )
+        self._sessions = self._reception.sessions
         self._turns: Turns | None = None
         self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
         self._samples = 0
@@ -114,20 +120,8 @@ class Server:
     # --- who takes part
 
     async def admit(self, transport: Transport) -> None:
-        """Welcome a device and take in its messages until it leaves; one call a connection."""
-        channel = Channel(transport, Recorder(SERVER, frozenset()), DOWNLINK)
-        try:
-            session = self._join(channel, await channel.receive())
-        except (ProtocolError, LinkError) as error:
-            channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
-            await channel.close()
-            return
-        try:
-            await self._take_in(session)
-        finally:
-            await channel.close()
-            self._present.discard(session.device)
-            self._left.set()
+        """Let a device in and take in its messages until it leaves; one call a connection."""
+        await self._reception.admit(transport)
 
     def close(self) -> None:
         """Let running work end, so that nobody changes the model any more."""
@@ -136,95 +130,27 @@ class Server:
 
     async def farewell(self) -> None:
         """Return when every device has left, after 'stop training'."""
-        while self._present:
-            self._left.clear()
-            await self._left.wait()
+        await self._reception.farewell()
 
-    def _join(self, channel: Channel, hello: Message) -> Session:
-        content = read_json(hello) if hello.kind is Kind.HELLO else {"name": ""}
-        name = str(content.get("name"))
-        if name not in self._orders:
-            raise ProtocolError(f"'{name}' is not a device of this training.")
-        if name in self._sessions:
-            raise ProtocolError(f"A device called '{name}' has joined already.")
-        profile = read_profile(content.get("profile"), self._training.profile)
-        session = Session(name, channel, Recorder(name, self._keep_spans), profile)
-        channel.session = self._orders[name].session
-        channel.record_on(session.recorder)
-        link = self._training.links[name]
-        cycle = [other.down_bps for other in link.cycle]
-        channel.shape(link.down_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
-        self._sessions[name] = session
-        if self._plan_joined is None:
-            self._welcome(session)
-        self._present.add(name)
-        self._observe(Joined(name, len(self._sessions)))
-        if len(self._sessions) == len(self._training.orders):
-            self._all_joined.set()
-        return session
-
-    def _welcome(self, session: Session) -> None:
-        session.channel.post(Message(Kind.WELCOME, body=self._orders[session.device].to_body()))
-
-    def _welcome_all(self, plan_joined: PlanJoined) -> None:
+    def _welcome_all(self, sessions: list[Session], plan_joined: PlanJoined) -> None:
         """Welcome everybody, with plans for the profiles that they have brought."""
-        brought = {name: session.profile for name, session in sorted(self._sessions.items())}
+        brought = {session.device: session.profile for session in sessions}
         plans = plan_joined({name: profile for name, profile in brought.items() if profile is not None})
         changed = self._changed(plans)
         if changed:
             self._learner.move({name: plan.split_point for name, plan in changed.items()})
             self._put_into_force(1, changed)
-        for name in brought:
-            self._welcome(self._sessions[name])
-
-    async def _take_in(self, session: Session) -> None:
-        try:
-            while True:
-                message = await session.channel.receive()
-                match message.kind:
-                    case Kind.TRACE:
-                        self._take_trace(session, message)
-                    case Kind.FAULT:
-                        raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
-                    case Kind.ACTIVATION:
-                        self._count_outstanding(session, message)
-                        session.inbox.put_nowait(message)
-                    case _:
-                        session.inbox.put_nowait(message)
-        except (LinkError, ProtocolError) as error:
-            if isinstance(error, ProtocolError):
-                session.refuse(error)
-            # Behind 'stop training' and its last trace, a device may leave.
-            if session.stopped_after is None or session.last_trace < session.stopped_after:
-                session.inbox.put_nowait(error)
-                self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
-
-    def _count_outstanding(self, session: Session, message: Message) -> None:
-        allowed = self._orders[session.device].plan.micro_batches
-        session.outstanding += 1
-        if session.outstanding > allowed:
-            raise ProtocolError(f"{message} came with {allowed} micro-batches outstanding, which is all it may have.")
-
-    def _take_trace(self, session: Session, message: Message) -> None:
-        trace = unpack_trace(message.body.contiguous(), owner=session.device)
-        if not trace.epoch == message.epoch == session.last_trace + 1 <= session.asked_for:
-            raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not asked for.")
-        if not {COMPUTE, IO} <= trace.totals.keys():
-            raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
-        session.last_trace = trace.epoch
-        downlink = session.recorder.take(trace.epoch)
-        received, sent = session.channel.received_bytes, session.channel.sent_bytes
-        self._ledger.add_trace(trace, downlink, received.pop(trace.epoch, 0), sent.pop(trace.epoch, 0))
+        for session in sessions:
+            self._reception.welcome(session)
 
     # --- the training
 
     async def train(self) -> None:
         """Train for all epochs, or until validation has not improved for `patience` of them."""
-        await self._all_joined.wait()
-        sessions = [self._sessions[name] for name in sorted(self._sessions)]
+        sessions = await self._reception.everybody()
         try:
             if self._plan_joined is not None:
-                self._welcome_all(self._plan_joined)
+                self._welcome_all(sessions, self._plan_joined)
             await self._train(sessions)
         except PiparError as error:
             for session in sessions:
