@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import agreement, bare_loop, efficiency, record, scale, selection, shaping
+from benchmarks import agreement, bare_loop, efficiency, prediction, record, scale, selection, shaping
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
     "shaping": shaping.measure,
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "bare_loop": bare_loop.measure,
     "scale": scale.measure,
     "selection": selection.measure,
+    "prediction": prediction.measure,
 }
 
 

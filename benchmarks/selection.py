@@ -139,7 +139,7 @@ def _write_table(found: list[Row]) -> None:
     lines = [
         "# Plans against exhaustive search",
         "",
-        "`python -m benchmarks selection`; `benchmarks/selection.py` says what is compared. Seconds are those of an epoch",
+        "`python -m benchmarks selection`; `benchmarks/selection.py` says what is compared. Seconds are an epoch's",
         "in the judge's world. Where there are two kinds of devices, the first plan is the fast ones'.",
         "",
         "| devices | network | data | link | chosen | s | best | s | score | by the paper | its score | planned in s |",

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.foresight import Foresight
 from pipar.forecast import sampled, simulate
+from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
@@ -39,7 +39,7 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 class Choices:
-    """New plans for links that have changed, from what was learned of the machines; what is known is not searched again."""
+    """New plans for changed links, from what was learned of the machines; a known situation is not searched again."""
 
     def __init__(self, foresight: Foresight, search: Search) -> None:
         self._foresight = foresight
