@@ -86,23 +86,20 @@ class Chart:
 
     spans: Sequence[Span]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:  # noqa: ARG002 - rich's signature
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = max(_APART, min(options.max_width, _WIDEST) - _LABEL - 1)
         made = blocks(self.spans, columns)
         for lane, title in _LANES.items():
             yield Text(title.ljust(_LABEL)) + _row([block for block in made if block.lane == lane], columns)
-        _, columns_a_second = _scale(_shown(self.spans), columns)
-        yield from (
-            Text(" " * _LABEL + line, style="dim")
-            for line in axis(columns, columns / columns_a_second if columns_a_second else 0)
-        )
+        seconds = max(span.end for span in _shown(self.spans)) - min(span.start for span in _shown(self.spans))
+        yield from (Text(" " * _LABEL + line, style="dim") for line in axis(columns, seconds))
         yield Text(" " * _LABEL) + _legend({block.kind for block in made})
 
 
 def _row(of_lane: Iterable[Block], columns: int) -> Text:
     cells: list[tuple[str, str]] = [(_NOTHING, "dim")] * columns
-    # The short last: one that is drawn wider than it is must not hide behind its neighbour.
-    for block in sorted(of_lane, key=lambda block: block.first - block.end):
+    # The short last: one that is drawn wider than it is must not hide behind its neighbour; of two, not the step.
+    for block in sorted(of_lane, key=lambda block: (block.first - block.end, block.kind != "step")):
         for column, sign in enumerate(block.text, start=block.first):
             cells[column] = (sign, _KINDS[block.kind][2])
     return Text.assemble(*cells)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -95,13 +96,16 @@ class Explanation:
         """The busy share of the epoch: of the busiest device's lanes, and of the server's cores on average."""
         return {lane: self.timing.busy_s[lane] / self.timing.epoch_s for lane in LANES}
 
-    def predicted_s(self, device: str) -> float:
-        """Return when a device will have ended its last iteration; of many devices some stand for all of their kind."""
+    @cached_property
+    def predicted_s(self) -> dict[str, float]:
+        """When each device will have ended its last iteration; of many devices some stand for all of their kind."""
         known = self.timing.device_s
-        if device in known:
-            return known[device]
-        kind = next(kind for kind in self.fleet.kinds() if any(member.name == device for member in kind))
-        return max(known[member.name] for member in kind if member.name in known)
+        slowest = [max(known[member.name] for member in kind if member.name in known) for kind in self.fleet.kinds()]
+        return {
+            m.name: known.get(m.name, last)
+            for kind, last in zip(self.fleet.kinds(), slowest, strict=True)
+            for m in kind
+        }
 
     def rows(self, plans: Plans | None = None) -> list[Row]:
         """Return the devices, those together that are alike and have one plan."""
@@ -119,7 +123,7 @@ class Explanation:
         if first.memory_bytes is not None:
             needed = training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
         machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
-        return Row(members, machine, plan, max(self.predicted_s(member.name) for member in members), needed)
+        return Row(members, machine, plan, max(self.predicted_s[member.name] for member in members), needed)
 
     def iteration(self) -> tuple[str, list[Span]] | None:
         """Return the device that ends last with the spans of one iteration; None if nothing forecasts the method's."""
@@ -135,7 +139,7 @@ class Explanation:
             "method": self.job.method.name,
             "model": self.job.model,
             "dataset": self.job.dataset,
-            "plans": [{**entry, "predicted_s": self.predicted_s(entry["device"])} for entry in _tree(self.chosen)],
+            "plans": [{**entry, "predicted_s": self.predicted_s[entry["device"]]} for entry in _tree(self.chosen)],
             "predicted_epoch_s": self.chosen.epoch_s,
             "bottleneck": self.timing.bottleneck,
             "utilisation": self.utilisation,
@@ -236,7 +240,10 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     )
     if not exhaustive:
         return explanation
-    return replace(explanation, exhaustive=_search(sample, fleet, simulate, chosen, timed, observe))
+    found = _search(sample, fleet, simulate, chosen, timed, observe)
+    # Beside a grid of N there may be better ones that the choice has come across.
+    tried = (found.best, chosen, other, *explanation.runners_up)
+    return replace(explanation, exhaustive=replace(found, best=min(tried, key=lambda option: option.epoch_s)))
 
 
 def _others(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
@@ -256,7 +263,7 @@ def _search(
     timed: Callable[[Plans], Option],
     observe: Observer,
 ) -> Exhaustive:
-    """Return the best of all plans. The choice is among them, whatever the grid."""
+    """Return the best of all plans, or of those on a grid of N."""
     started = time.monotonic()
     alike = _evened(sample)
     grid = _grid(alike, chosen)
@@ -272,7 +279,7 @@ def _search(
     by_likeness = {_likeness(member, fleet): plans[member.name] for member in alike.members}
     found = timed({member.name: by_likeness[_likeness(member, fleet)] for member in fleet.members})
     return Exhaustive(
-        best=min(chosen, found, key=lambda option: option.epoch_s),
+        best=found,
         chosen_epoch_s=chosen.epoch_s,
         grid=grid,
         simulated=best.simulated,

@@ -14,7 +14,6 @@ from pipar.explain import Exhaustive, Explanation, Option, Plans, Row
 from pipar.planner.fleet import Member
 from pipar.planner.timing import LANES
 from pipar.tables import link_text, new_table, percent
-from pipar.units import format_bytes
 
 _BAR = 30
 _RUNNERS_UP = 5
@@ -28,10 +27,10 @@ def plan_view(explained: Explanation) -> RenderableType:
         device, spans = picture
         parts += [Text(f"\nOne iteration of {device}, {explained.chosen.plans[device]}\n", style="bold"), Chart(spans)]
     if explained.runners_up:
-        parts += [Text("\nRunners-up", style="bold"), _runners_up(explained)]
+        parts += [Text("\nRunners-up", style="bold"), _runners_up(explained), *_why_not(explained)]
     parts += [Text(), _other_line(explained)]
     if explained.exhaustive is not None:
-        parts += [_exhaustive_line(explained, explained.exhaustive)]
+        parts += [_exhaustive_lines(explained, explained.exhaustive)]
     return Group(*parts, _effort_line(explained))
 
 
@@ -54,7 +53,7 @@ def _choice(explained: Explanation) -> Table:
     for title in ("devices", "machine", "link"):
         table.add_column(title, overflow="fold")
     for title in ("P", "N", *(["schedule"] if windows else []), "seconds", *(["memory"] if limits else [])):
-        table.add_column(title, justify="right", no_wrap=title != "memory")
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         schedule = [f"1F1B({row.plan.window})" if row.plan.window else "all fwd"] if windows else []
         memory = [_memory_text(row)] if limits else []
@@ -79,7 +78,7 @@ def _machine_text(row: Row) -> str:
 def _memory_text(row: Row) -> str:
     if row.needed_bytes is None:
         return "no limit"
-    return f"{format_bytes(row.needed_bytes)} of {format_bytes(row.devices[0].memory_bytes or 0)}"
+    return f"{row.needed_bytes / 2**20:.0f} of {(row.devices[0].memory_bytes or 0) / 2**20:.0f} MiB"
 
 
 def _epoch_line(explained: Explanation) -> Text:
@@ -107,9 +106,27 @@ def _runners_up(explained: Explanation) -> Table:
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    for option in explained.runners_up[:_RUNNERS_UP]:
+    for option in _different(explained.runners_up)[:_RUNNERS_UP]:
         table.add_row(_plans_text(explained, option.plans), f"{option.epoch_s:.2f} s", _against(explained, option))
     return table
+
+
+def _different(options: Sequence[Option]) -> list[Option]:
+    """Return the options without those that differ from another one in N only, and not in what a person sees."""
+    seen: dict[tuple[object, ...], Option] = {}
+    for option in options:
+        cuts = tuple(plan.split_point for _, plan in sorted(option.plans.items()))
+        seen.setdefault((cuts, f"{option.epoch_s:.2f}"), option)
+    return list(seen.values())
+
+
+def _why_not(explained: Explanation) -> list[Text]:
+    """Return why a plan that seems quicker was not chosen, if there is one."""
+    quicker = any(option.epoch_s < explained.chosen.epoch_s for option in explained.runners_up)
+    if not quicker or explained.estimate == "paper":
+        return []
+    words = "The quicker are not on machines 10 % slower than their profiles, or tie: then the smaller N is taken."
+    return [Text(words, style="dim")]
 
 
 def _plans_text(explained: Explanation, plans: Plans) -> str:
@@ -132,16 +149,16 @@ def _other_line(explained: Explanation) -> Text:
     return Text(f"{who} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated.")
 
 
-def _exhaustive_line(explained: Explanation, found: Exhaustive) -> Text:
-    tried = "every plan" if found.grid is None else f"every plan with N of {', '.join(map(str, found.grid))}"
-    counts = f"{found.simulated:,} simulated, {found.ruled_out:,} ruled out by what they take at least"
+def _exhaustive_lines(explained: Explanation, found: Exhaustive) -> Text:
     best = _plans_text(explained, found.best.plans)
+    tried = "Every plan" if found.grid is None else f"Every plan with N of {', '.join(map(str, found.grid))}"
+    counts = f"{found.simulated:,} simulated in {found.seconds:.2f} s, {found.ruled_out:,} ruled out by their bounds"
     return Text.assemble(
-        f"Best of {tried}: {best}, {found.best.epoch_s:.2f} s; chosen {found.chosen_epoch_s:.2f} s; score T_opt / T = ",
+        f"Best of all is {best}: {found.best.epoch_s:.2f} s, chosen {found.chosen_epoch_s:.2f} s, T_opt / T = ",
         (f"{found.score:.3f}", "bold"),
-        f" ({counts}, {found.seconds:.1f} s).",
+        (f"\n{tried}: {counts}.", "dim"),
     )
 
 
 def _effort_line(explained: Explanation) -> Text:
-    return Text(f"{explained.simulations} simulations in {explained.seconds:.2f} s.", style="dim")
+    return Text(f"The choice: {explained.simulations} simulations in {explained.seconds:.2f} s.", style="dim")
