@@ -10,16 +10,21 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training import Case, make_job
 
 import pipar
 from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Listening, ignore
-from pipar.processes import Failure, Termination, _Household
+from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.profile import Profile
+from pipar.processes import Failure, Termination, _Household, plans_of_joined
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -86,6 +91,30 @@ def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
     with pytest.raises(error, match=sentence):
         household.wait_for_end()
     household.end()
+
+
+# --- profiles that devices bring with them
+
+
+def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(Case("pipar", (2,), (3,)).workload())
+    again = {name: Profile.from_json(profile.to_json()) for name, profile in job.device_profiles.items()}
+    assert plans_of_joined(job, again) is job.plans
+    assert plans_of_joined(job, {}) is job.plans
+    planned_for: list[Job] = []
+
+    def plan(for_job: Job) -> dict[str, Plan]:
+        planned_for.append(for_job)
+        return {}
+
+    monkeypatch.setattr("pipar.processes.make_plans", plan)
+    slower = {name: replace(profile, machine="slower") for name, profile in again.items() if name != "phone-b"}
+    assert plans_of_joined(job, slower) == {}
+    found = planned_for[0].device_profiles
+    assert {name: profile.machine for name, profile in found.items()} == {
+        "phone-a": "slower", "phone-b": job.device_profiles["phone-b"].machine, "phone-c": "slower",
+    }  # fmt: skip
+    assert found["phone-a"] is found["phone-c"]
 
 
 # --- SIGTERM

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from training import EXACT, Case, Trained, largest_error, make_job, reference_state
 
 from pipar import replanning
@@ -54,9 +55,11 @@ def scripted(names: Sequence[str], script: Sequence[Sequence[Plan]]) -> Choose:
     return choose
 
 
-def train(case: Case, script: Sequence[Sequence[Plan]]) -> tuple[Trained, list[Replanned]]:
+def train(
+    case: Case, script: Sequence[Sequence[Plan]], model: nn.Sequential | None = None
+) -> tuple[Trained, list[Replanned]]:
     """Return what a case comes to in virtual time, its plans changed by a script between its epochs."""
-    workload = case.workload()
+    workload = case.workload(model)
     job = make_job(workload)
     epochs: list[EpochResult] = []
     spans: list[Span] = []
@@ -102,6 +105,47 @@ def test_weights_are_those_of_the_definition_whatever_plans_come(script: str, ru
     assert [event.epoch for event in seen] == [2, 3]
     assert largest_error(trained.state, reference_state(case)) < EXACT
     assert trained.samples == [sum(case.sizes)] * case.epochs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("momentum", ["reset", "keep"])
+def test_batch_statistics_move_with_their_layers(momentum: str) -> None:
+    case = Case("pipar", (2,), (1,), epochs=3, norm="batch", momentum=momentum, sizes=(230, 101, 57))
+    trained, _ = train(case, [[Plan(4, 1), Plan(1, 1), Plan(Q, 1)], [Plan(1, 1), Plan(Q, 1), Plan(3, 1)]])
+    assert largest_error(trained.state, reference_state(case)) < EXACT
+
+
+def without_weights_in_front() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 10))
+
+
+def partly_frozen() -> nn.Sequential:
+    model = without_weights_in_front()
+    model[1].requires_grad_(False)
+    return model
+
+
+def with_one_weight_twice() -> nn.Sequential:
+    """Layers 2 and 4 have one weight: they can change sides together only."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 10))
+    model[3].weight = model[1].weight
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("make", [without_weights_in_front, partly_frozen, with_one_weight_twice])
+def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        model = make().double()
+    cuts = (1, 4) if make is with_one_weight_twice else (2, 3)
+    case = Case("pipar", (1,), (7,), epochs=3, momentum="keep")
+    script = [[Plan(cuts[0], 3), Plan(cuts[1], 2), Plan(len(model), 1)], [Plan(cuts[1], 3), Plan(1, 2), Plan(1, 5)]]
+    trained, seen = train(case, script, model)
+    assert len(seen) == 2
+    assert largest_error(trained.state, reference_state(case, model)) < EXACT
 
 
 @pytest.mark.usefixtures("every_round")

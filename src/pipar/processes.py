@@ -12,7 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +24,7 @@ from pipar.events import Event, Listening, Observer, Progress
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
+from pipar.planning import make_plans
 from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
@@ -327,10 +328,10 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
 
 def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
     """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
-    from pipar.job import make_plans
-
-    brought = {**job.device_profiles, **profiles}
-    return job.plans if brought == job.device_profiles else make_plans(job.config, job.server_profile, brought)
+    # Equal profiles become one object, as in the job: devices that are alike are planned for together.
+    known = {profile: profile for profile in (*profiles.values(), *job.device_profiles.values())}
+    brought = {name: known[profiles.get(name, own)] for name, own in job.device_profiles.items()}
+    return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought))
 
 
 def _device_process(connection: Connection, job: Job, own: Own, name: str, address: str) -> None:
