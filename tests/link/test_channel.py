@@ -241,6 +241,19 @@ def test_both_sides_count_the_same_bytes_by_epoch(world: World) -> None:
     assert down == down_counted == {7: 45}
 
 
+@pytest.mark.parametrize("rate_bps", [None, 80e6])
+def test_the_measured_rate_is_that_of_the_link_and_not_of_this_machine(world: World, rate_bps: float | None) -> None:
+    async def scenario(device: Channel, server: Channel) -> float | None:
+        device.shape(rate_bps, 0.0)
+        for number in range(1, 11):
+            device.post(activation(number, 20_000))
+            await server.receive()
+        await device.drain()
+        return device.meter.read(1).rate_bps
+
+    assert world.run(scenario) == (None if rate_bps is None else pytest.approx(rate_bps, rel=1e-9))
+
+
 def test_a_receive_that_is_cancelled_loses_no_message_and_not_the_connection(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> list[int]:
         waiting = asyncio.ensure_future(server.receive())
