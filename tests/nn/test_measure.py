@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import time
 from statistics import median
@@ -12,10 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipar.nn.measure import _Batch, _training_pass, batch_sizes, measure_profile
+from pipar.errors import ConfigError
+from pipar.methods import Plan
+from pipar.nn.measure import _Batch, _training_pass, measure_profile
 from pipar.nn.runtime import one_thread
 from pipar.planner.cache import machine_fingerprint
-from pipar.planner.profile import Profile
+from pipar.planner.memory import training_bytes
+from pipar.planner.profile import Profile, batch_sizes
 
 SHAPE = (3, 8, 8)
 
@@ -187,3 +192,77 @@ def test_the_layers_together_take_what_the_unsplit_network_takes(samples: int) -
         pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
     # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.
     assert median(layers / plain for layers, plain in pairs[1:]) == pytest.approx(1.0, abs=0.15)
+
+
+# --- less memory than the network needs
+
+
+def wide_network() -> nn.Sequential:
+    layers = [nn.Sequential(nn.Conv2d(wide, 8, 3, padding=1), nn.ReLU()) for wide in (3, 8, 8)]
+    return nn.Sequential(*layers, nn.Sequential(nn.Flatten(), nn.Linear(512, 5)))
+
+
+def test_saved_and_working_bytes_are_measured_and_predict_what_a_plan_needs() -> None:
+    profile = measure(wide_network())
+    assert [layer.saved_bytes for layer in profile.layers[:3]] == [(192 + 512) * 4, 512 * 4, 512 * 4]
+    assert all(layer.working_bytes > 0 for layer in profile.layers)
+    assert training_bytes(profile, Plan(4, 1), 8) > training_bytes(profile, Plan(2, 4, 1), 8)
+
+
+def test_a_network_that_does_not_fit_is_measured_as_far_as_it_does() -> None:
+    whole = measure(wide_network(), batch_size=64)
+    enough = training_bytes(whole, Plan(4, 1), 64)
+    assert measure(wide_network(), batch_size=64, memory_bytes=enough).whole
+    first = measure(wide_network(), batch_size=64, memory_bytes=enough - 1)
+    assert (len(first.layers), first.total_layers, first.whole) == (3, 4, False)
+    for layer, same in zip(first.layers, whole.layers, strict=False):
+        assert (layer.name, layer.output_bytes, layer.parameter_bytes) == (
+            same.name,
+            same.output_bytes,
+            same.parameter_bytes,
+        )
+
+
+def test_batches_that_do_not_fit_have_times_in_proportion_to_the_largest_that_does() -> None:
+    whole = measure(wide_network(), batch_size=64)
+    memory_bytes = training_bytes(whole, Plan(3, 1), 32)
+    first = measure(wide_network(), batch_size=64, memory_bytes=memory_bytes)
+    assert first.batch_sizes == (2, 4, 16, 32, 64)
+    assert "above a batch of 32 in proportion" in first.how
+    for layer in first.layers:
+        assert layer.forward_s[-1] == 2 * layer.forward_s[-2]
+        assert layer.backward_s[-1] == 2 * layer.backward_s[-2]
+
+
+def test_a_machine_too_small_for_the_first_layer_is_told_so_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"Not even the first layer of small fits into 1\.0 MB: give more memory"):
+        measure(wide_network(), memory_bytes=1_000_000)
+
+
+UNDER_A_LIMIT = """
+import resource, torch
+from torch import nn
+from pipar.nn.measure import measure_profile
+
+layers = [nn.Sequential(nn.Conv2d(wide, 64, 3, padding=1), nn.ReLU()) for wide in (3, 64, 64, 64)]
+model = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5)))
+with open("/proc/self/status") as status:
+    (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + 130 * 2**20,) * 2)
+profile = measure_profile(
+    model, model_name="wide", input_shape=(3, 32, 32), classes=5, batch_size=128, budget_s=0.1
+)
+print(len(profile.layers), profile.total_layers, profile.batch_sizes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
+def test_a_limit_of_the_system_gives_the_first_layers_and_no_crash() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    layers, total, sizes = done.stdout.split(maxsplit=2)
+    assert 1 <= int(layers) < int(total) == 5
+    assert sizes.strip() == "(4, 8, 32, 64, 128)"

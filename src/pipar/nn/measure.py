@@ -1,16 +1,18 @@
 """Measuring a network on this machine, layer by layer; paper III-C, phase 1.
 
 Times are CPU times of one thread: another program on the machine makes the measurement longer, not the numbers
-larger.
+larger. A machine too small for the whole network measures as many of its first layers as it can hold.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from statistics import median
@@ -19,18 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipar.errors import ConfigError
+from pipar.methods import Plan
 from pipar.nn.aggregate import federated_average
+from pipar.nn.count import count_layers
 from pipar.nn.models import uses_batch_statistics
-from pipar.nn.runtime import keep_freed_memory, one_thread
+from pipar.nn.runtime import give_back_freed_memory, keep_freed_memory, one_thread
 from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
 from pipar.planner.cache import machine_fingerprint
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.memory import largest_prefix, training_bytes
+from pipar.planner.profile import LayerProfile, Profile, batch_sizes
 from pipar.protocol.messages import Kind, Message
+from pipar.units import format_bytes
 
-#: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
-#: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
-SHARES = (1, 2, 4, 16, 32)
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40
 FEWEST_REPETITIONS = 3
@@ -38,6 +42,7 @@ FEWEST_REPETITIONS = 3
 #: 10 to 20 % quicker than they are in training.
 _PAUSE_S = 0.01
 _CUT_REPETITIONS = 7
+_LIGHT_BYTES = 8 << 20
 
 Progress = Callable[[float], None]
 
@@ -53,6 +58,7 @@ def measure_profile(
     load: Callable[[int], object] | None = None,
     progress: Progress | None = None,
     budget_s: float = 4.0,
+    memory_bytes: int | None = None,
 ) -> Profile:
     """Return the times and sizes of every layer and of the work around training, from about `budget_s` seconds.
 
@@ -60,9 +66,16 @@ def measure_profile(
     loss. Each time is the median of several passes: three at least, unless a pass alone uses up the budget.
     `load(n)` loads n samples; it is called from another thread, `progress` is not. The model keeps its weights,
     gradients and running statistics: a copy is measured.
+
+    If the network does not fit into `memory_bytes`, or into what the system gives this process, the profile is of the
+    most first layers that do; batches too large for them are not run, and have times in proportion to the largest
+    that was.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
-    task = _Task(model, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s)
+    task = _Task(
+        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s, memory_bytes
+    )
+    keep_freed_memory()  # as the processes of a run do
     # In a thread of its own, because stages run in one: memory is given back to the system more often in the
     # main thread, and a full batch of VGG-5 took 12 to 15 % longer there.
     with ThreadPoolExecutor(1, thread_name_prefix="measure") as thread:
@@ -71,16 +84,7 @@ def measure_profile(
         for share in iter(shares.get, None):
             if progress is not None:
                 progress(share)
-    sizes, layers, passes, overheads = measured.result()
-    return Profile(
-        model=model_name,
-        dtype=str(dtype).removeprefix("torch."),
-        batch_sizes=sizes,
-        layers=layers,
-        machine=machine_fingerprint(),
-        how=f"median CPU time of {passes} training passes on one thread",
-        **overheads,
-    )
+    return measured.result()
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class _Task:
     """What `measure_profile` was asked for."""
 
     model: nn.Sequential
+    model_name: str
     input_shape: tuple[int, ...]
     classes: int
     batch_size: int
@@ -95,27 +100,134 @@ class _Task:
     load: Callable[[int], object] | None
     progress: Progress
     budget_s: float
+    memory_bytes: int | None
 
 
-def _measure(task: _Task) -> tuple[tuple[int, ...], tuple[LayerProfile, ...], int, dict[str, float]]:
-    """Return the measured batch sizes, the layers, the number of full passes, and the overheads."""
+def _measure(task: _Task) -> Profile:
     # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
-    keep_freed_memory()  # as the processes of a run do
     with one_thread(), torch.random.fork_rng(devices=[]):
-        model = copy.deepcopy(task.model).to(task.dtype).train()
-        sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(model))
-        batches = [_Batch.random(size, task.input_shape, task.classes, task.dtype) for size in sizes]
-        passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress)
-        layers = _layer_profiles(model, batches[0], passes)
-        overheads = _measure_overheads(model, layers[0].output_bytes, task)
+        sizes = _sizes_only(task)
+        attempt = _first_attempt(sizes, task)
+        measured = _measured(attempt, sizes, task)
+        while measured is None:
+            gc.collect()  # what the failed attempt allocated may hang in cycles
+            give_back_freed_memory()
+            attempt = attempt.smaller(len(task.model), task)
+            measured = _measured(attempt, sizes, task)
     task.progress(1.0)
-    return sizes, layers, len(passes[-1]), overheads
+    return measured
 
 
-def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
-    """Return B, B/2, B/4, B/16 and B/32, ascending and distinct; with batch normalisation none is below 2."""
-    least = 2 if batch_statistics else 1
-    return tuple(sorted({max(least, round(batch_size / share)) for share in SHARES}))
+# --- what fits ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """So many layers, measured in batches of these sizes."""
+
+    layers: int
+    batch_sizes: tuple[int, ...]
+
+    def smaller(self, all_layers: int, task: _Task) -> _Attempt:
+        """Return the next attempt after one that the system refused memory for.
+
+        The whole network needs the whole batch: without it, it is cut. What is cut can do with small micro-batches.
+        """
+        if self.layers < all_layers and len(self.batch_sizes) > 1:
+            return replace(self, batch_sizes=self.batch_sizes[:-1])
+        if self.layers == 1:
+            raise _too_little(task, "what the system gives this process")
+        return replace(self, layers=self.layers - 1)
+
+
+def _sizes_only(task: _Task) -> Profile:
+    """Return the profile of the whole network without its times, from a few samples."""
+    dtype = str(task.dtype).removeprefix("torch.")
+    sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(task.model))
+    return Profile(
+        model=task.model_name,
+        dtype=dtype,
+        batch_sizes=sizes,
+        layers=tuple(
+            LayerProfile(
+                name=count.name,
+                forward_s=(0.0,) * len(sizes),
+                backward_s=(0.0,) * len(sizes),
+                output_bytes=count.output_bytes(dtype),
+                parameter_bytes=count.parameter_bytes(dtype),
+                saved_bytes=count.saved_bytes(dtype),
+                working_bytes=count.working_bytes(dtype),
+            )
+            for count in count_layers(task.model, task.input_shape, run=True)
+        ),
+        machine=machine_fingerprint(),
+    )
+
+
+def _first_attempt(sizes: Profile, task: _Task) -> _Attempt:
+    """Return the most layers, and of the batch sizes those, that fit into the memory that was given."""
+    if task.memory_bytes is None:
+        return _Attempt(len(sizes.layers), sizes.batch_sizes)
+    statistics = uses_batch_statistics(task.model)
+    layers = largest_prefix(sizes, task.batch_size, task.memory_bytes, batch_statistics=statistics)
+    if layers == 0:
+        raise _too_little(task, format_bytes(task.memory_bytes))
+    fitting = [size for size in sizes.batch_sizes if _pass_bytes(sizes, layers, size) <= task.memory_bytes]
+    return _Attempt(layers, tuple(fitting) or sizes.batch_sizes[:1])
+
+
+def _pass_bytes(sizes: Profile, layers: int, samples: int) -> int:
+    return training_bytes(sizes, Plan(layers, 1), samples)
+
+
+def _too_little(task: _Task, memory: str) -> ConfigError:
+    return ConfigError(
+        f"Not even the first layer of {task.model_name} fits into {memory}: give more memory or a smaller run.batch_size."
+    )
+
+
+def _measured(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile | None:
+    """Return the profile of these layers; None if the system had no memory for them."""
+    try:
+        return _measure_layers(attempt, sizes, task)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_about_memory(error):
+            raise
+    return None
+
+
+def _is_about_memory(error: Exception) -> bool:
+    """Return True for torch's own words, those of its kernels, and C++'s."""
+    words = ("memory", "bad_alloc", "could not create a primitive")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _measure_layers(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile:
+    whole = attempt.layers == len(task.model)
+    model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
+    batches = [_Batch.random(size, task.input_shape, task.classes, task.dtype) for size in attempt.batch_sizes]
+    passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
+    layers = _layer_profiles(sizes, passes, attempt.batch_sizes)
+    overheads = _measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
+    return replace(
+        sizes,
+        layers=layers,
+        total_layers=0 if whole else len(task.model),
+        how=_how(attempt, sizes, len(passes[-1])),
+        **overheads,  # type: ignore[arg-type]
+    )
+
+
+def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:
+    how = f"median CPU time of {passes} training passes on one thread"
+    largest = attempt.batch_sizes[-1]
+    return how if largest == sizes.batch_sizes[-1] else f"{how}, above a batch of {largest} in proportion to it"
+
+
+def _first_layers(model: nn.Sequential, layers: int) -> nn.Sequential:
+    """Return a copy of the first layers, which keep their names; of the others there is no copy to hold."""
+    named = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    return copy.deepcopy(nn.Sequential(OrderedDict(named[:layers])))
 
 
 class _Budget:
@@ -158,7 +270,7 @@ class _Pass:
 
 
 def _measure_passes(
-    model: nn.Sequential, batches: Sequence[_Batch], budget: _Budget, progress: Progress
+    model: nn.Sequential, batches: Sequence[_Batch], budget: _Budget, progress: Progress, *, with_loss: bool
 ) -> list[list[_Pass]]:
     """Return the passes of each batch size.
 
@@ -167,17 +279,17 @@ def _measure_passes(
     used up the budget twice.
     """
     warm_up: list[list[_Pass]] = [[] for _ in batches]
-    _one_round(model, batches, warm_up)
+    _one_round(model, batches, warm_up, with_loss=with_loss)
     if budget.spent() >= 2.0:
         return warm_up
     passes: list[list[_Pass]] = [[] for _ in batches]
     while budget.wants_another(len(passes[-1])):
-        _one_round(model, batches, passes)
+        _one_round(model, batches, passes, with_loss=with_loss)
         progress(min(0.9, 0.9 * budget.spent()))
     return passes
 
 
-def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[list[_Pass]]) -> None:
+def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[list[_Pass]], *, with_loss: bool) -> None:
     largest = len(batches[-1].targets)
     for batch, done in zip(batches, passes, strict=True):
         # A full batch is the first of its iteration and makes new gradients; a micro-batch mostly adds to them.
@@ -186,11 +298,11 @@ def _one_round(model: nn.Sequential, batches: Sequence[_Batch], passes: list[lis
         # Small ones cost little and scatter most: twice and four times at B/16 and B/32.
         for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
             time.sleep(_PAUSE_S)
-            done.append(_training_pass(model, batch))
+            done.append(_training_pass(model, batch, with_loss=with_loss))
 
 
-def _training_pass(model: nn.Sequential, batch: _Batch) -> _Pass:
-    """Return the CPU seconds of each layer, forward and backward.
+def _training_pass(model: nn.Sequential, batch: _Batch, *, with_loss: bool = True) -> _Pass:
+    """Return the CPU seconds of each layer, forward and backward; the first layers of a network have no loss.
 
     The graph stays in one piece, as it does within a device's or a server's part, and a hook at each cut notes
     when the gradient gets there: a backward call for each layer would cost 8 % more on small micro-batches. The
@@ -201,14 +313,15 @@ def _training_pass(model: nn.Sequential, batch: _Batch) -> _Pass:
     for place, layer in enumerate(model, start=1):
         start = time.thread_time()
         output = layer(output)
-        if place == len(model):
+        if with_loss and place == len(model):
             output = functional.cross_entropy(output, batch.targets, reduction="sum") / len(batch.targets)
         forward_s.append(time.thread_time() - start)
         if place < len(model) and output.requires_grad:
             output.register_hook(partial(_note, reached, place))  # type: ignore[no-untyped-call]
+    gradient = None if with_loss else torch.ones_like(output)
     reached[len(model)] = time.thread_time()
     if output.requires_grad:
-        torch.autograd.backward(output)
+        torch.autograd.backward(output, gradient)
     return _Pass(tuple(forward_s), _backward_times(reached, time.thread_time(), len(model)))
 
 
@@ -225,30 +338,24 @@ def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tu
 
 
 def _layer_profiles(
-    model: nn.Sequential, smallest: _Batch, passes: Sequence[Sequence[_Pass]]
+    sizes: Profile, passes: Sequence[Sequence[_Pass]], measured: tuple[int, ...]
 ) -> tuple[LayerProfile, ...]:
-    sizes = _output_bytes(model, smallest)
-    return tuple(
-        LayerProfile(
-            name=name,
-            forward_s=tuple(median(one.forward_s[place] for one in done) for done in passes),
-            backward_s=tuple(median(one.backward_s[place] for one in done) for done in passes),
-            least_s=tuple(min(one.forward_s[place] + one.backward_s[place] for one in done) for done in passes),
-            output_bytes=sizes[place],
-            parameter_bytes=_state_bytes(layer),
+    """Return the measured layers with their times, and for batches that were too large those in proportion."""
+    shares = [size / measured[-1] for size in sizes.batch_sizes[len(measured) :]]
+
+    def times(take: Callable[[_Pass], float], of: Callable[[list[float]], float]) -> tuple[float, ...]:
+        found = [of([take(one) for one in done]) for done in passes]
+        return (*found, *(found[-1] * share for share in shares))
+
+    def layer(place: int) -> LayerProfile:
+        return replace(
+            sizes.layers[place],
+            forward_s=times(lambda one: one.forward_s[place], median),
+            backward_s=times(lambda one: one.backward_s[place], median),
+            least_s=times(lambda one: one.forward_s[place] + one.backward_s[place], min),
         )
-        for place, (name, layer) in enumerate(model._modules.items())
-        if layer is not None
-    )
 
-
-def _output_bytes(model: nn.Sequential, batch: _Batch) -> list[int]:
-    sizes, output = [], batch.inputs
-    with torch.no_grad():
-        for layer in model:
-            output = layer(output)
-            sizes.append(output.numel() * output.element_size() // len(batch.targets))
-    return sizes
+    return tuple(layer(place) for place in range(len(passes[0][0].forward_s)))
 
 
 def _state_bytes(module: nn.Module) -> int:
@@ -258,7 +365,7 @@ def _state_bytes(module: nn.Module) -> int:
 # --- the work around the layers -------------------------------------------------------------------------------
 
 
-def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dict[str, float]:
+def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, with_loss: bool) -> dict[str, float]:
     """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating.
 
     The functions are those that training calls. All but loading run on something small and something large, for
@@ -269,9 +376,11 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
     fields = {"load_s": 0.0}
     if task.load is not None:
         fields["load_s"] = _median_s(partial(task.load, task.batch_size), budget_s) / task.batch_size
-    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task)
+    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
-    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), model)]
+    # A machine that is short of memory for training has none for whole models twice and three times over.
+    large = model if with_loss else _light_layers(model)
+    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), large)]
     for small, large in (coding, models):
         for kind in small.work:
             times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
@@ -279,7 +388,18 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task) -> dic
     return fields
 
 
-def _backward_at_cut_s(model: nn.Sequential, task: _Task) -> float:
+def _light_layers(model: nn.Sequential) -> nn.Sequential:
+    """Return the most first layers whose weights are small, but one at least."""
+    layers, size_bytes = [], 0
+    for layer in model:
+        size_bytes += _state_bytes(layer)
+        if layers and size_bytes > _LIGHT_BYTES:
+            break
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def _backward_at_cut_s(model: nn.Sequential, task: _Task, *, with_loss: bool) -> float:
     """Return what it costs to start a backward behind the first layer instead of arriving there in one piece.
 
     Both on a micro-batch so small that the layer itself hardly counts, and each by its quickest of several: a
@@ -292,7 +412,7 @@ def _backward_at_cut_s(model: nn.Sequential, task: _Task) -> float:
     gradient = torch.ones_like(first(batch.inputs))
     in_one_piece, alone = [], []
     for _ in range(_CUT_REPETITIONS):
-        in_one_piece.append(_training_pass(model, batch).backward_s[0])
+        in_one_piece.append(_training_pass(model, batch, with_loss=with_loss).backward_s[0])
         output = first(batch.inputs)
         time.sleep(_PAUSE_S)
         start = time.thread_time()

@@ -26,6 +26,13 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, _LARGEST)
 
 
+def give_back_freed_memory() -> None:
+    """Let the system have all memory of freed tensors, this once: pieces of it were too small for what was asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute on one thread: the order of additions, and so the last bits, depend on their number."""

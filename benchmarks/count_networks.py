@@ -1,0 +1,53 @@
+"""Count the known networks for the images of the known datasets: `python -m benchmarks.count_networks` writes the file.
+
+The planner reads it instead of importing torch; a test compares it with what this module counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pipar.planner
+from pipar.data.catalog import CATALOG
+from pipar.nn.blocks import NORMS
+from pipar.nn.count import count_layers
+from pipar.nn.models import NETWORKS, build_model
+from pipar.planner.counts import FEW_CLASSES, MANY_CLASSES, Counts, counts_key, pack_counts
+
+FILE = Path(pipar.planner.__file__).with_name("networks.json")
+Case = tuple[str, str, tuple[int, int, int]]
+
+
+def cases() -> Iterator[Case]:
+    """Yield every network, norm and image that there is; an image too small for a network is left out."""
+    shapes = sorted({info.shape for info in CATALOG})
+    for name, network in NETWORKS.items():
+        for norm in NORMS:
+            yield from ((name, norm, shape) for shape in shapes if min(shape[1:]) >= network.least_side)
+
+
+def counted(case: Case) -> dict[str, list[Any]]:
+    """Return what the file is to hold of one network."""
+    return pack_counts(_count(case, FEW_CLASSES), _count(case, MANY_CLASSES))
+
+
+def _count(case: Case, classes: int) -> Counts:
+    name, norm, shape = case
+    with torch.device("meta"):  # there is nothing to draw weights for
+        model = build_model(name, input_shape=shape, classes=classes, norm=norm)
+    return count_layers(model, shape)
+
+
+def as_text(entries: dict[str, dict[str, list[Any]]]) -> str:
+    """Return JSON with one network a line, so that a change shows which one it is."""
+    lines = (f"{json.dumps(key)}: {json.dumps(entry, separators=(',', ':'))}" for key, entry in entries.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(as_text({counts_key(*case): counted(case) for case in cases()}), "utf-8")

@@ -1,0 +1,305 @@
+"""Counting what a network does, layer by layer; the records are in `planner/counts.py`.
+
+Every operator of two training passes is seen, forward and backward, and so is every tensor that autograd keeps. The
+passes can run on torch's meta device, where tensors have shapes and no content and a batch of any size costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipar.planner.counts import Counts, LayerCount, PassCount
+
+#: Two batches give what grows with the samples and what does not. Large ones are exact about the most memory that is
+#: held: with few samples that is sometimes when a large gradient of weights is there, with many it never is.
+_LARGE = (1 << 16, 1 << 17)
+_SMALL = (2, 4)
+
+_COPIES_NOTHING = {"_unsafe_view", "_reshape_alias", "detach", "empty_like", "empty"}
+
+
+def count_layers(model: nn.Sequential, input_shape: Sequence[int], *, run: bool = False) -> Counts:
+    """Return the counts of every layer in train mode; the last one includes the loss.
+
+    The model stays as it was. Sizes are those of float32, whatever the model's dtype is. With `run` the network really
+    runs on a few samples: the meta device makes torch import its compiler, 80 MB and seconds on a small board. What
+    fails one way, because there is no memory or a layer looks at its numbers, is tried the other way.
+    """
+    first, second = (_run_on_few, _run_hollow) if run else (_run_hollow, _run_on_few)
+    with contextlib.suppress(NotImplementedError, RuntimeError, MemoryError):
+        return first(model, input_shape)
+    # Here the error is gone, and with it all that the first way had allocated.
+    return second(model, input_shape)
+
+
+def _run_on_few(model: nn.Sequential, input_shape: Sequence[int]) -> Counts:
+    return _count(copy.deepcopy(model), input_shape, _SMALL)
+
+
+def _run_hollow(model: nn.Sequential, input_shape: Sequence[int]) -> Counts:
+    return _count(_hollow(model), input_shape, _LARGE)
+
+
+def _hollow(model: nn.Sequential) -> nn.Sequential:
+    """Return a copy on the meta device; the weights themselves are never copied."""
+    tensors: dict[int, Any] = {
+        id(old): nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
+        for old in model.parameters()
+    }
+    tensors |= {id(old): torch.empty_like(old, device="meta") for old in model.buffers()}
+    return copy.deepcopy(model, tensors)
+
+
+def _count(model: nn.Sequential, input_shape: Sequence[int], sizes: tuple[int, int]) -> Counts:
+    model = model.to(torch.float32).train()
+    with torch.random.fork_rng(devices=[]):
+        few, many = (_seen(model, input_shape, size) for size in sizes)
+    layers = ((name, layer) for name, layer in model._modules.items() if layer is not None)
+    return tuple(_layer_count(name, layer, a, b, sizes) for (name, layer), a, b in zip(layers, few, many, strict=True))
+
+
+def _layer_count(name: str, layer: nn.Module, few: _LayerSeen, many: _LayerSeen, sizes: tuple[int, int]) -> LayerCount:
+    state = [*layer.parameters(), *layer.buffers()]
+    floating, other = _split(state)
+
+    def each(a: int, b: int) -> int:
+        """Return what one more sample adds."""
+        return max(0, math.ceil((b - a) / (sizes[1] - sizes[0])))
+
+    return LayerCount(
+        name,
+        outputs=each(few.outputs, many.outputs),
+        parameters=floating,
+        other_parameter_bytes=other,
+        saved=each(few.saved, many.saved),
+        other_saved_bytes=each(few.other_saved_bytes, many.other_saved_bytes),
+        working=max(math.ceil(each(few.working(way), many.working(way)) / 4) for way in ("forward", "backward")),
+        forward=_pass_count(few.forward, many.forward, sizes),
+        backward=_pass_count(few.backward, many.backward, sizes),
+    )
+
+
+def _pass_count(few: _Region, many: _Region, sizes: tuple[int, int]) -> PassCount:
+    between = sizes[1] - sizes[0]
+    elements_of_all = (many.elements + many.matrix_elements - few.elements - few.matrix_elements) / between
+    return PassCount(
+        dense=round((many.dense - few.dense) / between),
+        grouped=round((many.grouped - few.grouped) / between),
+        elements=round((many.elements - few.elements) / between),
+        fixed_elements=max(0, round(few.elements + few.matrix_elements - elements_of_all * sizes[0])),
+        calls=few.calls,
+    )
+
+
+def _split(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """Return the elements of the floating tensors, and the bytes of the others."""
+    floating = other = 0
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            floating += tensor.numel()
+        else:
+            other += tensor.numel() * tensor.element_size()
+    return floating, other
+
+
+# --- one training pass ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Region:
+    """What happened in one direction through one layer."""
+
+    dense: int = 0
+    grouped: int = 0
+    elements: int = 0
+    matrix_elements: int = 0  # of operands and results of multiplications: only weights count, see _pass_count
+    calls: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass
+class _LayerSeen:
+    """One layer in one pass; `kept_bytes` is all that was alive when its forward had ended."""
+
+    forward: _Region = field(default_factory=_Region)
+    backward: _Region = field(default_factory=_Region)
+    outputs: int = 0
+    saved: int = 0
+    other_saved_bytes: int = 0
+    kept_bytes: int = 0
+
+    def working(self, way: str) -> int:
+        region: _Region = getattr(self, way)
+        return max(0, region.peak_bytes - self.kept_bytes)
+
+
+def _seen(model: nn.Sequential, input_shape: Sequence[int], samples: int) -> list[_LayerSeen]:
+    """Return what a training pass over so many samples does in each layer."""
+    like = next(iter(model.parameters()), torch.empty(0))
+    output = torch.zeros((samples, *input_shape), device=like.device)
+    targets = torch.zeros(samples, dtype=torch.int64, device=like.device)
+    for parameter in model.parameters():
+        # A micro-batch mostly adds to gradients that are there.
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    layers = [_LayerSeen() for _ in model]
+    tape = _Tape([output, targets, *model.parameters(), *model.buffers(), *_gradients(model)])
+    tape.keep(layers[0], output)
+    with tape, saved_tensors_hooks(tape.pack, _unpack):
+        for seen, layer in zip(layers, model, strict=True):
+            tape.enter(seen, seen.forward)
+            output = layer(output)
+            seen.outputs = output.numel()
+            tape.keep(seen, output)
+            if seen is layers[-1]:
+                output = functional.cross_entropy(output, targets, reduction="sum") / samples
+            elif output.requires_grad:
+                output.register_hook(partial(_arrive, tape, seen))  # type: ignore[no-untyped-call]
+            seen.kept_bytes = tape.alive_bytes
+        tape.enter(layers[-1], layers[-1].backward)
+        if output.requires_grad:
+            torch.autograd.backward(output)
+    model.zero_grad(set_to_none=True)
+    return layers
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _arrive(tape: _Tape, seen: _LayerSeen, _: Tensor) -> None:
+    """Note that the backward of this layer begins."""
+    tape.enter(seen, seen.backward)
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Tape(TorchDispatchMode):
+    """Adds every operator to the region that was entered last, and knows how many bytes are alive.
+
+    A tensor's memory is its storage, which views share; the storages of `given` tensors are not counted as alive.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.alive_bytes = 0
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._given = [tensor.untyped_storage() for tensor in given]
+        self._sizes = {id(storage): 0 for storage in self._given}
+        # What is kept is counted once, and weights are not: all but the input and the targets, which come first.
+        self._kept = {id(storage) for storage in self._given[2:]}
+        self._layer = _LayerSeen()
+        self._region = self._layer.forward
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and to be skipped torch would import its compiler: 80 MB and more than a second.
+        return False
+
+    def enter(self, layer: _LayerSeen, region: _Region) -> None:
+        self._layer, self._region = layer, region
+        region.peak_bytes = max(region.peak_bytes, self.alive_bytes)
+
+    def keep(self, layer: _LayerSeen, tensor: Tensor) -> None:
+        """Count a tensor that stays until the backward, unless its storage is counted already."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._kept:
+            self._kept.add(id(storage))
+            if tensor.is_floating_point():
+                layer.saved += storage.nbytes() // tensor.element_size()
+            else:
+                layer.other_saved_bytes += storage.nbytes()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.keep(self._layer, tensor)
+        return tensor.detach()  # an output that kept itself would never be freed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _COPIES_NOTHING or _is_view(func):
+            return result
+        outputs = _tensors(result)
+        for tensor in outputs:
+            self._allocate(tensor)
+        region = self._region
+        region.peak_bytes = max(region.peak_bytes, self.alive_bytes)
+        region.calls += 1
+        elements = sum(tensor.numel() for tensor in [*_tensors((args, kwargs)), *outputs])
+        multiply_adds = _multiply_adds(name, args, outputs)
+        if multiply_adds is None:
+            region.elements += elements
+            return result
+        region.matrix_elements += elements
+        if _groups(name, args) > 1:
+            region.grouped += multiply_adds
+        else:
+            region.dense += multiply_adds
+        return result
+
+    def _allocate(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._sizes:
+            return
+        size = storage.nbytes()
+        self._sizes[key] = size
+        self.alive_bytes += size
+        self._references[key] = weakref.ref(storage, lambda _: self._free(key))
+
+    def _free(self, key: int) -> None:
+        self.alive_bytes -= self._sizes.pop(key)
+        self._kept.discard(key)  # another storage may get this id
+        del self._references[key]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    """Return True if an operator gives another look at its input and touches no element."""
+    returned = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _multiply_adds(name: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> int | None:
+    """Return the multiply-adds of a convolution or a product of matrices; None for any other operator."""
+    if name == "convolution":
+        inputs, weight, transposed = args[0], args[1], args[6]
+        return int((inputs if transposed else outputs[0]).numel() * _each_way(weight))
+    if name == "convolution_backward":
+        gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+        return int((inputs if transposed else gradient).numel() * _each_way(weight) * sum(wanted[:2]))
+    if name in ("mm", "bmm"):
+        return int(args[0].numel() * args[1].shape[-1])
+    if name in ("addmm", "baddbmm"):
+        return int(args[1].numel() * args[2].shape[-1])
+    return None
+
+
+def _each_way(weight: Tensor) -> int:
+    """Return the multiply-adds that one element on the side of the weight's first dimension takes part in."""
+    return weight[0].numel()
+
+
+def _groups(name: str, args: tuple[Any, ...]) -> int:
+    places = {"convolution": 8, "convolution_backward": 9}
+    return int(args[places[name]]) if name in places else 1

@@ -1,0 +1,136 @@
+"""What each layer of a network does to one sample, counted: multiply-adds, elements, operator calls, memory.
+
+`nn/count.py` counts; this module holds the records, and the counts of the known networks for the images of the known
+datasets (`networks.json`), so that planning for them needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from pipar.planner.profile import NetworkSizes, item_bytes
+
+#: Operators of one element each are counted for so many classes; everything between them is on a line.
+FEW_CLASSES, MANY_CLASSES = 2, 1002
+
+
+@dataclass(frozen=True)
+class PassCount:
+    """One direction through a layer: multiply-adds and elements of a sample, and what comes once for all of them.
+
+    `dense` are the multiply-adds of convolutions without groups and of matrices, `grouped` those of convolutions with
+    groups; `elements` are read and written by everything else. `fixed_elements` are read and written once for a
+    micro-batch, whatever its size: weights and their gradients. `calls` are operators.
+    """
+
+    dense: int
+    grouped: int
+    elements: int
+    fixed_elements: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """One layer. `outputs`, `saved` and `working` are elements of one sample, `parameters` elements of weights and
+    floating buffers; `other_parameter_bytes` and `other_saved_bytes` do not depend on the dtype (counters, indices).
+    """
+
+    name: str
+    outputs: int
+    parameters: int
+    other_parameter_bytes: int
+    saved: int
+    other_saved_bytes: int
+    working: int
+    forward: PassCount
+    backward: PassCount
+
+    def output_bytes(self, dtype: str) -> int:
+        return self.outputs * item_bytes(dtype)
+
+    def parameter_bytes(self, dtype: str) -> int:
+        return self.parameters * item_bytes(dtype) + self.other_parameter_bytes
+
+    def saved_bytes(self, dtype: str) -> int:
+        return self.saved * item_bytes(dtype) + self.other_saved_bytes
+
+    def working_bytes(self, dtype: str) -> int:
+        return self.working * item_bytes(dtype)
+
+
+Counts = tuple[LayerCount, ...]
+
+
+def network_sizes(counts: Counts, model: str, dtype: str) -> NetworkSizes:
+    """Return what a profile of this network has to agree with."""
+    return NetworkSizes(
+        model,
+        dtype,
+        names=tuple(layer.name for layer in counts),
+        output_bytes=tuple(layer.output_bytes(dtype) for layer in counts),
+        parameter_bytes=tuple(layer.parameter_bytes(dtype) for layer in counts),
+    )
+
+
+# --- the known networks
+
+
+def counts_key(model: str, norm: str, input_shape: Sequence[int]) -> str:
+    """Return the name of a network's counts in the file: "vgg5 group 3x32x32"."""
+    return f"{model} {norm} {'x'.join(map(str, input_shape))}"
+
+
+def known_counts(model: str, norm: str, input_shape: Sequence[int], classes: int) -> Counts | None:
+    """Return the counts of a known network; None if they are not kept for images of this shape."""
+    entry = _file().get(counts_key(model, norm, input_shape))
+    return None if entry is None else _read(entry, classes)
+
+
+def pack_counts(few: Counts, many: Counts) -> dict[str, list[Any]]:
+    """Return what the file keeps of a network that was counted for few and for many classes.
+
+    Only the last layer differs. All it does is linear in the number of classes, but for `working`, the larger of two
+    lines: the line between the two counts is nowhere below it.
+    """
+    assert few[:-1] == many[:-1], "a layer in front of the last one depends on the number of classes"
+    last, more = _row(few[-1]), _row(many[-1])
+    slope = [(b - a) / (MANY_CLASSES - FEW_CLASSES) for a, b in zip(last[1:], more[1:], strict=True)]
+    return {"layers": [_row(layer) for layer in few], "per_class": [_short(each) for each in slope]}
+
+
+def _read(entry: Mapping[str, list[Any]], classes: int) -> Counts:
+    *layers, last = entry["layers"]
+    numbers = [round(n + each * (classes - FEW_CLASSES)) for n, each in zip(last[1:], entry["per_class"], strict=True)]
+    return (*map(_layer, layers), _layer([last[0], *numbers]))
+
+
+def _row(layer: LayerCount) -> list[Any]:
+    """Return name, sizes, forward and backward as one flat list."""
+    sizes = [getattr(layer, field.name) for field in fields(layer)[:-2]]
+    return [*sizes, *_numbers(layer.forward), *_numbers(layer.backward)]
+
+
+def _numbers(count: PassCount) -> Iterator[int]:
+    return (getattr(count, field.name) for field in fields(count))
+
+
+def _layer(row: Sequence[Any]) -> LayerCount:
+    sizes, passes = row[:-10], row[-10:]
+    return LayerCount(*sizes, forward=PassCount(*passes[:5]), backward=PassCount(*passes[5:]))
+
+
+def _short(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+@cache
+def _file() -> dict[str, dict[str, list[Any]]]:
+    text = resources.files("pipar.planner").joinpath("networks.json").read_text("utf-8")
+    tree: dict[str, dict[str, list[Any]]] = json.loads(text)
+    return tree

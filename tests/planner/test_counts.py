@@ -1,0 +1,31 @@
+"""The counts that are kept are those that torch counts, so that the file can never be stale."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pipar.planner.counts import counts_key
+
+_MAKER = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "count_networks.py"))
+FILE, as_text, cases, counted = (_MAKER[name] for name in ("FILE", "as_text", "cases", "counted"))
+KEPT = json.loads(FILE.read_text("utf-8"))
+ALL = list(cases())
+
+
+def test_the_file_has_every_network_norm_and_image_and_is_small() -> None:
+    assert list(KEPT) == [counts_key(*case) for case in ALL]
+    assert len(ALL) == 69
+    assert FILE.stat().st_size < 500_000
+    assert as_text(KEPT) == FILE.read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted({case[0] for case in ALL}))
+def test_the_file_holds_what_torch_counts(model: str) -> None:
+    for case in ALL:
+        if case[0] == model:
+            assert counted(case) == KEPT[counts_key(*case)], case
