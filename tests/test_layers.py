@@ -26,7 +26,7 @@ LINES = [
     data.*
     privacy.*
     link.*
-    compute device server turns ledger hollow job forecast results session reception replanning validation
+    compute device server turns ledger hollow job forecast foresight choosing judge results session reception replanning validation
     assemble torchside workload planning prepare virtual processes run explain
     __init__
     display tables chart plan_view cli.* __main__

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pipar.choosing import Choices, Search
 from pipar.compute import Compute
 from pipar.device import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
+from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
+from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
@@ -33,14 +36,27 @@ def assemble_server(
     observe: Observer,
     plan_joined: PlanJoined | None = None,
     choose: Choose | None = None,
+    search: Search | None = None,
 ) -> Server:
     """Return the server of a job, ready to admit its devices.
 
-    With `plan_joined` the devices' own profiles decide on their first plans; `choose` makes new ones when links change.
+    With `plan_joined` the devices' own profiles decide on their first plans. `choose` makes new ones when links change;
+    without it, they are those that `search` finds for what the server has learned of the fleet.
     """
     keep = job.traced_devices
     own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
     recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
+    # How a shared server-side model is served, device by device in turn, is not foreseen.
+    foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
+    if choose is None and search is not None and foresight is not None:
+        choose = Choices(foresight, search)
+
+    def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
+        assert plan_joined is not None
+        if foresight is not None:
+            foresight.fleet = replace(job, device_profiles={**job.device_profiles, **profiles}).fleet()
+        return plan_joined(profiles)
+
     ledger = Ledger(
         job.links,
         job.bounds(),
@@ -49,6 +65,7 @@ def assemble_server(
         background=beside,
         emit=emit,
         bounds_of=lambda plans: replace(job, plans=plans).bounds(),
+        foresight=foresight,
     )
     training = Training(
         method=job.method,
@@ -67,7 +84,7 @@ def assemble_server(
         recorder=recorder,
         ledger=ledger,
         keep_spans=keep,
-        plan_joined=plan_joined,
+        plan_joined=None if plan_joined is None else plan,
         replanner=Replanner(job.links, choose, observe) if choose is not None and can_replan(job) else None,
         observe=observe,
     )

@@ -38,6 +38,7 @@ class EpochResult:
     efficiency: float
     validation_s: float
     utilisation: dict[str, float] = field(default_factory=dict)  # of the four lanes: device, uplink, server, downlink
+    predicted_s: float | None = None  # `seconds` as expected when the epoch began
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

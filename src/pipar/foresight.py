@@ -15,6 +15,7 @@ from pipar.forecast import busy_s, predict_s
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import Fit, refitted
+from pipar.replanning import MeasuredLink
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Foresight:
     """Predicts each epoch's seconds with what was known when it began, and re-fits the cost model after each."""
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-        self._fleet = fleet
+        self.fleet = fleet  # as profiled
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they hold for
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Fit] = {1: Fit()}
@@ -42,14 +43,15 @@ class Foresight:
         """From this epoch on the devices train by these plans."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
 
-    def measure_links(self, epoch: int, links: Mapping[str, Link]) -> None:
-        """Take the links as an epoch's traffic showed them."""
-        self._links[epoch + 1] = links
+    def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
+        """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
+        before = self._links[max(self._links)] if self._links else {m.name: m.link for m in self.fleet.members}
+        self._links[epoch + 1] = {name: one.over(before[name]) for name, one in measured.items()}
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
         fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
-        expected, expected_server = busy_s(refitted(self._fleet, replace(fit, links={})), plans)
+        expected, expected_server = busy_s(refitted(self.fleet, replace(fit, links={})), plans)
         times = {name: _times(device_s[name], seconds) for name, seconds in expected.items() if name in device_s}
         telling = expected_server > _TELLING_S
         self._fits[epoch + 2] = fit.learned(
@@ -60,11 +62,11 @@ class Foresight:
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
-        return refitted(self._fleet, replace(_at(self._fits, epoch), links=links))
+        return refitted(self.fleet, replace(_at(self._fits, epoch), links=links))
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as it is known now, with these links."""
-        return refitted(self._fleet, replace(self._fits[max(self._fits)], links=links))
+        return refitted(self.fleet, replace(self._fits[max(self._fits)], links=links))
 
     def predicted_s(self, epoch: int) -> float:
         """Return the seconds of an epoch, as expected when it began."""

@@ -168,11 +168,13 @@ def _usable_cores() -> int:
 def shared_costs() -> Callable[[Profile, float], Costs]:
     """Return a maker of cost models that gives equal devices the same one, so that they remember together."""
     known: dict[tuple[int, float], Costs] = {}
+    by_value: dict[tuple[Profile, float], Costs] = {}
 
     def make(profile: Profile, speed: float) -> Costs:
+        # Mostly the same object; comparing all layers of ten thousand devices would take a while.
         key = (id(profile), speed)
         if key not in known:
-            known[key] = Costs(profile, speed)
+            known[key] = by_value.setdefault((profile, speed), Costs(profile, speed))
         return known[key]
 
     return make

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from pipar.config import Link
 from pipar.events import EpochResult
+from pipar.foresight import Foresight
 from pipar.methods import Plan
+from pipar.replanning import MeasuredLink
 from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 
 
@@ -49,10 +51,12 @@ class Ledger:
         background: Recorder,
         emit: Callable[[EpochResult, list[Span]], None],
         bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         self._links = links
         self._bounds = {1: bounds}  # by the first epoch that they hold for
         self._bounds_of = bounds_of
+        self._foresight = foresight
         self._cores = cores
         self._recorder = recorder
         self._background = background
@@ -91,6 +95,13 @@ class Ledger:
         """From this epoch on the devices train by other plans, which have another compute."""
         if self._bounds_of is not None:
             self._bounds[first_epoch] = self._bounds_of(plans)
+        if self._foresight is not None:
+            self._foresight.replan(first_epoch, plans)
+
+    def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
+        """Take what an epoch's traffic said of the links."""
+        if self._foresight is not None:
+            self._foresight.measure_links(epoch, measured)
 
     def fail(self, failure: Exception) -> None:
         """Nothing more will come: whoever waits is told why."""
@@ -125,7 +136,13 @@ class Ledger:
             self._emitted += 1
             del self._epochs[self._emitted]
             self._emit(self._result(self._emitted, epoch), _spans(epoch))
+            self._learn(self._emitted, epoch)
         self._changed.set()
+
+    def _learn(self, number: int, epoch: _Epoch) -> None:
+        if self._foresight is not None and epoch.server is not None:
+            computed = {name: trace.totals[COMPUTE].busy_s for name, trace in epoch.devices.items()}
+            self._foresight.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
 
     def _is_complete(self, epoch: _Epoch) -> bool:
         return epoch.validated and epoch.server is not None and len(epoch.devices) == len(self._links)
@@ -158,6 +175,7 @@ class Ledger:
             efficiency=bound / seconds if seconds else 0.0,
             validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
+            predicted_s=self._foresight.predicted_s(number) if self._foresight is not None else None,
         )
 
     def _bound(self, number: int, epoch: _Epoch) -> float:

@@ -296,6 +296,7 @@ def _server_process(connection: Connection, job: Job, own: Own, folder: Path, co
 
 async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: Observer) -> None:
     from pipar.assemble import assemble_server
+    from pipar.choosing import Chooser
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import Listener
 
@@ -303,6 +304,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         run.add_epoch(result, spans)
         observe(result)
 
+    chooser = Chooser()
     server = assemble_server(
         job,
         learner,
@@ -312,7 +314,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         emit=emit,
         observe=run.watching(observe),
         plan_joined=partial(plans_of_joined, job),
-        choose=None,  # here belongs what plans again, in a thread or a process of its own
+        search=chooser,
     )
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")
@@ -322,15 +324,14 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         await server.train()
         await server.farewell()
     finally:
+        chooser.close()
         await listener.stop()
         server.close()
 
 
 def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
     """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
-    # Equal profiles become one object, as in the job: devices that are alike are planned for together.
-    known = {profile: profile for profile in (*profiles.values(), *job.device_profiles.values())}
-    brought = {name: known[profiles.get(name, own)] for name, own in job.device_profiles.items()}
+    brought = {**job.device_profiles, **profiles}
     return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought))
 
 

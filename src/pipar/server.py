@@ -278,10 +278,13 @@ class Server:
     def _measure(self, session: Session, epoch: int, uplink: Traffic) -> None:
         """Note what an epoch's traffic says of a device's link; with the last device's, of all links."""
         self._measured[session.device] = MeasuredLink(uplink, session.channel.meter.read(epoch))
-        if self._replanner is not None and len(self._measured) == len(self._sessions):
+        if len(self._measured) < len(self._sessions):
+            return
+        self._ledger.measure_links(epoch, self._measured)
+        if self._replanner is not None:
             # Before the models travel: a choice that needs no time is made when they have come.
             self._replanner.observe_round(self._measured)
-            self._measured = {}
+        self._measured = {}
 
     async def _adopt_new_plans(self, epoch: int) -> None:
         """Go on by other plans if some were chosen: devices are told theirs, and layers change sides."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import MakeCompute, assemble_server, run_device
+from pipar.choosing import search_at_once
 from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.device import DevicePart, Samples
@@ -84,6 +85,7 @@ async def _train(
         emit=emit,
         observe=observe,
         choose=choose,
+        search=search_at_once,
     )
     costs = shared_costs()
     try:
