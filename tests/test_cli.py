@@ -20,7 +20,7 @@ from pipar.planner.cache import keep_profile
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
 
-COMMANDS = ["", "run", "compare", "profile", "data", "data list", "data get"]
+COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get"]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 
 RESULT = {
@@ -77,7 +77,7 @@ def test_help_of_every_command_has_an_example(command: str, pipar: Pipar) -> Non
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "profile", "data list", "data get"])
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "data list", "data get"])
 def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar: Pipar) -> None:
     text = pipar(*command.split(), "--help")
     assert "--set SECTION.KEY=VALUE" in text

@@ -206,7 +206,7 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
         from pipar.workload import Workload
 
         job = prepare(Workload(quick), observe)
-    return replace(job, config=config)
+    return replace(job, config=job.config.model_copy(update={"plan": config.plan}))
 
 
 # --- the explanation
@@ -217,6 +217,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     started = time.monotonic()
     fleet, simulate = job.fleet(), simulation(job)
     sample = sampled(fleet)
+    grid = _grid(_evened(sample)) if exhaustive else None  # before anything takes time
     choice = plan_choice(job, fleet=fleet, observe=observe)
     seconds = time.monotonic() - started
 
@@ -240,10 +241,19 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     )
     if not exhaustive:
         return explanation
-    found = _search(sample, fleet, simulate, chosen, timed, observe)
+    started = time.monotonic()
+    best, found = _search(fleet, simulate, grid, timed, observe)
     # Beside a grid of N there may be better ones that the choice has come across.
-    tried = (found.best, chosen, other, *explanation.runners_up)
-    return replace(explanation, exhaustive=replace(found, best=min(tried, key=lambda option: option.epoch_s)))
+    tried = (found, chosen, other, *explanation.runners_up)
+    searched = Exhaustive(
+        best=min(tried, key=lambda option: option.epoch_s),
+        chosen_epoch_s=chosen.epoch_s,
+        grid=grid,
+        simulated=best.simulated,
+        ruled_out=best.ruled_out,
+        seconds=time.monotonic() - started,
+    )
+    return replace(explanation, exhaustive=searched)
 
 
 def _others(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
@@ -256,17 +266,14 @@ def _plans_by_estimate(job: Job) -> dict[str, Plan]:
 
 
 def _search(
-    sample: Fleet,
     fleet: Fleet,
     simulate: Simulate,
-    chosen: Option,
+    grid: tuple[int, ...] | None,
     timed: Callable[[Plans], Option],
     observe: Observer,
-) -> Exhaustive:
+) -> tuple[Best, Option]:
     """Return the best of all plans, or of those on a grid of N."""
-    started = time.monotonic()
-    alike = _evened(sample)
-    grid = _grid(alike, chosen)
+    alike = _evened(sampled(fleet))
 
     def progress(share: float) -> None:
         observe(Preparing("Trying every plan", share))
@@ -277,15 +284,7 @@ def _search(
         best = search_all(alike, simulate, micro_batches=grid, progress=progress)
     plans = everybodys(alike, best.by_kind)
     by_likeness = {_likeness(member, fleet): plans[member.name] for member in alike.members}
-    found = timed({member.name: by_likeness[_likeness(member, fleet)] for member in fleet.members})
-    return Exhaustive(
-        best=found,
-        chosen_epoch_s=chosen.epoch_s,
-        grid=grid,
-        simulated=best.simulated,
-        ruled_out=best.ruled_out,
-        seconds=time.monotonic() - started,
-    )
+    return best, timed({member.name: by_likeness[_likeness(member, fleet)] for member in fleet.members})
 
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:
@@ -307,19 +306,17 @@ def _evened(fleet: Fleet) -> Fleet:
     return replace(fleet, members=members)
 
 
-def _grid(fleet: Fleet, chosen: Option) -> tuple[int, ...] | None:
-    """Return the N to try: None for all of them with one kind of devices, a grid with several."""
-    options = [[option.plan for option in candidates(fleet, kind[0])] for kind in fleet.kinds()]
+def _grid(fleet: Fleet) -> tuple[int, ...] | None:
+    """Return the N to try: None for all of them, if that is not too many combinations of several kinds of devices."""
+    options = [[option.plan.micro_batches for option in candidates(fleet, kind[0])] for kind in fleet.kinds()]
     if len(options) == 1 or fleet.method.shares_server_model:
         return None
-    own = {plan.micro_batches for plan in chosen.plans.values()}
     for grid in (None, *_GRIDS):
-        tried = None if grid is None else tuple(sorted(own | {n for n in grid if n <= fleet.batch_size}))
-        counts = [sum(tried is None or plan.micro_batches in tried for plan in plans) for plans in options]
-        if prod(counts) <= _MOST_COMBINATIONS:
-            return tried
+        count = prod(sum(grid is None or n in grid for n in of) for of in options)
+        if count <= _MOST_COMBINATIONS:
+            return grid
     raise InputError(
-        f"--exhaustive would try {prod(counts):,} combinations of {len(options)} kinds of devices, above "
+        f"--exhaustive would try {count:,} combinations of {len(options)} kinds of devices, more than "
         f"{_MOST_COMBINATIONS:,}: give fewer kinds (as many samples for each device, for example), or a split point."
     )
 

@@ -1,0 +1,236 @@
+"""`pipar plan`: the choice for people and for machines, without torch where profiles are known, and its score."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipar.cli import main
+from pipar.config import load_config
+from pipar.explain import explain, job_to_plan, with_profile
+from pipar.forecast import forecast
+from pipar.methods import Plan
+from pipar.planner.counts import LayerCount, known_counts
+from pipar.planner.memory import training_bytes
+from pipar.planner.profile import LayerProfile, Profile
+
+SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
+ENTRY = {"device", "split_point", "micro_batches", "window", "encoding"}
+FIELDS = {"plans", "predicted_epoch_s", "bottleneck", "runners_up"}
+ADDED = {"method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
+SEARCHED = {"best", "chosen_epoch_s", "score", "exhaustive"}
+
+Pipar = Callable[..., str]
+
+
+def _layer(number: int, count: LayerCount) -> LayerProfile:
+    """A layer with made-up times: the first are dear."""
+    seconds = 0.010 / number
+    return LayerProfile(
+        count.name,
+        (0.0002, seconds),
+        (0.0004, 2 * seconds),
+        count.output_bytes("float32"),
+        count.parameter_bytes("float32"),
+        saved_bytes=count.saved_bytes("float32"),
+    )
+
+
+def _profile() -> Profile:
+    counts = known_counts("vgg5", "group", (1, 32, 32), 10)
+    assert counts is not None
+    layers = tuple(_layer(number, count) for number, count in enumerate(counts, start=1))
+    return Profile("vgg5", "float32", (1, 10), layers, machine="board")
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    """A file with a profile of VGG-5 on digits."""
+    path = tmp_path / "board.json"
+    _profile().save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def pipar(capfd: pytest.CaptureFixture[str], board: Path) -> Pipar:
+    """Run `pipar plan` with the board's profile, and return what it wrote to standard output."""
+
+    def command(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--profile", str(board), *SMALL, *words])
+        captured = capfd.readouterr()
+        assert (ended.value.code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+def test_a_plan_from_a_given_profile_is_one_document_and_imports_no_torch(board: Path, tmp_path: Path) -> None:
+    script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
+    script += f"from pipar.cli import main; main({['plan', '--profile', str(board), '--exhaustive', '--json', *SMALL]})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert set(json.loads(done.stdout)) == FIELDS | ADDED | {"paper"} | SEARCHED
+    assert done.stderr.split() == ["False"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_has_the_fields_that_machines_were_promised(pipar: Pipar) -> None:
+    document = json.loads(pipar("--json"))
+    assert set(document) == FIELDS | ADDED | {"paper"}
+    assert [set(entry) for entry in document["plans"]] == [ENTRY | {"predicted_s"}] * 2
+    assert [entry["device"] for entry in document["plans"]] == ["device-1", "device-2"]
+    assert {entry["encoding"] for entry in document["plans"]} == {"raw"}
+    assert set(document["utilisation"]) == {"device", "uplink", "server", "downlink"}
+    assert document["bottleneck"] == max(document["utilisation"], key=document["utilisation"].__getitem__)
+    assert all(set(option) == {"plans", "epoch_s", "relative"} for option in document["runners_up"])
+    assert all(set(entry) == ENTRY for option in document["runners_up"] for entry in option["plans"])
+    assert set(document["paper"]) == {"plans", "epoch_s"}
+
+
+def test_a_predicted_epoch_is_what_a_timing_only_run_of_the_plan_takes(
+    pipar: Pipar, board: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    planned = json.loads(pipar("--json"))
+    profiles = ["--set", f"server.profile={board}", "--set", f"devices.profile={board}", "--speed", "0.05"]
+    with pytest.raises(SystemExit):
+        main(["run", "--timing-only", "--json", "--epochs", "1", *profiles, *SMALL])
+    run = json.loads(capfd.readouterr().out)
+    assert [entry["micro_batches"] for entry in run["plans"]] == [entry["micro_batches"] for entry in planned["plans"]]
+    assert planned["predicted_epoch_s"] == pytest.approx(run["epochs"][0]["seconds"], rel=1e-3)
+
+
+def test_what_a_person_sees_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
+    text = pipar("--exhaustive")
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    for part in (
+        "2 x device board.json x 0.05 10/25 Mbit/s",
+        "Predicted epoch",
+        "<- bottleneck",
+        "One iteration of device-",
+        "> forward < backward",
+        "Runners-up",
+        "The paper's estimate would have chosen",
+        "T_opt / T = ",
+        "simulations in",
+    ):
+        assert part in words
+
+
+@pytest.mark.parametrize(("method", "drawn"), [("fl", True), ("sfl", True), ("sl", False), ("sfl2", False)])
+def test_every_method_has_a_plan_and_those_with_a_forecast_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
+    text = pipar("--method", method, "--exhaustive")
+    assert ("One iteration of" in text) == drawn
+    assert f"by {method}," in text
+    assert "T_opt / T = " in text
+
+
+def test_a_limit_of_memory_is_shown_with_what_the_plan_needs(pipar: Pipar) -> None:
+    enough = training_bytes(_profile(), Plan(1, 10, 3), 10)
+    words = ["--set", f"devices.memory={enough}", "--split-point", "1", "--micro-batches", "10"]
+    assert json.loads(pipar("--json", *words))["plans"][0]["window"] == 3
+    text = pipar(*words)
+    assert "1F1B(3)" in text
+    assert f"{enough / 2**20:.0f} of {enough / 2**20:.0f} MiB" in text
+
+
+def test_the_paper_chooses_when_it_is_asked_and_the_simulation_is_shown_beside_it(pipar: Pipar) -> None:
+    by_simulation, by_paper = json.loads(pipar("--json")), json.loads(pipar("--json", "--estimate", "paper"))
+    assert (by_simulation["estimate"], by_paper["estimate"]) == ("simulation", "paper")
+    assert set(by_paper) == FIELDS | ADDED | {"simulation"}
+    assert by_paper["simulation"]["epoch_s"] == pytest.approx(by_simulation["predicted_epoch_s"])
+    assert by_simulation["paper"]["epoch_s"] == pytest.approx(by_paper["predicted_epoch_s"])
+    assert "by the paper's estimate" in pipar("--estimate", "paper")
+
+
+def test_a_profile_of_its_own_stays_with_who_has_one(board: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(
+        '[[devices]]\nname = "own"\nprofile = "own.json"\n[[devices]]\nname = "other"\nspeed = 0.5\n', "utf-8"
+    )
+    config = with_profile(load_config(path), str(board))
+    assert config.server.profile == str(board)
+    assert [(group.profile, group.speed) for group in config.devices] == [("own.json", 1.0), (str(board), 0.5)]
+
+
+def _config(board: Path, *settings: str) -> Any:
+    few = ["run.batch_size=10", "data.samples_per_device=20", "devices.count=3", *settings]
+    return with_profile(load_config(None, few), str(board))
+
+
+def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> None:
+    explained = explain(job_to_plan(_config(board)), exhaustive=True)
+    assert explained.exhaustive is not None
+    best = explained.exhaustive.best
+    everything = [
+        forecast(
+            explained.fleet, {name: replace(plan, split_point=p, micro_batches=n) for name, plan in best.plans.items()}
+        )
+        for p in range(1, 6)
+        for n in (range(1, 11) if p < 5 else (1,))
+    ]
+    assert best.epoch_s == pytest.approx(min(timing.epoch_s for timing in everything))
+    assert explained.exhaustive.score == pytest.approx(best.epoch_s / explained.chosen.epoch_s)
+    assert 0.95 <= explained.exhaustive.score <= 1  # plans within 5 % are chosen for their dependability
+
+
+def test_the_score_is_1_when_the_choice_is_the_best_of_all(board: Path) -> None:
+    free = explain(job_to_plan(_config(board)), exhaustive=True)
+    assert free.exhaustive is not None
+    best = free.exhaustive.best.plans["device-1"]
+    given = [f"plan.split_point={best.split_point}", f"plan.micro_batches={best.micro_batches}"]
+    explained = explain(job_to_plan(_config(board, *given)), exhaustive=True)
+    assert explained.exhaustive is not None
+    assert explained.exhaustive.score == 1
+    assert explained.chosen.epoch_s == pytest.approx(free.exhaustive.best.epoch_s)
+
+
+def test_the_score_of_a_worse_choice_is_below_1(board: Path) -> None:
+    explained = explain(job_to_plan(_config(board)), exhaustive=True)
+    assert explained.exhaustive is not None
+    worse = replace(explained.exhaustive, chosen_epoch_s=explained.runners_up[-1].epoch_s)
+    assert worse.score < explained.exhaustive.score <= 1
+
+
+def test_an_uneven_sample_makes_no_second_kind_of_device_for_a_full_search(board: Path) -> None:
+    config = _config(board, "data.samples_per_device=[20, 19, 19]")
+    found = explain(job_to_plan(config), exhaustive=True).exhaustive
+    assert found is not None
+    assert found.grid is None
+    assert len(set(found.best.plans.values())) == 1
+
+
+def test_a_full_search_of_several_kinds_says_which_micro_batches_it_tried(board: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    groups = "".join(f'[[devices]]\nname = "kind{n}"\nspeed = {n / 10}\n' for n in range(1, 4))
+    path.write_text(f"[run]\nbatch_size = 16\n[data]\nsamples_per_device = 32\n{groups}", "utf-8")
+    explained = explain(job_to_plan(with_profile(load_config(path), str(board))), exhaustive=True)
+    found = explained.exhaustive
+    assert found is not None
+    assert found.grid is not None
+    assert {plan.micro_batches for plan in found.best.plans.values()} <= {*found.grid, *range(1, 17)}
+    assert found.score <= 1
+
+
+def test_of_many_devices_every_one_has_a_prediction(board: Path) -> None:
+    config = with_profile(
+        load_config(None, ["run.batch_size=10", "data.samples_per_device=7", "devices.count=150"]),
+        str(board),
+    )
+    explained = explain(job_to_plan(config))
+    assert len(explained.predicted_s) == 150
+    assert [len(row.devices) for row in explained.rows()] == [150]
