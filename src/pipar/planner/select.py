@@ -61,7 +61,8 @@ def choose(
     if fleet.method.shares_server_model:
         best = search.best_in_common()
     else:
-        for begin in (start if start is not None and search.allows(start) else search.own_best(), search.best_shared()):
+        own = start if start is not None and search.allows(start) else search.own_best()
+        for begin in sorted({own, search.best_shared()}, key=search.epoch_s):
             search.improve(begin)
         search.polish()
         best = search.most_dependable()
@@ -195,7 +196,9 @@ class _Search:
         return max(alone, cores * min(self._full))
 
     def improve(self, best: ByKind) -> None:
-        """Simulate plans until no other plan of one kind makes the best better."""
+        """Simulate plans until no other plan of one kind makes the best better; not from where others are far ahead."""
+        if self.epoch_s(best) > min(self.known.values()) * (1 + 2 * _CLOSE):
+            return
         for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
             before = self.epoch_s(best)
             for kind in self._slowest_first(best):
