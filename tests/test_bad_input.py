@@ -72,6 +72,9 @@ COMMANDS = [
     ("compare --methods fl,fedsgd", "'fedsgd' is not a method; there are fl, sl, sfl, sfl2, pipar"),
     ("compare --methods ,", "--methods names no method"),
     ("profile --budget 0", "--budget"),
+    ("profile --memory much", "'much' is not a size; write it like '1GiB'"),
+    ("profile --memory 0MB", "--memory 0MB is nothing; give a size above 0"),
+    ("profile --memory 1MB", "memory"),
     ("profile -o nowhere/profile.json", "Cannot write nowhere/profile.json"),
     ("data get cifar", "There is no dataset 'cifar': known are digits, mnist"),
     # plans

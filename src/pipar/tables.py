@@ -202,20 +202,28 @@ def _comparison_row(result: Result, base_s: float) -> list[str]:
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """Return two rows a layer: milliseconds at each batch size; bytes of a sample's output and of the weights."""
+    """Return two rows a layer: milliseconds at each batch size; bytes of a sample's output, of the weights and of memory.
+
+    Under output stands what a sample's training keeps of the layer, under weights what the layer works with beside it.
+    """
     table = new_table()
     table.add_column("layer", no_wrap=True)
-    table.add_column("output", justify="right", no_wrap=True)
-    table.add_column("weights", justify="right", no_wrap=True)
+    table.add_column("output\nsaved", justify="right", no_wrap=True)
+    table.add_column("weights\nworking", justify="right", no_wrap=True)
     table.add_column("batch of", no_wrap=True)
     for size in profile.batch_sizes:
         table.add_column(str(size), justify="right", no_wrap=True)
     for number, layer in enumerate(profile.layers, start=1):
         sizes = (format_bytes(layer.output_bytes), format_bytes(layer.parameter_bytes))
+        memory = (format_bytes(layer.saved_bytes), format_bytes(layer.working_bytes))
         table.add_row(f"{number} {layer.name}", *sizes, "forward", *map(_milliseconds, layer.forward_s))
-        table.add_row("", "", "", "backward", *map(_milliseconds, layer.backward_s))
+        table.add_row("", *memory, "backward", *map(_milliseconds, layer.backward_s))
     title = f"{profile.model} in {profile.dtype}, milliseconds: {profile.how}"
-    return Group(Text(f"\n{title}"), Text(profile.machine), table)
+    lines = [Text(f"\n{title}"), Text(profile.machine), table]
+    if not profile.whole:
+        cut = f"These are the first {len(profile.layers)} of {profile.network_layers} layers: more do not fit into memory."
+        lines.append(Text(cut))
+    return Group(*lines)
 
 
 def _milliseconds(seconds: float) -> str:

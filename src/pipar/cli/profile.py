@@ -9,6 +9,7 @@ import click
 
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
 from pipar.errors import InputError
+from pipar.units import parse_size
 
 _BUDGET_S = 10.0
 
@@ -28,16 +29,23 @@ _BUDGET_S = 10.0
         metavar="SECONDS",
         help="Seconds that the measurement may take.",
     ),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help="Profile the first layers that fit, as many as do, as on a device with 512MiB.  [default: all layers]",
+    ),
     *NETWORK,
     SET,
     JSON,
 )
-def profile(config: Path | None, output: Path | None, budget: float, settings: Sequence[str], as_json: bool) -> None:
+def profile(
+    config: Path | None, output: Path | None, budget: float, memory: str | None, settings: Sequence[str], as_json: bool
+) -> None:
     """Measure the layers of a network on this machine: phase 1 of the paper's planning.
 
     Later runs on this machine plan with what was measured; server.profile and devices.profile take the FILE.
     """
-    loaded = load(config, settings)
+    loaded, memory_bytes = load(config, settings), _size(memory)
     if output is not None and not output.parent.is_dir():
         raise InputError(f"Cannot write {output}: there is no folder {output.parent}.")
     from pipar.prepare import measured_profile
@@ -46,7 +54,9 @@ def profile(config: Path | None, output: Path | None, budget: float, settings: S
     with watched(quiet=as_json) as display:
         workload = Workload(loaded)
         model = workload.checked_model()
-        measured = measured_profile(workload, model, display.observe, fresh=True, budget_s=budget)
+        measured = measured_profile(
+            workload, model, display.observe, fresh=True, budget_s=budget, memory_bytes=memory_bytes
+        )
     if output is not None:
         save(measured.to_json(), output)
     if as_json:
@@ -57,3 +67,12 @@ def profile(config: Path | None, output: Path | None, budget: float, settings: S
     console().print(profile_table(measured))
     if output is not None:
         click.echo(f"Written to {output}")
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    size = parse_size(text)
+    if size < 1:
+        raise InputError(f"--memory {text} is nothing; give a size above 0, as in 512MiB.")
+    return size
