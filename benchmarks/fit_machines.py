@@ -1,4 +1,4 @@
-"""Fit the form of a machine's cost model to this machine: `python -m benchmarks.fit_machines` prints rates and residuals.
+"""Fit the form of a machine's cost model to this one: `python -m benchmarks.fit_machines` prints rates and residuals.
 
 The named machines of `planner/machines.py` have rates in these proportions, scaled by what is published about them.
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +18,34 @@ import pipar
 from pipar.config import Config, RunSection, config_from, load_config, with_settings
 from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
-from pipar.prepare import _own_profile_key, prepare, prepare_timing_only
+from pipar.planner.machines import MACHINES
+from pipar.planner.profile import Profile
+from pipar.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
 from pipar.run import with_method
 from pipar.workload import Own, Workload
 
 
 @pytest.fixture(autouse=True)
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A profile of VGG-5, so that nothing is measured; runs and the cache are in a folder of their own."""
+    """A folder for profiles, so that nothing is measured; runs and the cache are in folders of their own."""
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = Workload(config_from({"data": {"name": "synthetic"}})).build_model()
-    file = tmp_path / "vgg5.json"
-    hand_made_profile(model, (3, 32, 32), "float32").save(file)
+    return write_profile(tmp_path, (3, 32, 32))
+
+
+def write_profile(folder: Path, shape: tuple[int, int, int], classes: int = 10, norm: str = "group") -> Path:
+    data = {"name": "synthetic", "shape": list(shape), "classes": classes}
+    model = Workload(config_from({"data": data, "model": {"norm": norm}})).build_model()
+    file = folder / "vgg5.json"
+    hand_made_profile(model, shape, "float32").save(file)
     return file
 
 
 def configuration(profile: Path, *settings: str) -> Config:
-    return load_config(None, [f'server.profile="{profile}"', f'devices.profile="{profile}"', *settings])
+    """Return the configuration with a profile of VGG-5 for the images of its dataset."""
+    config = load_config(None, [f'server.profile="{profile}"', f'devices.profile="{profile}"', *settings])
+    write_profile(profile.parent, dataset_info(config.data.name).shape, norm=config.model.norm)
+    return config
 
 
 # --- timing-only counts as virtual time does
@@ -129,8 +142,163 @@ def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
 
 def test_a_profile_of_another_network_is_refused(profile: Path) -> None:
     config = configuration(profile, "model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2")
-    with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but the network has 10"):
+    with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
         prepare(Workload(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "float64"}, "in float64, but vgg5 is to be trained in float32"),
+        ({"layers": 4}, "with 4 layers, but vgg5 has 5"),
+        ({"name": "conv9"}, "whose layer 1 is 'conv9', but that of vgg5 is 'conv1'"),
+        ({"output_bytes": 12}, "with 12 output_bytes in layer 1 'conv1', but vgg5 has 32768 there"),
+        ({"parameter_bytes": 12}, "with 12 parameter_bytes in layer 1 'conv1', but vgg5 has 1536 there"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["server", "devices"])
+def test_a_file_of_another_network_is_refused_in_one_sentence(
+    profile: Path, change: dict[str, Any], says: str, where: str
+) -> None:
+    config = configuration(profile)
+    right = Profile.load(profile)
+    layers = list(right.layers[: change.get("layers", 5)])
+    if "dtype" in change:
+        right = replace(right, **change)
+    elif "layers" not in change:
+        layers[0] = replace(layers[0], **change)
+    other = profile.with_name("other.json")
+    replace(right, layers=tuple(layers)).save(other)
+    config = with_settings(config, [f'{where}.profile="{other}"'])
+    with pytest.raises(ConfigError) as raised:
+        prepare_timing_only(config)
+    assert str(raised.value) == f"The profile {other} is of by hand {says}" + str(raised.value).partition(says)[2]
+    assert str(raised.value).endswith("write one with 'pipar profile'.")
+
+
+def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Path) -> None:
+    config = configuration(profile, "plan.split_point=1", "plan.micro_batches=2")
+    right = Profile.load(profile)
+    first = profile.with_name("first.json")
+    replace(right, layers=right.layers[:2], total_layers=5).save(first)
+    job = prepare_timing_only(with_settings(config, [f'devices.profile="{first}"']))
+    assert job is not None
+    assert not job.device_profiles["device-1"].whole
+    with pytest.raises(ConfigError, match=r"has only the first 2 of 5 layers of vgg5, and a server needs all"):
+        prepare_timing_only(with_settings(config, [f'server.profile="{first}"']))
+
+
+# --- named machines
+
+
+def named(*settings: str) -> Config:
+    fixed = ["plan.split_point=1", "plan.micro_batches=2"]
+    return load_config(None, ["server.profile=i7-11850h", "devices.profile=raspberry-pi-3b", *fixed, *settings])
+
+
+def test_named_machines_bring_profile_memory_and_cores() -> None:
+    job = prepare_timing_only(named())
+    assert job is not None
+    assert job.cores == 8
+    assert job.server_profile.machine.startswith("Intel Core i7-11850H")
+    assert job.device_profiles["device-1"].machine.startswith("Raspberry Pi 3B")
+    assert {spec.memory_bytes for spec in job.specs} == {800 * 2**20}
+    assert len({id(profile) for profile in job.device_profiles.values()}) == 1
+
+
+def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
+    job = prepare_timing_only(named("server.cores=2", "devices.memory=400MiB"))
+    assert job is not None
+    assert job.cores == 2
+    assert {spec.memory_bytes for spec in job.specs} == {400 * 2**20}
+
+
+def test_a_virtual_run_takes_named_machines_as_the_timing_only_one_does() -> None:
+    timed = prepare_timing_only(named("model.norm=batch"))
+    virtual = prepare(Workload(named("model.norm=batch")))
+    assert timed is not None
+    assert (virtual.server_profile, virtual.device_profiles) == (timed.server_profile, timed.device_profiles)
+    assert virtual.specs == timed.specs
+
+
+def test_an_own_network_is_counted_for_named_machines() -> None:
+    config = named("run.batch_size=4", "data.classes=2")
+    data = TensorDataset(torch.zeros(8, 4), torch.arange(8) % 2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 2)))
+    job = prepare(Workload(config, Own.of(config, model, [data] * 4, None, None)))
+    assert [layer.parameter_bytes for layer in job.server_profile.layers] == [120, 56]
+    assert job.device_profiles["device-1"].machine.startswith("Raspberry Pi 3B")
+
+
+@pytest.mark.slow
+def test_images_of_a_shape_that_nobody_counted_are_counted_then() -> None:
+    job = prepare_timing_only(named("data.name=synthetic", "data.shape=[2,20,24]"))
+    assert job is not None
+    assert job.server_profile.output_bytes(1) == 32 * 10 * 12 * 4
+
+
+def test_a_name_that_is_neither_machine_nor_file_is_told_the_names() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'raspbery-pi' is neither a machine that pipar knows nor a file: .*"
+    ) as said:
+        prepare_timing_only(named("devices.profile=raspbery-pi"))
+    for name in MACHINES:
+        assert name in str(said.value)
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise AssertionError("torch is imported")
+
+sys.meta_path.insert(0, Refuse())
+from pipar.config import load_config
+from pipar.prepare import prepare_timing_only
+
+job = prepare_timing_only(load_config(None, sys.argv[1:]))
+print(job.cores, len(job.specs), len(job.server_profile.layers))
+"""
+
+
+def test_timing_only_with_named_machines_needs_no_torch() -> None:
+    settings = ["model.name=resnet101", "data.name=tiny_imagenet", "data.samples_per_device=100", "devices.count=100"]
+    settings += ["server.profile=i7-11850h", "devices.profile=raspberry-pi-3b"]
+    settings += ["plan.split_point=2", "plan.micro_batches=20", "plan.schedule=1f1b", "plan.window=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *settings], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.stderr) == ("8 100 35\n", "")
+
+
+# --- what a limit of memory does to kept profiles
+
+
+def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["run.batch_size=8", "data.name=synthetic", "data.samples_per_device=8"])
+    workload = Workload(config)
+    model = workload.build_model()
+    limits: list[int | None] = []
+
+    def measure(*_: object, memory_bytes: int | None, **__: object) -> Profile:
+        limits.append(memory_bytes)
+        made = hand_made_profile(model, (3, 32, 32), "float32")
+        if memory_bytes is None or memory_bytes > 2**30:
+            return made
+        return replace(made, layers=made.layers[:2], total_layers=5)
+
+    monkeypatch.setattr("pipar.nn.measure.measure_profile", measure)
+    assert measured_profile(workload, model, memory_bytes=2**31).whole
+    assert measured_profile(workload, model, memory_bytes=2**32).whole
+    assert measured_profile(workload, model).whole
+    assert limits == [2**31]
+    assert [len(measured_profile(workload, model, memory_bytes=2**28).layers) for _ in range(2)] == [2, 2]
+    assert len(measured_profile(workload, model, memory_bytes=2**27).layers) == 2
+    assert limits == [2**31, 2**28, 2**27]
+    assert measured_profile(workload, model).whole
 
 
 # --- what a kept profile of an own network goes by

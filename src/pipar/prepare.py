@@ -6,20 +6,25 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, config_from, device_specs
+from pipar.config import Config, DeviceSpec, config_from, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, Request, check_request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
-from pipar.job import Job, make_plans
+from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
-from pipar.planner.profile import Profile
+from pipar.planner.counts import Counts, known_counts, network_sizes
+from pipar.planner.machines import MACHINES, machine_profile
+from pipar.planner.memory import largest_prefix
+from pipar.planner.profile import Profile, check_network
 from pipar.planner.select import check_given
+from pipar.planning import planned
 from pipar.schedule import cut_epoch
 
 if TYPE_CHECKING:
@@ -38,9 +43,15 @@ def prepare(workload: Workload, observe: Observer = ignore) -> Job:
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
     _check_patience(workload)
-    profile = _given_profile(workload.config, len(model)) or measured_profile(workload, model, observe)
-    job = _job(workload.config, profile, sizes, dataset=workload.data_name, model=workload.model_name)
-    return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
+    profiles = _Profiles(
+        workload.config,
+        workload.model_name,
+        batch_statistics=batch_statistics,
+        count=lambda: _counts(workload, model),
+        measure=lambda: measured_profile(workload, model, observe),
+    )
+    job = _job(workload.config, profiles, sizes, dataset=workload.data_name)
+    return planned(replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model)), observe)
 
 
 def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
@@ -54,10 +65,19 @@ def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | Non
     sizes = _counted(config, info)
     _check_sizes(config, sizes, batch_statistics=config.model.norm == "batch")
     shape, classes = config.data.shape or info.shape, config.data.classes or info.classes
-    profile = _given_profile(config) or find_profile(profile_key(config, shape, classes))
-    if profile is None:
-        profile = _profile_of_shape(config, shape, classes, observe)
-    return _job(config, profile, sizes, dataset=config.data.name, model=config.model.name)
+    profiles = _Profiles(
+        config,
+        config.model.name,
+        batch_statistics=config.model.norm == "batch",
+        count=lambda: (
+            known_counts(config.model.name, config.model.norm, shape, classes)
+            or _counts_of_shape(config, shape, classes)
+        ),
+        measure=lambda: (
+            find_profile(profile_key(config, shape, classes)) or _profile_of_shape(config, shape, classes, observe)
+        ),
+    )
+    return planned(_job(config, profiles, sizes, dataset=config.data.name), observe)
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
@@ -98,6 +118,17 @@ def _check_patience(workload: Workload) -> None:
 
 def _profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, observe: Observer) -> Profile:
     """Return this machine's profile of the network for samples of this shape, whatever is in them."""
+    workload = _workload_of_shape(config, shape, classes)
+    return measured_profile(workload, workload.checked_model(), observe)
+
+
+def _counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Counts:
+    """Return the counts of the network for samples of a shape that none of the known datasets has."""
+    workload = _workload_of_shape(config, shape, classes)
+    return _counts(workload, workload.checked_model())
+
+
+def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Workload:
     from pipar.workload import Workload
 
     tree = config.model_dump()
@@ -108,8 +139,19 @@ def _profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, obse
         "samples_per_device": config.run.batch_size,
     }
     tree["devices"] = [{}]
-    workload = Workload(config_from(tree))
-    return measured_profile(workload, workload.checked_model(), observe)
+    return Workload(config_from(tree))
+
+
+def _counts(workload: Workload, model: nn.Sequential) -> Counts:
+    """Return the counts of a workload's network, its user's own or not."""
+    config, shape = workload.config, workload.input_shape
+    if workload.model_name == config.model.name:
+        known = known_counts(config.model.name, config.model.norm, shape, workload.classes)
+        if known is not None:
+            return known
+    from pipar.nn.count import count_layers
+
+    return count_layers(model, shape, run=True)
 
 
 def check_given_plans(config: Config, layers: int, model: str) -> None:
@@ -118,51 +160,103 @@ def check_given_plans(config: Config, layers: int, model: str) -> None:
         check_given(METHODS["pipar"], p, n, layers=layers, batch_size=config.run.batch_size, model=model)
 
 
-def _job(config: Config, profile: Profile, sizes: Mapping[str, int], *, dataset: str, model: str) -> Job:
-    check_given_plans(config, len(profile.layers), model)
-    server = _load_profile(config.server.profile, profile)
-    files = {group.profile for group in config.devices}
-    loaded = {file: _load_profile(file, profile) for file in files}
-    specs = device_specs(config)
-    devices = {spec.name: loaded[spec.profile] for spec in specs}
+def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], *, dataset: str) -> Job:
+    server = profiles.of_server(config.server.profile)
+    check_given_plans(config, len(server.layers), profiles.model)
+    specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
+    devices = {spec.name: profiles.of(spec.profile) for spec in specs}
+    config = _with_cores(config)
     return Job(
         config=config,
         specs=specs,
         sizes=sizes,
         server_profile=server,
         device_profiles=devices,
-        batch_statistics=config.model.norm == "batch",
+        batch_statistics=profiles.batch_statistics,
         dropout=False,
-        plans=make_plans(config, server, devices),
+        plans={},  # when all else is known
         dataset=dataset,
-        model=model,
+        model=profiles.model,
     )
 
 
-def _given_profile(config: Config, layers: int | None = None) -> Profile | None:
-    """Return the server's profile if every machine's profile is given as a file: then nothing has to be measured."""
-    if not (config.server.profile and all(group.profile for group in config.devices)):
-        return None
-    profile = Profile.load(Path(config.server.profile))
-    if layers not in (None, len(profile.layers)):
-        raise ConfigError(
-            f"The profile {config.server.profile} is of {profile.model} with {len(profile.layers)} layers, but the "
-            f"network has {layers}: write one with 'pipar profile'."
-        )
-    return profile
+def device_memory(spec: DeviceSpec) -> int | None:
+    """Return the bytes that a device's process may use: as configured, else its named machine's; None is no limit."""
+    machine = MACHINES.get(spec.profile or "")
+    return machine.memory_bytes if spec.memory_bytes is None and machine is not None else spec.memory_bytes
 
 
-def _load_profile(file: str | None, measured: Profile) -> Profile:
-    """Return the profile of a file, if it is one of the same network; without a file the measured one."""
-    if file is None:
-        return measured
-    profile = Profile.load(Path(file))
-    if len(profile.layers) != len(measured.layers) or profile.dtype != measured.dtype:
-        raise ConfigError(
-            f"The profile {file} is of {profile.model} with {len(profile.layers)} layers in {profile.dtype}, but the "
-            f"network has {len(measured.layers)} in {measured.dtype}: write one with 'pipar profile'."
+def _with_cores(config: Config) -> Config:
+    """Return the configuration with the cores of a named server, if it does not say how many."""
+    machine = MACHINES.get(config.server.profile or "")
+    if machine is None or config.server.cores is not None:
+        return config
+    return config.model_copy(update={"server": config.server.model_copy(update={"cores": machine.cores})})
+
+
+class _Profiles:
+    """The profiles of one network: of a named machine, of a file, or of this machine; each is made once.
+
+    Equal devices get the same object. `count` and `measure` are called only if something needs them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        *,
+        batch_statistics: bool,
+        count: Callable[[], Counts],
+        measure: Callable[[], Profile],
+    ) -> None:
+        self.model = model
+        self.batch_statistics = batch_statistics
+        self._config = config
+        self._count, self._measure = cache(count), measure
+        self._made: dict[str | None, Profile] = {}
+
+    def of(self, given: str | None) -> Profile:
+        """Return the profile of a machine's name or of a file; without one this machine's."""
+        if given not in self._made:
+            self._made[given] = self._measure() if given is None else self._given(given)
+        return self._made[given]
+
+    def of_server(self, given: str | None) -> Profile:
+        """Return the same, of all layers."""
+        profile = self.of(given)
+        if not profile.whole:
+            raise ConfigError(
+                f"The server's profile ({given or 'this machine'}) has only the first {len(profile.layers)} of "
+                f"{profile.network_layers} layers of {self.model}, and a server needs all: give server.profile one of "
+                "a machine with more memory."
+            )
+        return profile
+
+    def _given(self, given: str) -> Profile:
+        dtype = self._config.model.dtype
+        machine = MACHINES.get(given)
+        if machine is None:
+            profile = _load_profile(given)
+            return check_network(profile, network_sizes(self._count(), self.model, dtype), given)
+        return machine_profile(
+            machine,
+            self._count(),
+            model=self.model,
+            dtype=dtype,
+            batch_size=self._config.run.batch_size,
+            batch_statistics=self.batch_statistics,
         )
-    return profile
+
+
+def _load_profile(file: str) -> Profile:
+    """Return the profile of a file; a word that is none is taken for a misspelt machine."""
+    path = Path(file)
+    if not path.suffix and not path.exists():
+        raise ConfigError(
+            f"'{file}' is neither a machine that pipar knows nor a file: the machines are {', '.join(MACHINES)}, and "
+            "'pipar profile -o FILE' writes the file of another one."
+        )
+    return Profile.load(path)
 
 
 def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> dict[str, object]:
@@ -202,16 +296,26 @@ def _sources(model: nn.Sequential) -> Iterator[str]:
 
 
 def measured_profile(
-    workload: Workload, model: nn.Sequential, observe: Observer = ignore, *, fresh: bool = False, budget_s: float = 4.0
+    workload: Workload,
+    model: nn.Sequential,
+    observe: Observer = ignore,
+    *,
+    fresh: bool = False,
+    budget_s: float = 4.0,
+    memory_bytes: int | None = None,
 ) -> Profile:
-    """Return this machine's profile of the network: kept from an earlier run if there was one, else measured."""
+    """Return this machine's profile of the network: kept from an earlier run if there was one, else measured.
+
+    If the network does not fit into `memory_bytes`, it is the profile of as many first layers as do.
+    """
     from pipar.nn.measure import measure_profile
+    from pipar.nn.models import uses_batch_statistics
 
     config = workload.config
     named = workload.model_name == config.model.name
     shape, classes = workload.input_shape, workload.classes
     key = profile_key(config, shape, classes) if named else _own_profile_key(workload, model)
-    kept = None if fresh else find_profile(key)
+    kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
     if kept is not None:
         return kept
     shard = workload.shard(workload.names[0])
@@ -226,6 +330,29 @@ def measured_profile(
         load=lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count]),
         progress=lambda share: observe(Preparing("Measuring the layers", share)),
         budget_s=budget_s,
+        memory_bytes=memory_bytes,
     )
-    keep_profile(key, profile)
+    if profile.whole:
+        keep_profile(key, profile)
+    elif memory_bytes is not None:  # what the system did not give today it may give tomorrow: that is not kept
+        keep_profile(_cut_key(key, memory_bytes), profile)
     return profile
+
+
+def _kept_profile(
+    key: dict[str, object], config: Config, memory_bytes: int | None, *, batch_statistics: bool
+) -> Profile | None:
+    """Return a kept profile of the whole network if that fits, else one that was cut at this limit."""
+    whole = find_profile(key)
+    if memory_bytes is None:
+        return whole
+    if whole is not None:
+        size = config.run.batch_size
+        fitting = largest_prefix(whole, size, memory_bytes, batch_statistics=batch_statistics)
+        if fitting == len(whole.layers):
+            return whole
+    return find_profile(_cut_key(key, memory_bytes))
+
+
+def _cut_key(key: dict[str, object], memory_bytes: int) -> dict[str, object]:
+    return {**key, "memory_bytes": memory_bytes}

@@ -202,7 +202,7 @@ def _comparison_row(result: Result, base_s: float) -> list[str]:
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """Return two rows a layer: milliseconds at each batch size; bytes of a sample's output, of the weights and of memory.
+    """Return two rows a layer: milliseconds at each batch size, and bytes: of a sample's output, of the weights.
 
     Under output stands what a sample's training keeps of the layer, under weights what the layer works with beside it.
     """
@@ -219,10 +219,10 @@ def profile_table(profile: Profile) -> RenderableType:
         table.add_row(f"{number} {layer.name}", *sizes, "forward", *map(_milliseconds, layer.forward_s))
         table.add_row("", *memory, "backward", *map(_milliseconds, layer.backward_s))
     title = f"{profile.model} in {profile.dtype}, milliseconds: {profile.how}"
-    lines = [Text(f"\n{title}"), Text(profile.machine), table]
+    lines: list[RenderableType] = [Text(f"\n{title}"), Text(profile.machine), table]
     if not profile.whole:
-        cut = f"These are the first {len(profile.layers)} of {profile.network_layers} layers: more do not fit into memory."
-        lines.append(Text(cut))
+        here, total = len(profile.layers), profile.network_layers
+        lines.append(Text(f"These are the first {here} of {total} layers: more do not fit into memory."))
     return Group(*lines)
 
 

@@ -167,7 +167,7 @@ def _seen(model: nn.Sequential, input_shape: Sequence[int], samples: int) -> lis
             if seen is layers[-1]:
                 output = functional.cross_entropy(output, targets, reduction="sum") / samples
             elif output.requires_grad:
-                output.register_hook(partial(_arrive, tape, seen))  # type: ignore[no-untyped-call]
+                output.register_hook(partial(_arrive, tape, seen))
             seen.kept_bytes = tape.alive_bytes
         tape.enter(layers[-1], layers[-1].backward)
         if output.requires_grad:
@@ -189,14 +189,14 @@ def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds every operator to the region that was entered last, and knows how many bytes are alive.
 
     A tensor's memory is its storage, which views share; the storages of `given` tensors are not counted as alive.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive_bytes = 0
         self._references: dict[int, weakref.ref[Any]] = {}
         self._given = [tensor.untyped_storage() for tensor in given]

@@ -182,7 +182,8 @@ def _pass_bytes(sizes: Profile, layers: int, samples: int) -> int:
 
 def _too_little(task: _Task, memory: str) -> ConfigError:
     return ConfigError(
-        f"Not even the first layer of {task.model_name} fits into {memory}: give more memory or a smaller run.batch_size."
+        f"Not even the first layer of {task.model_name} fits into {memory}: give more memory or a smaller "
+        "run.batch_size."
     )
 
 
@@ -379,8 +380,8 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, wit
     fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     # A machine that is short of memory for training has none for whole models twice and three times over.
-    large = model if with_loss else _light_layers(model)
-    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), large)]
+    light = model if with_loss else _light_layers(model)
+    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), light)]
     for small, large in (coding, models):
         for kind in small.work:
             times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
@@ -390,7 +391,8 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, wit
 
 def _light_layers(model: nn.Sequential) -> nn.Sequential:
     """Return the most first layers whose weights are small, but one at least."""
-    layers, size_bytes = [], 0
+    layers: list[nn.Module] = []
+    size_bytes = 0
     for layer in model:
         size_bytes += _state_bytes(layer)
         if layers and size_bytes > _LIGHT_BYTES:

@@ -121,8 +121,9 @@ def _numbers(count: PassCount) -> Iterator[int]:
 
 
 def _layer(row: Sequence[Any]) -> LayerCount:
-    sizes, passes = row[:-10], row[-10:]
-    return LayerCount(*sizes, forward=PassCount(*passes[:5]), backward=PassCount(*passes[5:]))
+    name, outputs, parameters, other_parameters, saved, other_saved, working = row[:-10]
+    sizes = (outputs, parameters, other_parameters, saved, other_saved, working)
+    return LayerCount(name, *sizes, PassCount(*row[-10:-5]), PassCount(*row[-5:]))
 
 
 def _short(number: float) -> int | float:

@@ -138,7 +138,7 @@ def machine_profile(
         backward_at_cut_s=_CALLS_AT_CUT * machine.call_s,
         machine=machine.title,
         how=machine.how,
-        **around,
+        **around,  # type: ignore[arg-type]
     )
 
 
