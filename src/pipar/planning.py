@@ -10,7 +10,7 @@ from pipar.events import EpochResult, Observer, Preparing, ignore
 from pipar.forecast import sampled, simulate
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.candidates import candidates
+from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import Choice, choose, choose_by_estimate, everybodys
 from pipar.planner.timing import Simulate, Timing
@@ -45,10 +45,10 @@ def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
     """Return the plans if there is nothing to choose."""
-    options = [candidates(fleet, kind[0]) for kind in fleet.kinds()]
+    options = [allowed_plans(fleet, kind[0]) for kind in fleet.kinds()]
     if any(len(of) > 1 for of in options):
         return None
-    by_kind = tuple(of[0].plan for of in options)
+    by_kind = tuple(of[0] for of in options)
     cuts = sorted({plan.split_point for plan in by_kind})
     if fleet.method.shares_server_model and len(cuts) > 1:
         raise PlanError(

@@ -1,9 +1,11 @@
-"""The choice equals a search of every {P, N}, and keeps what was given as far as the method lets it count."""
+"""The paper's choice equals a search of every {P, N}; the joint choice of a fleet comes near the best of all plans."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -12,20 +14,52 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.forecast import simulate
 from pipar.methods import METHODS, Method, Plan
+from pipar.planner import select
+from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.costs import Costs
 from pipar.planner.estimate import iteration_s, stage_times
+from pipar.planner.exhaustive import search_all
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.memory import BASE_BYTES, training_bytes
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.planner.select import TIE, Choice, choose_plan
+from pipar.planner.select import ESTIMATE_TIE, check_given, choose, choose_by_estimate
+from pipar.planner.timing import Timing
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]
 AUTO: st.SearchStrategy[Literal["auto"]] = st.just("auto")
 WIFI = Link(up_bps=50e6, down_bps=50e6)
+SLOW = Link(up_bps=8.0, down_bps=8.0)
 
 # Whole numbers: two different estimates then lie much further apart than the tolerance of a tie.
 whole = st.integers(0, 200).map(float)
 rates = st.one_of(st.none(), st.sampled_from([8.0, 80.0, 800.0, 8000.0]))
 links = st.builds(Link, up_bps=rates, down_bps=rates)
+
+
+def one_device(
+    device: Profile,
+    link: Link,
+    *,
+    method: str = "pipar",
+    server: Profile | None = None,
+    batch: int = 100,
+    split_point: Given = "auto",
+    micro_batches: Given = "auto",
+    speeds: tuple[float, float] = (1.0, 1.0),
+) -> Fleet:
+    costs = Costs(device, speeds[0])
+    phone = Member("phone", costs, link, batch, split_point=split_point, micro_batches=micro_batches)
+    return Fleet(METHODS[method], (phone,), Costs(server or device, speeds[1]), 1, batch)
+
+
+def estimated(fleet: Fleet) -> tuple[Plan, float]:
+    return choose_by_estimate(fleet)["phone"]
+
+
+# --- the paper's choice: each device alone
 
 
 @st.composite
@@ -45,7 +79,7 @@ def two_profiles(draw: st.DrawFn) -> tuple[Profile, Profile]:
 
 def search_every_plan(
     method: Method, device: Profile, server: Profile, batch: int, link: Link, split_point: Given, micro_batches: Given
-) -> Choice:
+) -> tuple[Plan, float]:
     """Return the choice by trying all of them, with the recursion itself."""
     layers = len(device.layers)
     cuts = range(1, layers) if layers > 1 else range(1, 2)
@@ -60,55 +94,62 @@ def search_every_plan(
         all_p, all_n = range(layers, layers + 1), [1]
     plans = {Plan(p, 1 if p == layers else n) for p in all_p for n in all_n}
     times = {plan: iteration_s(stage_times(device, server, plan, batch, link), plan.micro_batches) for plan in plans}
-    tied = [plan for plan in plans if times[plan] <= min(times.values()) * (1 + TIE)]
+    tied = [plan for plan in plans if times[plan] <= min(times.values()) * (1 + ESTIMATE_TIE)]
     best = min(tied, key=lambda plan: (plan.micro_batches, plan.split_point))
-    return Choice(best, times[best])
+    return best, times[best]
 
 
-@settings(deadline=None)
-@given(two_profiles(), links, st.sampled_from(list(METHODS.values())), st.data())
-def test_the_choice_is_that_of_a_search_of_every_plan(
-    profiles: tuple[Profile, Profile], link: Link, method: Method, data: st.DataObject
+@settings(max_examples=50, deadline=None)
+@given(two_profiles(), links, st.sampled_from(sorted(METHODS)), st.data())
+def test_the_papers_choice_is_that_of_a_search_of_every_plan(
+    profiles: tuple[Profile, Profile], link: Link, method: str, data: st.DataObject
 ) -> None:
     device, server = profiles
     split_point: Given = data.draw(st.one_of(AUTO, st.integers(1, len(device.layers))))
     micro_batches: Given = data.draw(st.one_of(AUTO, st.integers(1, 12)))
-    choice = choose_plan(method, device, server, 12, link, split_point=split_point, micro_batches=micro_batches)
-    assert choice == search_every_plan(method, device, server, 12, link, split_point, micro_batches)
+    fleet = one_device(
+        device, link, method=method, server=server, batch=12, split_point=split_point, micro_batches=micro_batches
+    )
+    plan, seconds = estimated(fleet)
+    expected = search_every_plan(METHODS[method], device, server, 12, link, split_point, micro_batches)
+    assert plan == expected[0]
+    assert seconds == pytest.approx(expected[1], rel=1e-12)
 
 
 def test_a_slow_link_keeps_the_whole_network_on_the_device(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
-    choice = choose_plan(METHODS["pipar"], profile, profile, 100, Link(up_bps=8.0, down_bps=8.0))
-    assert choice == Choice(Plan(3, 1), 6.0)
+    fleet = one_device(profile, SLOW)
+    assert estimated(fleet) == (Plan(3, 1), 6.0)
+    assert choose(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
 def test_a_fast_server_behind_a_fast_link_gets_all_it_can(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
-    choice = choose_plan(METHODS["pipar"], profile, profile, 100, WIFI, 0.01, 1.0)
-    assert choice.plan.split_point == 1
+    plan, seconds = estimated(one_device(profile, WIFI, speeds=(0.01, 1.0)))
     # 200 s on the device; 0.016 s up and down and 4 s on the server hide behind it from N = 2 on:
     # (200 + 4.032 + 100) / 2 < 200.
-    assert choice.plan.micro_batches == 2
-    assert choice.predicted_iteration_s == pytest.approx(200.0)
+    assert plan == Plan(1, 2)
+    assert seconds == pytest.approx(200.0)
 
 
 def test_ties_go_to_fewer_micro_batches_and_then_to_the_smaller_split_point(make_profile: MakeProfile) -> None:
     nothing = make_profile([(0.0, 0.0, 0, 0)] * 4)
-    assert choose_plan(METHODS["pipar"], nothing, nothing, 100, Link()).plan == Plan(1, 1)
+    fleet = one_device(nothing, Link())
+    assert estimated(fleet)[0] == Plan(1, 1)
+    assert choose(fleet, simulate).by_kind == (Plan(1, 1),)
 
 
 def test_a_bottleneck_on_the_link_is_cut_no_finer_than_the_estimate_can_tell_apart(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0), (90.0, 90.0, 10, 0)])
     link = Link(up_bps=80_000.0)
-    choice = choose_plan(METHODS["pipar"], profile, profile, 100, link, 1.0, 100.0)
+    plan, _ = estimated(one_device(profile, link, speeds=(1.0, 100.0)))
     seconds = {
         n: iteration_s(stage_times(profile, profile, Plan(1, n), 100, link, (1.0, 100.0)), n) for n in range(1, 101)
     }
     # The estimate falls all the way to N = 100; the first N within 1 % of that is taken.
     assert min(seconds, key=lambda n: seconds[n]) == 100
-    assert choice.plan == Plan(1, min(n for n in seconds if seconds[n] <= seconds[100] * 1.01))
-    assert choice.plan.micro_batches < 50
+    assert plan == Plan(1, min(n for n in seconds if seconds[n] <= seconds[100] * 1.01))
+    assert plan.micro_batches < 50
 
 
 @pytest.mark.parametrize("name", ["sl", "sfl", "sfl2"])
@@ -116,63 +157,235 @@ def test_methods_that_only_split_never_cut_the_batch_and_always_leave_the_server
     make_profile: MakeProfile, name: str
 ) -> None:
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
-    slow = Link(up_bps=8.0, down_bps=8.0)
-    choice = choose_plan(METHODS[name], profile, profile, 100, slow, split_point="auto", micro_batches=7)
-    assert choice.plan == Plan(1, 1)
-    assert choose_plan(METHODS[name], profile, profile, 100, slow, split_point=3).plan == Plan(3, 1)
+    assert estimated(one_device(profile, SLOW, method=name, micro_batches=7))[0] == Plan(1, 1)
+    assert estimated(one_device(profile, SLOW, method=name, split_point=3))[0] == Plan(3, 1)
 
 
 def test_federated_learning_ignores_the_plan(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
-    choice = choose_plan(METHODS["fl"], profile, profile, 100, WIFI, split_point=99, micro_batches=999)
-    assert choice.plan == Plan(3, 1)
+    fleet = one_device(profile, WIFI, method="fl", split_point=99, micro_batches=999)
+    assert estimated(fleet)[0] == Plan(3, 1)
+    assert choose(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
 def test_a_network_of_one_layer_has_one_plan_whatever_the_method(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)])
-    for method in METHODS.values():
-        assert choose_plan(method, profile, profile, 100, WIFI).plan == Plan(1, 1)
+    for method in METHODS:
+        assert estimated(one_device(profile, WIFI, method=method))[0] == Plan(1, 1)
 
 
 def test_a_given_number_of_micro_batches_leaves_out_federated_learning(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
-    slow = Link(up_bps=8.0, down_bps=8.0)
-    assert choose_plan(METHODS["pipar"], profile, profile, 100, slow, micro_batches=4).plan == Plan(1, 4)
-    assert choose_plan(METHODS["pipar"], profile, profile, 100, slow, micro_batches=1).plan == Plan(3, 1)
+    assert estimated(one_device(profile, SLOW, micro_batches=4))[0] == Plan(1, 4)
+    assert estimated(one_device(profile, SLOW, micro_batches=1))[0] == Plan(3, 1)
 
 
 def test_a_given_whole_network_is_never_cut_into_micro_batches(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
-    choice = choose_plan(METHODS["pipar"], profile, profile, 100, WIFI, split_point=3, micro_batches=4)
-    assert choice.plan == Plan(3, 1)
+    assert estimated(one_device(profile, WIFI, split_point=3, micro_batches=4))[0] == Plan(3, 1)
 
 
 @pytest.mark.parametrize(
-    ("split_point", "micro_batches", "says"),
+    ("method", "split_point", "micro_batches", "says"),
     [
-        (0, "auto", "Split point 0 is outside 1..3"),
-        (4, "auto", "Split point 4 is outside 1..3"),
-        ("auto", 0, "0 micro-batches are outside 1..100"),
-        ("auto", 101, "101 micro-batches are outside 1..100"),
+        ("pipar", 0, "auto", "Split point 0 is outside 1..3"),
+        ("pipar", 4, "auto", "Split point 4 is outside 1..3"),
+        ("sfl", 4, "auto", "Split point 4 is outside 1..3"),
+        ("pipar", "auto", 0, "0 micro-batches are outside 1..100"),
+        ("pipar", "auto", 101, "101 micro-batches are outside 1..100"),
     ],
 )
 def test_a_given_value_outside_its_range_is_refused(
-    make_profile: MakeProfile, split_point: Given, micro_batches: Given, says: str
+    method: str, split_point: Given, micro_batches: Given, says: str
 ) -> None:
-    profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
-    with pytest.raises(PlanError, match=says):
-        choose_plan(METHODS["pipar"], profile, profile, 100, WIFI, split_point=split_point, micro_batches=micro_batches)
+    with pytest.raises(PlanError, match=says) as raised:
+        check_given(METHODS[method], split_point, micro_batches, layers=3, batch_size=100, model="hand")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_given_value_that_does_not_count_for_the_method_is_not_refused() -> None:
+    check_given(METHODS["fl"], 99, 999, layers=3, batch_size=100, model="hand")
+    check_given(METHODS["sfl"], 2, 999, layers=3, batch_size=100, model="hand")
 
 
 def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None:
     device, server = make_profile([(1.0, 1.0, 1, 0)] * 2), make_profile([(1.0, 1.0, 1, 0)] * 3)
     with pytest.raises(PlanError, match="give two profiles of the same network"):
-        choose_plan(METHODS["pipar"], device, server, 100, WIFI)
+        estimated(one_device(device, WIFI, server=server))
 
 
-def test_choosing_for_a_deep_network_takes_milliseconds(make_profile: MakeProfile) -> None:
+def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
+    make_profile: MakeProfile,
+) -> None:
     profile = make_profile([(0.01 * q, 0.02 * q, 65536 // q, 0) for q in range(1, 36)])
     used = time.thread_time()
-    choose_plan(METHODS["pipar"], profile, profile, 100, WIFI, 0.05)
-    # About 4 ms here; changing bandwidth calls for a choice per device in the middle of training.
+    estimated(one_device(profile, WIFI, speeds=(0.05, 1.0)))
+    # About 10 ms here: changing bandwidth calls for a choice in the middle of training.
     assert time.thread_time() - used < 0.2
+
+
+# --- the joint choice: simulations of the whole fleet
+
+
+def small_fleet(seed: int, *, memory: bool = False, statistics: bool = False) -> Fleet:
+    """Return two kinds of up to four devices each, three layers, a batch of 12, and one to three cores."""
+    rng, batch = random.Random(seed), 12
+    layers = []
+    for name in "abc":
+        fixed, each = rng.uniform(0, 0.02), rng.uniform(0.001, 0.02)
+        forward = tuple(fixed + each * samples for samples in (1, batch))
+        backward = tuple(2 * seconds for seconds in forward)
+        sizes = (rng.randrange(500, 20_000), rng.randrange(20_000))
+        layers.append(LayerProfile(name, forward, backward, *sizes, saved_bytes=10_000, working_bytes=5_000))
+    overheads = {"load_s": 1e-4, "encode_s": 1e-4, "decode_s": 1e-4, "step_s": 1e-3, "pack_s": 5e-3, "install_s": 1e-3}
+    profile = Profile("any", "float32", (1, batch), tuple(layers), **overheads)  # type: ignore[arg-type]
+    members: list[Member] = []
+    for _ in range(2):
+        up, down, latency = 10 ** rng.uniform(5.5, 8), 10 ** rng.uniform(5.5, 8), rng.choice([0.0, 0.01, 0.03])
+        link = rng.choice([Link(), Link(up_bps=up, down_bps=down, latency_s=latency)])
+        costs, samples = Costs(profile, 10 ** rng.uniform(-1.3, 0.3)), rng.choice([12, 24, 30, 60])
+        limit = BASE_BYTES + rng.randrange(80_000, 400_000) if memory else None
+        count = rng.randint(1, 4)
+        members += [Member(f"d{len(members) + n}", costs, link, samples, limit) for n in range(count)]
+    server = Costs(profile, 10 ** rng.uniform(-0.5, 1))
+    return Fleet(METHODS["pipar"], tuple(members), server, rng.randint(1, 3), batch, statistics)
+
+
+def over_the_best(seed: int) -> float:
+    fleet = small_fleet(seed)
+    return choose(fleet, simulate).epoch_s / search_all(fleet, simulate).epoch_s - 1
+
+
+@pytest.mark.slow
+def test_the_joint_choice_is_near_the_best_of_all_plans() -> None:
+    over = sorted(over_the_best(seed) for seed in range(100))
+    assert over[0] >= -1e-12
+    # A choice may give up to 5 % for plans that bear slower machines better; the search itself misses up to 6 %.
+    assert sum(each <= 0.02 for each in over) >= 95
+    assert over[-1] <= 0.065
+
+
+def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None:
+    assert max(over_the_best(seed) for seed in range(2)) <= 0.02
+
+
+def contended_fleet() -> Fleet:
+    """Return two fast and six slow devices on one core; alone, each would leave the server all but one layer."""
+    layers = tuple(LayerProfile(name, (0.05, 0.6), (0.1, 1.2), 2000, 100) for name in "abcd")
+    profile = Profile("any", "float32", (1, 12), layers)
+    fast, slow = Costs(profile, 1.0), Costs(profile, 0.3)
+    members = [Member(f"fast-{n}", fast, WIFI, 48) for n in range(2)]
+    members += [Member(f"slow-{n}", slow, WIFI, 48) for n in range(6)]
+    return Fleet(METHODS["pipar"], tuple(members), Costs(profile, 2.0), 1, 12)
+
+
+def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> None:
+    fleet = contended_fleet()
+    alone = {m.name: choose(replace(fleet, members=(m,)), simulate).plans[m.name] for m in fleet.members}
+    together = choose(fleet, simulate)
+    assert any(together.plans[name].split_point > plan.split_point for name, plan in alone.items())
+    # Everybody's own best leaves the core far behind: it is more than a fifth slower than the joint choice.
+    assert simulate(fleet, alone, None).epoch_s > 1.2 * simulate(fleet, together.plans, None).epoch_s
+
+
+class Counted:
+    """A simulation that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+        self.asked += 1
+        return simulate(fleet, plans, iterations)
+
+
+def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
+    make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = make_profile([(0.2, 0.4, 2000, 100)] * 3, batch_size=12)
+    costs = Costs(profile, 0.1)
+    called = []
+
+    def counted(fleet: Fleet, member: Member) -> list[Candidate]:
+        called.append(member.name)
+        return candidates(fleet, member)
+
+    monkeypatch.setattr(select, "candidates", counted)
+    asked = []
+    for count in (1, 5, 20):
+        members = tuple(Member(f"d{n:02}", costs, WIFI, 24) for n in range(count))
+        counting = Counted()
+        choice = choose(Fleet(METHODS["pipar"], members, Costs(profile), count, 12), counting)
+        asked.append(counting.asked)
+        assert len(set(choice.plans.values())) == 1
+        assert len(choice.plans) == count
+    assert called == ["d00"] * 3
+    assert len(set(asked)) == 1
+
+
+def test_the_same_fleet_is_given_the_same_plans_again() -> None:
+    assert choose(small_fleet(7), simulate) == choose(small_fleet(7), simulate)
+
+
+def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -> None:
+    fleet = small_fleet(5)
+    first, *others = fleet.members
+    free = choose(fleet, simulate).plans
+    for p, n in ((2, "auto"), ("auto", 5), (1, 7)):
+        asked = replace(first, split_point=p, micro_batches=n)  # type: ignore[arg-type]
+        plans = choose(replace(fleet, members=(asked, *others)), simulate).plans
+        assert p in ("auto", plans[first.name].split_point)
+        assert n in ("auto", plans[first.name].micro_batches)
+        assert plans.keys() == free.keys()
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_chosen_plan_needs_more_memory_than_the_device_has(seed: int) -> None:
+    fleet = small_fleet(seed, memory=True)
+    plans = choose(fleet, simulate).plans
+    for member in fleet.members:
+        assert member.memory_bytes is not None
+        assert training_bytes(member.costs.profile, plans[member.name], 12) <= member.memory_bytes
+    by_paper = choose_by_estimate(fleet)
+    for member in fleet.members:
+        assert training_bytes(member.costs.profile, by_paper[member.name][0], 12) <= (member.memory_bytes or 0)
+
+
+def test_a_window_is_chosen_where_memory_forbids_all_forwards_first_and_nowhere_else() -> None:
+    layer = LayerProfile("a", (0.5,), (1.0,), 100, 0, saved_bytes=1000, working_bytes=10)
+    profile = Profile("any", "float32", (12,), (layer,) * 3)
+    fleet = one_device(profile, Link(up_bps=1e4, down_bps=1e4), batch=12, split_point=1, micro_batches=4)
+    (phone,) = fleet.members
+    all_forward = training_bytes(profile, Plan(1, 4), 12)
+    for memory, window in ((all_forward, 0), (all_forward - 1, 3), (all_forward - 5000, 2)):
+        limited = replace(fleet, members=(replace(phone, memory_bytes=memory),))
+        assert choose(limited, simulate).plans["phone"] == Plan(1, 4, window)
+    assert choose(fleet, simulate).plans["phone"] == Plan(1, 4, 0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10**6))
+def test_with_batch_statistics_a_micro_batch_has_two_samples(seed: int) -> None:
+    fleet = small_fleet(seed, statistics=True)
+    assert all(plan.micro_batches <= 6 for plan in choose(fleet, simulate).plans.values())
+
+
+@pytest.mark.parametrize("name", ["fl", "sfl"])
+def test_methods_get_nothing_that_they_may_not_have(name: str) -> None:
+    fleet = replace(small_fleet(3), method=METHODS[name])
+    plans = choose(fleet, simulate).plans.values()
+    assert {plan.micro_batches for plan in plans} == {1}
+    assert {plan.split_point for plan in plans} <= ({3} if name == "fl" else {1, 2})
+
+
+def test_runners_up_are_other_plans_and_never_better_than_what_they_follow() -> None:
+    choice = choose(small_fleet(2), simulate)
+    assert choice.by_kind not in [by_kind for by_kind, _ in choice.runners_up]
+    seconds = [s for _, s in choice.runners_up]
+    assert seconds == sorted(seconds)
+
+
+def test_plans_in_force_that_are_no_longer_allowed_are_no_hindrance() -> None:
+    fleet = small_fleet(4)
+    assert choose(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == choose(fleet, simulate).plans

@@ -25,11 +25,16 @@ class Candidate:
 
 
 def candidates(fleet: Fleet, member: Member) -> list[Candidate]:
+    """Return every plan that is allowed, with what it takes at least."""
+    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in allowed_plans(fleet, member)]
+
+
+def allowed_plans(fleet: Fleet, member: Member) -> list[Plan]:
     """Return every plan that the method, what was given and the device's memory allow; there is at least one."""
     plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
     if not plans:
-        raise PlanError(_too_little_memory(fleet, member))
-    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in plans]
+        raise PlanError(_too_few_layers(fleet, member) or _too_little_memory(fleet, member))
+    return plans
 
 
 def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:
@@ -133,6 +138,17 @@ def _sweep(
 
 def _over(bits: float, rate_bps: float | None) -> float:
     return 0.0 if rate_bps is None else bits / rate_bps
+
+
+def _too_few_layers(fleet: Fleet, member: Member) -> str | None:
+    """Return what is wrong if the method or the given P needs layers that the device was not profiled with."""
+    measured, needed = len(member.costs.profile.layers), min(_split_points(fleet, member))
+    if needed <= measured:
+        return None
+    return (
+        f"{member.name} was profiled with the first {measured} of {fleet.layers} layers, which is all that it can "
+        f"hold, but is to train {needed}: give a split point up to {measured}, or a method that splits."
+    )
 
 
 def _too_little_memory(fleet: Fleet, member: Member) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
-from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.candidates import Candidate, allowed_plans, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.timing import Simulate, Timing, steady_epoch_s
@@ -94,11 +94,11 @@ def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
 def _best_by_estimate(fleet: Fleet, member: Member) -> tuple[Plan, float]:
     times: dict[int, StageTimes] = {}
     found = []
-    for option in candidates(fleet, member):
-        p, n = option.plan.split_point, option.plan.micro_batches
+    for plan in allowed_plans(fleet, member):
+        p, n = plan.split_point, plan.micro_batches
         if p not in times:
             times[p] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link)
-        found.append((option.plan, closed_form_s(times[p].divided_by(n), n)))
+        found.append((plan, closed_form_s(times[p].divided_by(n), n)))
     within = min(seconds for _, seconds in found) * (1 + ESTIMATE_TIE)
     tied = [(plan, seconds) for plan, seconds in found if seconds <= within]
     return min(tied, key=lambda item: (item[0].micro_batches, item[0].split_point))
