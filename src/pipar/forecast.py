@@ -340,7 +340,7 @@ class _Epoch:
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:
-            kind, n = ("fs", device.served + 1) if then == _SERVED else ("step", 0)
+            kind, n = ("fs", device.served + 1) if then == _SERVED else ("step", device.served)
             place = (1, device.stepped + 1, n, begin, begin + seconds)
             self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
         self._at(begin + seconds, then, device)

@@ -1,0 +1,318 @@
+"""The forecast is the two programs' own timing: that of a timing-only run of the same plans, to the last digits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pipar.config import config_from, device_specs
+from pipar.events import EpochResult, ignore
+from pipar.forecast import forecast, simulate, timeline, transfer_s
+from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.select import choose
+from pipar.planner.timing import Timing
+from pipar.planning import rehearse
+from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
+from pipar.virtual import train_without_mathematics
+
+SAME = 1e-9  # relative: sums of the same numbers in another order
+LINKS: tuple[Any, ...] = (
+    "4g",
+    "wifi",
+    "unlimited",
+    {"up": "3Mbit/s", "down": "7Mbit/s", "latency": "15ms"},
+    {"up": "1Mbit/s", "down": "unlimited"},
+)
+#: A device packs its part for longer than 'stop epoch' is on the slowest of these links: its bytes do not matter.
+PACK_S = 3e-3
+OVERHEADS = {
+    "load_s": 1e-4, "encode_s": 1e-4, "encode_s_per_byte": 1e-9, "decode_s": 2e-4, "decode_s_per_byte": 2e-9,
+    "step_s": 1e-3, "step_s_per_byte": 1e-9, "pack_s": PACK_S, "pack_s_per_byte": 1e-9, "install_s": 1e-3,
+    "install_s_per_byte": 3e-9, "backward_at_cut_s": 2e-4, "aggregate_s": 1e-3, "aggregate_s_per_byte": 1e-9,
+}  # fmt: skip
+
+
+def random_profile(rng: random.Random) -> Profile:
+    def times(each: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(0.5, 1.5) * each * (5 + size) for size in (2, 10, 50))
+
+    layers = tuple(
+        LayerProfile(name, times(1e-3), times(2e-3), 4 * rng.randrange(1000, 40_000), 4 * rng.randrange(100_000))
+        for name in "abcd"
+    )
+    return Profile("any", "float32", (2, 10, 50), layers, **OVERHEADS)  # type: ignore[arg-type]
+
+
+def random_plan(rng: random.Random, batch: int) -> Plan:
+    p = rng.randint(1, 4)
+    return Plan(p, 1 if p == 4 else rng.choice([1, 2, rng.randint(1, batch), batch]), rng.choice([0, 0, 1, 3]))
+
+
+def random_job(seed: int) -> Job:
+    """Return up to 8 devices on up to 4 cores; P = Q beside others, windows, N up to B, uneven sizes and speeds."""
+    rng = random.Random(seed)
+    count, cores, batch = rng.randint(1, 8), rng.randint(1, 4), rng.choice([7, 12, 30])
+    sizes = [rng.randrange(1, 3 * batch) for _ in range(count)]
+    devices = [{"name": f"d{k}", "link": rng.choice(LINKS), "speed": rng.uniform(0.05, 2)} for k in range(count)]
+    config = config_from(
+        {
+            "run": {"method": "pipar", "epochs": 1, "batch_size": batch, "trace": "full"},
+            "data": {"name": "synthetic", "samples_per_device": sizes},
+            "server": {"cores": cores, "speed": rng.uniform(0.5, 4)},
+            "devices": devices,
+        }
+    )
+    specs = device_specs(config)
+    names = [spec.name for spec in specs]
+    here, there = random_profile(rng), random_profile(rng)
+    same_sizes = [
+        replace(layer, output_bytes=other.output_bytes, parameter_bytes=other.parameter_bytes)
+        for layer, other in zip(there.layers, here.layers, strict=True)
+    ]
+    return Job(
+        config=config,
+        specs=specs,
+        sizes=dict(zip(names, sizes, strict=True)),
+        server_profile=replace(there, layers=tuple(same_sizes)),
+        device_profiles=dict.fromkeys(names, here),
+        batch_statistics=rng.random() < 0.3,
+        dropout=False,
+        plans={name: random_plan(rng, batch) for name in names},
+        dataset="none",
+        model="any",
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A timing-only run of one epoch; its spans count from the epoch's start."""
+
+    job: Job
+    result: EpochResult
+    spans: list[Span]
+
+    def busy_s(self, owner: str, lane: str, kinds: set[str]) -> float:
+        return sum(
+            span.end - span.start
+            for span in self.spans
+            if span.owner == owner and span.lane.startswith(lane) and span.kind in kinds
+        )
+
+    @property
+    def ends(self) -> dict[str, tuple[float, ...]]:
+        """When each device had ended each of its iterations."""
+        steps = [span for span in self.spans if span.kind == "step" and span.lane == COMPUTE]
+        return {name: tuple(sorted(s.end for s in steps if s.owner == name)) for name in self.job.sizes}
+
+
+def run(job: Job) -> Run:
+    found: list[tuple[EpochResult, list[Span]]] = []
+    train_without_mathematics(job, lambda result, spans: found.append((result, spans)), ignore)
+    ((result, spans),) = found
+    busy = [span for span in spans if not span.waiting and span.epoch == 1]
+    start = min(span.start for span in busy if span.lane == IO)
+    moved = [replace(span, start=span.start - start, end=span.end - start) for span in busy]
+    return Run(job, result, moved)
+
+
+def same(seconds: Any) -> Any:
+    return pytest.approx(seconds, rel=SAME, abs=1e-12)
+
+
+def check_timing(job: Job) -> None:
+    """Hold the forecast against the run: the epoch, every device's every iteration, and how long lanes were busy."""
+    ran, timing = run(job), forecast(job.fleet(), job.plans)
+    assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
+    assert dict(timing.ends) == {name: same(ends) for name, ends in ran.ends.items()}
+    served = {"decode", "fs", "bs", "encode", "step"}
+    assert timing.busy_s == same(
+        {
+            "device": max(ran.busy_s(name, COMPUTE, {"fc", "bc", "step"}) for name in job.sizes),
+            "uplink": max(ran.busy_s(name, UPLINK, {"u", "model"}) for name in job.sizes),
+            "server": ran.busy_s(SERVER, "", served) / job.cores,
+            "downlink": max(ran.busy_s(name, DOWNLINK, {"d", "model"}) for name in job.sizes),
+        }
+    )
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=str)
+def test_a_forecast_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
+    for seed in seeds:
+        check_timing(random_job(seed))
+
+
+def test_these_fleets_have_everything_that_a_forecast_has_to_know() -> None:
+    jobs = [random_job(seed) for seed in range(12)]
+    plans = [plan for job in jobs for plan in job.plans.values()]
+    assert {plan.split_point for plan in plans} == {1, 2, 3, 4}
+    assert {plan.window for plan in plans} == {0, 1, 3}
+    assert {job.batch_statistics for job in jobs} == {True, False}
+    assert min(len(job.sizes) for job in jobs) == 1
+    assert max(len(job.sizes) for job in jobs) == 8
+    assert {spec.link.up_bps is None for job in jobs for spec in job.specs} == {True, False}
+    assert all(value > 0 for value in OVERHEADS.values())
+
+
+def test_without_overheads_only_the_bytes_of_stop_epoch_are_not_known_exactly() -> None:
+    job = random_job(3)
+    bare = dict.fromkeys(OVERHEADS, 0.0)
+    job = replace(
+        job,
+        server_profile=replace(job.server_profile, **bare),  # type: ignore[arg-type]
+        device_profiles={name: replace(profile, **bare) for name, profile in job.device_profiles.items()},  # type: ignore[arg-type]
+    )
+    slowest = min(spec.link.up_bps or 1e12 for spec in job.specs)
+    off = run(job).result.seconds - forecast(job.fleet(), job.plans).epoch_s
+    assert abs(off) <= 60 * 8 / slowest  # the JSON counts samples and seconds, in more or fewer digits
+
+
+# --- the spans of one device
+
+
+def blocks(spans: list[Span], device: str) -> list[tuple[object, ...]]:
+    """Return the spans of a device and of the cores that work for it; decode, f_s, b_s and encode are one block."""
+    found: list[tuple[object, ...]] = []
+    for span in spans:
+        mine = span.owner == device and span.kind not in ("control", "model", "pack", "install", "trace")
+        if mine and span.lane in (COMPUTE, IO, UPLINK, DOWNLINK):
+            found.append((span.lane, span.kind, span.iteration, span.micro_batch, span.start, span.end))
+    cores: dict[tuple[str, int, int], list[Span]] = {}
+    for span in spans:
+        if span.owner == SERVER and span.device == device and span.kind != "install":
+            kind = "step" if span.kind == "step" else "fs"
+            cores.setdefault((kind, span.iteration, span.micro_batch), []).append(span)
+    for (kind, iteration, n), of in cores.items():
+        found.append((SERVER, kind, iteration, n, min(s.start for s in of), max(s.end for s in of)))
+    return sorted(found, key=lambda block: block[:4])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_timeline_has_the_spans_of_a_run(seed: int) -> None:
+    job = random_job(seed)
+    ran, fleet = run(job), job.fleet()
+    for name in job.sizes:
+        spans = timeline(fleet, job.plans, name)
+        assert spans == sorted(spans, key=lambda span: span.start)
+        start = forecast_start(fleet, job.plans)
+        moved = [replace(span, start=span.start - start, end=span.end - start) for span in spans]
+        mine, theirs = blocks(moved, name), blocks(ran.spans, name)
+        assert [block[:4] for block in mine] == [block[:4] for block in theirs]
+        assert [block[4:] for block in mine] == [same(block[4:]) for block in theirs]
+
+
+def forecast_start(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+    """Return when the first device of all begins to load: an epoch's seconds count from there."""
+    return min(timeline(fleet, plans, member.name)[0].start for member in fleet.members)
+
+
+# --- the part that repeats
+
+
+def steady_job(count: int, cores: int, samples: int) -> Job:
+    job = random_job(0)
+    config = config_from(
+        {
+            "run": {"method": "pipar", "epochs": 1, "batch_size": 12, "trace": "full"},
+            "server": {"cores": cores},
+            "devices": [{"name": "pi", "count": count, "link": "4g", "speed": 0.1}],
+        }
+    )
+    specs = device_specs(config)
+    names = [spec.name for spec in specs]
+    profile = job.server_profile
+    return replace(
+        job,
+        config=config,
+        specs=specs,
+        sizes=dict.fromkeys(names, samples),
+        device_profiles=dict.fromkeys(names, profile),
+        plans=dict.fromkeys(names, Plan(2, 4)),
+        batch_statistics=False,
+    )
+
+
+def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_foretell_all_others() -> None:
+    job = steady_job(count=4, cores=4, samples=120)
+    fleet = job.fleet()
+    first = forecast(fleet, job.plans, iterations=2)
+    assert len(first.iteration_ends) == 2
+    assert first.of_whole_epoch(fleet) == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=SAME)
+
+
+def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_the_others() -> None:
+    job = steady_job(count=2, cores=2, samples=120)
+    specs = (replace(job.specs[0], speed=0.01), job.specs[1])
+    job = replace(job, specs=specs, sizes={specs[0].name: 12, specs[1].name: 120})
+    fleet = job.fleet()
+    foretold = forecast(fleet, job.plans, iterations=2).of_whole_epoch(fleet)
+    assert foretold == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=0.01)
+
+
+def test_a_disturbance_changes_the_iteration_that_it_is_asked_for_and_no_earlier_one() -> None:
+    job = steady_job(count=2, cores=2, samples=48)
+    fleet = job.fleet()
+    calm = forecast(fleet, job.plans)
+
+    def disturbed(name: str, iteration: int, times: Any) -> Any:
+        return replace(times, step=times.step + 1.0) if (name, iteration) == ("pi-2", 3) else times
+
+    shaken = forecast(fleet, job.plans, disturb=disturbed)
+    assert shaken.ends["pi-1"] == calm.ends["pi-1"]
+    assert shaken.ends["pi-2"][:2] == calm.ends["pi-2"][:2]
+    assert shaken.ends["pi-2"][2:] == same(tuple(end + 1.0 for end in calm.ends["pi-2"][2:]))
+
+
+# --- the virtual world instead of the forecast
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("iterations", [1, 2, None])
+def test_a_rehearsal_in_the_virtual_world_and_the_forecast_agree(seed: int, iterations: int | None) -> None:
+    job = random_job(seed)
+    timing, rehearsed = forecast(job.fleet(), job.plans, iterations=iterations), rehearse(job, iterations)
+    assert timing.epoch_s == same(rehearsed.epoch_s)
+    assert timing.busy_s == same(dict(rehearsed.busy_s))
+    assert dict(timing.ends) == {name: same(ends) for name, ends in rehearsed.ends.items()}
+    assert timing.bottleneck == rehearsed.bottleneck
+
+
+def test_the_planner_chooses_the_same_by_either() -> None:
+    job = steady_job(count=2, cores=1, samples=24)
+    fleet = replace(job.fleet(), batch_size=12)
+
+    def in_the_virtual_world(at: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+        speeds = {member.name: member.costs.speed for member in at.members}
+        specs = tuple(replace(spec, speed=speeds[spec.name]) for spec in job.specs)
+        server = job.config.server.model_copy(update={"speed": at.server.speed})
+        config = job.config.model_copy(update={"server": server})
+        return rehearse(replace(job, config=config, specs=specs, plans=plans), iterations)
+
+    by_forecast, by_world = choose(fleet, simulate), choose(fleet, in_the_virtual_world)
+    assert by_forecast.plans == by_world.plans
+    assert by_forecast.simulations == by_world.simulations
+    assert by_forecast.epoch_s == same(by_world.epoch_s)
+
+
+def test_lanes_of_one_device_never_overlap_in_a_forecast() -> None:
+    job = random_job(5)
+    for name in job.sizes:
+        for (owner, _), spans in by_lane(timeline(job.fleet(), job.plans, name)).items():
+            if owner != SERVER:
+                for before, after in pairwise(spans):
+                    assert before.end <= after.start + 1e-12
+
+
+def test_a_message_on_a_link_counts_its_bytes_and_a_header_for_each_megabyte() -> None:
+    empty = transfer_s(0, 8.0)
+    assert empty > 0
+    assert transfer_s(100, 8.0) == empty + 100
+    assert transfer_s(100, None) == 0.0
+    assert transfer_s(3 * 2**20, 8.0) >= 3 * 2**20 + 3 * empty
