@@ -183,6 +183,12 @@ def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
     assert Profile.from_json(text).model == "vgg5"
 
 
+def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None:
+    text = pipar("profile", "--json", "--budget", "0.1", "--memory", "260MiB", "--set", "run.batch_size=8")
+    profile = Profile.from_json(text)
+    assert 1 <= len(profile.layers) < profile.network_layers == 5
+
+
 def test_data_list_shows_what_is_known_and_what_is_here(pipar: Pipar, tmp_path: Path) -> None:
     text = pipar("data", "list")
     assert all(name in text for name in ("digits", "mnist", "cifar10", "tiny_imagenet", "built in", "no (170.1 MB)"))

@@ -50,16 +50,18 @@ def _choice(explained: Explanation) -> Table:
     rows = explained.rows()
     windows, limits = any(row.plan.window for row in rows), any(row.needed_bytes is not None for row in rows)
     table = new_table()
-    for title in ("devices", "machine", "link"):
-        table.add_column(title, overflow="fold")
-    for title in ("P", "N", *(["schedule"] if windows else []), "seconds", *(["memory"] if limits else [])):
+    table.add_column("devices", overflow="fold")
+    table.add_column("machine", no_wrap=True)
+    table.add_column("up/down\nMbit/s")
+    for title in ("P", "N", *(["schedule"] if windows else []), "seconds", *(["memory\nMiB"] if limits else [])):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        schedule = [f"1F1B({row.plan.window})" if row.plan.window else "all fwd"] if windows else []
+        schedule = [f"1F1B({row.plan.window})" if row.plan.window else ""] if windows else []
         memory = [_memory_text(row)] if limits else []
         plan = (str(row.plan.split_point), str(row.plan.micro_batches))
-        place = (_devices_text(row.devices), _machine_text(row), link_text(row.devices[0].link))
-        table.add_row(*place, *plan, *schedule, f"{row.predicted_s:.2f}", *memory)
+        link = link_text(row.devices[0].link).replace(" Mbit/s", "")
+        seconds = f"{row.predicted_s:.2f}"
+        table.add_row(_devices_text(row.devices), _machine_text(row), link, *plan, *schedule, seconds, *memory)
     return table
 
 
@@ -78,7 +80,7 @@ def _machine_text(row: Row) -> str:
 def _memory_text(row: Row) -> str:
     if row.needed_bytes is None:
         return "no limit"
-    return f"{row.needed_bytes / 2**20:.0f} of {(row.devices[0].memory_bytes or 0) / 2**20:.0f} MiB"
+    return f"{row.needed_bytes / 2**20:.0f} of {(row.devices[0].memory_bytes or 0) / 2**20:.0f}"
 
 
 def _epoch_line(explained: Explanation) -> Text:
