@@ -174,7 +174,7 @@ def parse(words: list[str]) -> click.Context:
 
 
 def test_readme_has_commands() -> None:
-    assert {words[0] for words in commands()} == {"run", "compare", "data"}
+    assert {words[0] for words in commands()} == {"run", "compare", "plan", "data"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
