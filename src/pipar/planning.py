@@ -38,6 +38,7 @@ def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
             return chosen
         # One server-side model can be cut in one place only: the earliest, unless another one was given.
         asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
+        _check_common(asked)
         common = min(asked or {plan.split_point for plan in chosen.values()})
         return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
     return plan_choice(job, observe=observe).plans
@@ -49,13 +50,17 @@ def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
     if any(len(of) > 1 for of in options):
         return None
     by_kind = tuple(of[0] for of in options)
-    cuts = sorted({plan.split_point for plan in by_kind})
-    if fleet.method.shares_server_model and len(cuts) > 1:
-        raise PlanError(
-            f"Split points {', '.join(map(str, cuts))} are given, but this method shares one server-side model: give "
-            "all devices the same split point, or use sfl or pipar."
-        )
+    if fleet.method.shares_server_model:
+        _check_common({plan.split_point for plan in by_kind})
     return everybodys(fleet, by_kind)
+
+
+def _check_common(given: set[int]) -> None:
+    if len(given) > 1:
+        raise PlanError(
+            f"Split points {', '.join(map(str, sorted(given)))} are given, but this method shares one server-side "
+            "model: give all devices the same split point, or use sfl or pipar."
+        )
 
 
 def plan_choice(

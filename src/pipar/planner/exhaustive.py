@@ -50,7 +50,8 @@ def search_all(
             return Best(best[1], best[0], tried, len(everything) - tried)
         by_kind = tuple(option.plan for option in chosen)
         plans = {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
-        seconds = steady_epoch_s(simulate, fleet, plans)
+        # Two iterations may promise more than all cores together can do in an epoch.
+        seconds = max(bound, steady_epoch_s(simulate, fleet, plans))
         best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
         if progress is not None:
             progress((tried + 1) / len(everything))
