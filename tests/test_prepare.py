@@ -208,10 +208,10 @@ def test_named_machines_bring_profile_memory_and_cores() -> None:
 
 
 def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
-    job = prepare_timing_only(named("server.cores=2", "devices.memory=400MiB"))
+    job = prepare_timing_only(named("server.cores=2", "devices.memory=600MiB"))
     assert job is not None
     assert job.cores == 2
-    assert {spec.memory_bytes for spec in job.specs} == {400 * 2**20}
+    assert {spec.memory_bytes for spec in job.specs} == {600 * 2**20}
 
 
 def test_a_virtual_run_takes_named_machines_as_the_timing_only_one_does() -> None:
