@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipar.config import config_from
 from pipar.display import Display, Gauges
-from pipar.events import EpochResult, Event, Joined, Preparing, Progress, Started
+from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
 from pipar.tables import epoch_header, epoch_line, plans_text, setting_text
 
 STARTED = Started(
@@ -112,6 +112,10 @@ def test_a_run_without_mathematics_has_no_losses() -> None:
         ({"link": "unlimited"}, "1 device, link unlimited, speed 0.05 of this machine"),
         ({"link": {"up": "5Mbit/s", "latency": "20ms"}}, "1 device, link 5/unlimited Mbit/s + 20 ms, speed 0.05 of"),
         (
+            {"link": {"cycle": ["4g", "wifi"], "every": "60s"}},
+            "link 10/25 Mbit/s, then 50/50 Mbit/s, each for 60 s, speed",
+        ),
+        (
             {"name": "pi", "profile": "pi.json", "speed": 1},
             "pi: 1 device, link 10/25 Mbit/s, profile pi.json, speed 1 of",
         ),
@@ -148,6 +152,15 @@ def test_without_a_terminal_there_are_plain_lines_only() -> None:
         "pipar: PiPar, P=2 N=3",
         epoch_header(),
         epoch_line(EPOCH),
+    ]
+
+
+def test_new_plans_are_said_in_a_line() -> None:
+    plans = {"device-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
+    shown = _shown(*RUN, Replanned(3, plans), ReplanFailed("New plans could not be chosen: no."), terminal=False)
+    assert shown.splitlines()[-2:] == [
+        "A link has changed: P=1 N=9 1f1b(4) from epoch 3 on",
+        "New plans could not be chosen: no.",
     ]
 
 

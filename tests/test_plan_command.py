@@ -79,10 +79,17 @@ def pipar(capfd: pytest.CaptureFixture[str], board: Path) -> Pipar:
     return command
 
 
-def test_a_plan_from_a_given_profile_is_one_document_and_imports_no_torch(board: Path, tmp_path: Path) -> None:
+NAMED = ["--set", "devices.profile=raspberry-pi-3b", "--set", "server.profile=i7-11850h"]
+
+
+@pytest.mark.parametrize("profiles", [["--profile", "board.json"], NAMED], ids=["file", "named"])
+def test_a_plan_from_known_profiles_is_one_document_and_imports_no_torch(
+    profiles: list[str], board: Path, tmp_path: Path
+) -> None:
     script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
-    script += f"from pipar.cli import main; main({['plan', '--profile', str(board), '--exhaustive', '--json', *SMALL]})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    script += f"from pipar.cli import main; main({['plan', *profiles, '--exhaustive', '--json', *SMALL]})"
+    program = [sys.executable, "-c", script]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True, cwd=board.parent)
     assert set(json.loads(done.stdout)) == FIELDS | ADDED | {"paper"} | SEARCHED
     assert done.stderr.split() == ["False"]
     assert not (tmp_path / "runs").exists()

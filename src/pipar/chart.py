@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -102,7 +103,8 @@ def _row(of_lane: Iterable[Block], columns: int) -> Text:
     for block in sorted(of_lane, key=lambda block: (block.first - block.end, block.kind != "step")):
         for column, sign in enumerate(block.text, start=block.first):
             cells[column] = (sign, _KINDS[block.kind][2])
-    return Text.assemble(*cells)
+    runs = groupby(cells, key=lambda cell: cell[1])
+    return Text.assemble(*(("".join(sign for sign, _ in run), style) for style, run in runs))
 
 
 def axis(columns: int, seconds: float) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipar.events import EpochResult, Event, Joined, Preparing, Progress, Started
-from pipar.methods import METHODS
+from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
+from pipar.methods import METHODS, Plan
 from pipar.tables import epoch_header, epoch_line, percent, plans_text
 from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
@@ -156,6 +156,11 @@ class Display:
             self.folders.append(Path(event.folder))
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
+        elif isinstance(event, Replanned):
+            plans = plans_text(str(Plan(**plan)) for plan in event.plans.values())
+            self._print(Text(f"A link has changed: {plans} from epoch {event.epoch} on", style="dim"))
+        elif isinstance(event, ReplanFailed):
+            self._print(Text(event.reason, style="dim"))
 
     def _introduce(self, started: Started) -> None:
         """Write what is emulated, once, and what the following lines are about."""

@@ -106,6 +106,11 @@ def plans_text(plans: Iterable[str]) -> str:
     return ", ".join(f"{count} x {plan}" for plan, count in sorted(counts.items()))
 
 
+def _replans(content: Mapping[str, Any]) -> list[str]:
+    """Return what changed plans were, each with its first epoch."""
+    return [f"from epoch {replan['epoch']} on {_plans_of(replan)}" for replan in content["replans"]]
+
+
 def _plans_of(content: Mapping[str, Any]) -> str:
     return plans_text(f"P={plan['split_point']} N={plan['micro_batches']}" for plan in content["plans"])
 
@@ -136,7 +141,7 @@ def result_table(result: Result, config: Config) -> RenderableType:
     table.add_column(overflow="fold")
     table.add_row("training", f"{content['model']} on {content['dataset']} by {content['method']}, {_world(content)}")
     table.add_row("emulated", setting_text(config))
-    table.add_row("plan", _plans_of(content))
+    table.add_row("plan", "; ".join([_plans_of(content), *_replans(content)]))
     if epochs:
         seconds = result.seconds_per_epoch
         rate = _average(epochs, "samples") / seconds if seconds else 0.0
