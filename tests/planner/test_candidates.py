@@ -1,0 +1,135 @@
+"""Candidates are all plans that are allowed, and nothing can beat the times that they come with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipar.config import Link
+from pipar.errors import PlanError
+from pipar.forecast import forecast
+from pipar.methods import METHODS, Plan
+from pipar.planner.candidates import allowed_plans, candidates
+from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.memory import BASE_BYTES, training_bytes
+from pipar.planner.profile import LayerProfile, Profile
+
+LAYER = LayerProfile("a", (0.1, 0.7), (0.2, 1.4), 4000, 100, saved_bytes=1000, working_bytes=100)
+PROFILE = Profile("any", "float32", (1, 12), (LAYER,) * 4)
+PHONE = Member("phone", Costs(PROFILE), Link(up_bps=1e6, down_bps=2e6, latency_s=0.01), 24)
+FLEET = Fleet(METHODS["pipar"], (PHONE,), Costs(PROFILE), 1, 12)
+
+
+def plans(fleet: Fleet = FLEET, **changes: object) -> list[Plan]:
+    return allowed_plans(fleet, replace(PHONE, **changes))  # type: ignore[arg-type]
+
+
+def with_method(name: str) -> Fleet:
+    return replace(FLEET, method=METHODS[name])
+
+
+def test_a_pipeline_has_every_cut_with_every_n_and_the_whole_network_once() -> None:
+    assert plans() == [Plan(p, n) for p in (1, 2, 3) for n in range(1, 13)] + [Plan(4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("fl", [Plan(4, 1)]), *((name, [Plan(1, 1), Plan(2, 1), Plan(3, 1)]) for name in ("sl", "sfl", "sfl2"))],
+)
+def test_other_methods_have_the_plans_that_make_them_what_they_are(method: str, expected: list[Plan]) -> None:
+    assert plans(with_method(method)) == expected
+
+
+def test_with_batch_statistics_n_ends_where_micro_batches_have_two_samples() -> None:
+    assert max(plan.micro_batches for plan in plans(replace(FLEET, batch_statistics=True))) == 6
+    odd = replace(FLEET, batch_statistics=True, batch_size=13)
+    assert max(plan.micro_batches for plan in plans(odd)) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"split_point": 2, "micro_batches": 5}, [Plan(2, 5)]),
+        ({"split_point": 4, "micro_batches": 5}, [Plan(4, 1)]),
+        ({"micro_batches": 5}, [Plan(1, 5), Plan(2, 5), Plan(3, 5)]),
+        ({"micro_batches": 1}, [Plan(1, 1), Plan(2, 1), Plan(3, 1), Plan(4, 1)]),
+        ({"split_point": 1, "micro_batches": 5, "window": 2}, [Plan(1, 5, 2)]),
+    ],
+)
+def test_what_is_given_is_kept(given: dict[str, int], expected: list[Plan]) -> None:
+    assert plans(FLEET, **given) == expected
+
+
+def test_a_window_is_as_large_as_memory_lets_it_be_and_a_given_one_stays() -> None:
+    needs = training_bytes(PROFILE, Plan(1, 4, 2), 12)
+    assert plans(split_point=1, micro_batches=4, memory_bytes=needs) == [Plan(1, 4, 2)]
+    assert plans(split_point=1, micro_batches=4, memory_bytes=needs, window=2) == [Plan(1, 4, 2)]
+    assert plans(split_point=1, micro_batches=4, memory_bytes=10 * needs) == [Plan(1, 4)]
+    with pytest.raises(PlanError, match="P=1 N=4"):
+        plans(split_point=1, micro_batches=4, memory_bytes=needs, window=3)
+
+
+@given(st.integers(BASE_BYTES + 1600, BASE_BYTES + 40_000))
+def test_every_plan_fits_into_memory_and_no_plan_that_fits_without_a_window_is_missing(memory: int) -> None:
+    found = plans(memory_bytes=memory)
+    assert all(training_bytes(PROFILE, plan, 12) <= memory for plan in found)
+    fitting = [plan for plan in plans() if training_bytes(PROFILE, plan, 12) <= memory]
+    assert set(fitting) <= set(found)
+
+
+def test_a_device_for_which_nothing_fits_gives_one_sentence_that_says_what_would() -> None:
+    with pytest.raises(PlanError) as raised:
+        plans(memory_bytes=BASE_BYTES)
+    text = str(raised.value)
+    assert text.startswith("phone has ")
+    assert "no plan fits in it" in text
+    assert "Give more memory" in text
+    assert "\n" not in text
+
+
+def test_a_device_that_was_profiled_with_its_first_layers_holds_no_more_of_them() -> None:
+    first = replace(PROFILE, layers=PROFILE.layers[:2], total_layers=4)
+    costs = Costs(first)
+    assert {plan.split_point for plan in plans(costs=costs)} == {1, 2}
+    for fleet, split_point in ((with_method("fl"), "auto"), (FLEET, 3)):
+        for memory in (None, 10 * BASE_BYTES):
+            with pytest.raises(PlanError, match="phone was profiled with the first 2 of 4 layers"):
+                plans(fleet, costs=costs, split_point=split_point, memory_bytes=memory)
+
+
+def random_fleet(rng: random.Random) -> Fleet:
+    layers = tuple(
+        LayerProfile(
+            name,
+            (rng.uniform(0, 0.1), rng.uniform(0.1, 1)),
+            (rng.uniform(0, 0.1), rng.uniform(0.1, 1)),
+            rng.randrange(20_000),
+            rng.randrange(5000),
+        )
+        for name in "abc"
+    )
+    overheads = {"load_s": rng.choice([0, 1e-3]), "encode_s": rng.choice([0, 1e-3]), "step_s": rng.choice([0, 1e-2])}
+    profile = replace(Profile("any", "float32", (1, 12), layers), **overheads)  # type: ignore[arg-type]
+    rates = [None, 1e5, 1e6, 1e8]
+    link = Link(up_bps=rng.choice(rates), down_bps=rng.choice(rates), latency_s=rng.choice([0, 0.05]))
+    costs = Costs(profile, rng.uniform(0.1, 2))
+    members = tuple(Member(f"d{n}", costs, link, 36) for n in range(rng.randint(1, 3)))
+    return Fleet(METHODS["pipar"], members, Costs(profile, rng.uniform(0.3, 3)), rng.randint(1, 2), 12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([0, 1, 3]))
+def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window: int) -> None:
+    fleet = random_fleet(rng)
+    fleet = replace(fleet, members=tuple(replace(m, window=window) for m in fleet.members))
+    for option in rng.sample(candidates(fleet, fleet.members[0]), 4):
+        timing = forecast(fleet, dict.fromkeys([m.name for m in fleet.members], option.plan))
+        rounding = 1 + 1e-12
+        assert option.lane_s <= option.alone_s * rounding
+        assert 3 * option.alone_s <= timing.epoch_s * rounding
+        assert 3 * option.server_s * len(fleet.members) / fleet.cores <= timing.epoch_s * rounding

@@ -1,0 +1,171 @@
+"""A job's plans: what is given, what is chosen, one cut for a shared model, and a sample for a large fleet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipar.config import Link, config_from, device_specs
+from pipar.errors import PlanError
+from pipar.events import Event, Preparing, ignore
+from pipar.forecast import forecast, sampled
+from pipar.job import Job
+from pipar.methods import METHODS, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.planning import make_plans, plan_choice, planned, rehearse, simulation
+
+LAYERS = tuple(
+    LayerProfile(name, (0.01, 0.1), (0.02, 0.2), size, 400) for name, size in zip("abc", (9000, 3000, 40), strict=True)
+)
+PROFILE = Profile("any", "float32", (1, 12), LAYERS, pack_s=5e-3)
+
+
+def make_job(method: str, *devices: dict[str, Any], plan: dict[str, Any] | None = None, samples: int = 24) -> Job:
+    config = config_from(
+        {
+            "run": {"method": method, "epochs": 3, "batch_size": 12},
+            "plan": plan or {},
+            "server": {"cores": 1},
+            "devices": [{"name": f"d{n}", "link": "wifi", "speed": 0.2, **own} for n, own in enumerate(devices)],
+        }
+    )
+    specs = device_specs(config)
+    names = [spec.name for spec in specs]
+    return Job(
+        config=config,
+        specs=specs,
+        sizes=dict.fromkeys(names, samples),
+        server_profile=PROFILE,
+        device_profiles=dict.fromkeys(names, PROFILE),
+        batch_statistics=False,
+        dropout=False,
+        plans={},
+        dataset="none",
+        model="any",
+    )
+
+
+def test_plans_that_are_given_are_taken_without_a_choice() -> None:
+    job = make_job("pipar", {"split_point": 1, "micro_batches": 4}, {"split_point": 2, "micro_batches": 3})
+    seen: list[Event] = []
+    assert make_plans(job, seen.append) == {"d0": Plan(1, 4), "d1": Plan(2, 3)}
+    assert seen == []
+    assert planned(job).plans == make_plans(job)
+
+
+def test_a_choice_is_told_as_it_goes_on() -> None:
+    seen: list[Event] = []
+    make_plans(make_job("pipar", {}), seen.append)
+    shares = [event.share for event in seen if isinstance(event, Preparing)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("estimate", ["paper", "simulation"])
+@pytest.mark.parametrize("method", ["sl", "sfl2"])
+def test_a_shared_model_is_cut_in_one_place(method: str, estimate: str) -> None:
+    devices = ({"speed": 0.02, "link": {"up": "1Mbit/s", "down": "1Mbit/s"}}, {"speed": 5.0, "link": "unlimited"})
+    job = make_job(method, *devices, plan={"estimate": estimate})
+    plans = make_plans(job)
+    assert len({plan.split_point for plan in plans.values()}) == 1
+    assert {plan.micro_batches for plan in plans.values()} == {1}
+    given = make_job(method, {**devices[0], "split_point": 2}, devices[1], plan={"estimate": estimate})
+    assert {plan.split_point for plan in make_plans(given).values()} == {2}
+
+
+@pytest.mark.parametrize("estimate", ["paper", "simulation"])
+@pytest.mark.parametrize("others", [(), ({},)], ids=["all given", "one to choose"])
+def test_a_shared_model_that_is_to_be_cut_in_two_places_is_one_sentence(
+    estimate: str, others: tuple[dict[str, Any], ...]
+) -> None:
+    job = make_job("sfl2", {"split_point": 1}, {"split_point": 2}, *others, plan={"estimate": estimate})
+    with pytest.raises(PlanError, match=r"shares one server-side model") as raised:
+        make_plans(job)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["sl", "sfl2"])
+def test_a_shared_models_cut_is_the_best_of_whole_epochs_in_the_virtual_world(method: str) -> None:
+    job = make_job(method, {"speed": 0.3}, {"speed": 1.0, "link": "4g"}, samples=60)
+    seconds = {}
+    for cut in (1, 2):
+        plans = {name: Plan(cut, 1) for name in job.sizes}
+        seconds[cut] = rehearse(replace(job, plans=plans), None).epoch_s
+        foretold = rehearse(replace(job, plans=plans), 2).of_whole_epoch(job.fleet())
+        assert foretold == pytest.approx(seconds[cut], rel=0.02)
+    chosen = {plan.split_point for plan in make_plans(job).values()}
+    assert chosen == {min(seconds, key=lambda cut: seconds[cut])}
+
+
+def test_the_methods_of_replicas_are_simulated_by_the_forecast() -> None:
+    job = make_job("pipar", {})
+    plans = {"d0": Plan(1, 2)}
+    assert simulation(job)(job.fleet(), plans, 1) == forecast(job.fleet(), plans, iterations=1)
+
+
+def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
+    for method in ("pipar", "sfl2"):
+        job = make_job(method, {})
+        (member,) = job.fleet().members
+        slow = replace(job.fleet(), members=(replace(member, link=Link(up_bps=1e5, down_bps=1e5)),))
+        before, now = plan_choice(job), plan_choice(job, fleet=slow)
+        assert now.epoch_s > before.epoch_s
+        assert now.by_kind[0].split_point > before.by_kind[0].split_point
+
+
+def test_plans_in_force_are_a_start_like_any_other() -> None:
+    job = make_job("pipar", {}, {"speed": 1.0})
+    first = plan_choice(job)
+    assert plan_choice(job, start=first.plans).epoch_s <= first.epoch_s * 1.05
+
+
+# --- a sample of a large fleet
+
+
+def large_fleet(*counts: int, cores: int = 8) -> Fleet:
+    kinds = [Costs(PROFILE, speed) for speed in (0.1, 0.5, 2.0)][: len(counts)]
+    members = [
+        Member(f"{place}-{n:04}", costs, Link(up_bps=1e7, down_bps=1e7), 24)
+        for place, (costs, count) in enumerate(zip(kinds, counts, strict=True))
+        for n in range(count)
+    ]
+    return Fleet(METHODS["pipar"], tuple(members), Costs(PROFILE, 3.0), cores, 12)
+
+
+def test_a_sample_has_every_kind_in_proportion_and_as_much_of_the_server_for_each_device() -> None:
+    fleet = large_fleet(600, 300, 1)
+    sample = sampled(fleet)
+    assert [len(kind) for kind in sample.kinds()] == [85, 43, 1]
+    assert [kind[0].kind for kind in sample.kinds()] == [kind[0].kind for kind in fleet.kinds()]
+    assert [m.name for m in sample.members] == sorted(m.name for m in sample.members)
+
+    def power(of: Fleet) -> float:
+        return of.cores * of.server.speed / len(of.members)
+
+    assert sample.cores >= 1
+    assert power(sample) == pytest.approx(power(fleet))
+
+
+def test_a_fleet_that_is_not_large_is_its_own_sample() -> None:
+    fleet = large_fleet(100, 28)
+    assert sampled(fleet) is fleet
+
+
+@pytest.mark.slow
+def test_a_sample_takes_about_as_long_as_the_fleet_that_it_stands_for() -> None:
+    fleet = large_fleet(400, 200, cores=24)
+    plans = {member.name: Plan(1, 3) for member in fleet.members}
+    assert forecast(sampled(fleet), plans).epoch_s == pytest.approx(forecast(fleet, plans).epoch_s, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pipar", "sfl2"])
+def test_all_devices_of_a_large_fleet_get_a_plan(method: str) -> None:
+    job = make_job(method, {"count": 150}, {"count": 50, "speed": 1.0})
+    plans = make_plans(job, ignore)
+    assert plans.keys() == job.sizes.keys()
+    assert len(set(plans.values())) <= 2
