@@ -39,7 +39,7 @@ class Machine:
 
 _SCALED = (
     "Scaled, not measured: the proportions of the rates were fitted to torch 2.13 on an x86 core, their size follows "
-    "published figures. "
+    "commonly published figures that nobody checked here. "
 )
 
 MACHINES = {

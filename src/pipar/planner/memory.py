@@ -14,9 +14,10 @@ from pipar.methods import Plan
 from pipar.planner.profile import SHARES, Profile
 from pipar.schedule import cut_batch
 
-#: A device's process without its network: Python, torch with its kernels, grpc, and torch's compiler, which an optimiser
-#: imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB behind the imports of
-#: torch and pipar, 253 with a first convolution and grpc, 339 to 378 MiB in training less what the formula says of it.
+#: A device's process without its network: Python, torch with its kernels, grpc, and torch's compiler, which an
+#: optimiser imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB behind the
+#: imports of torch and pipar, 253 with a first convolution and grpc, and 339 to 378 MiB in training, less what the
+#: formula says of the training itself.
 BASE_BYTES = 368 * 2**20
 
 
