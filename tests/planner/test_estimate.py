@@ -50,6 +50,59 @@ def test_an_iteration_takes_what_a_hand_works_out(times: StageTimes, n: int, sec
     assert closed_form_s(times, n) == seconds, why
 
 
+# Seconds of a batch of 100 and bytes of a sample. On a link of 8 kbit/s, 100 samples of 1000 bytes take 100 s.
+ON_DEVICE = [(4.0, 8.0, 1000, 0), (2.0, 4.0, 500, 0), (2.0, 2.0, 10, 0)]
+ON_SERVER = [(0.4, 0.8, 1000, 0), (0.2, 0.4, 500, 0), (0.2, 0.2, 10, 0)]
+FAST = Link(up_bps=8e6, down_bps=8e6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "link", "speeds", "seconds"),
+    [
+        # Device: f_c = 6/2, b_c = 12/2, u = d = 0.05/2, f_s = b_s = 0.2/2. Its 2 (3 + 6) outlast 9.25 + 6.
+        pytest.param(Plan(2, 2), FAST, (1.0, 1.0), 18.0, id="device-bound"),
+        # Uplink: 800,000 bit at 80 kbit/s are 10 s, u = 2.5; f_c = 1, f_s + b_s = 0.4/4 + 0.6/4, d = 0.1/4, b_c = 2.
+        # 1 + 2.5 + 0.25 + 0.025 + 2 = 5.775, and 3 x 2.5 more; the device alone would take 4 (1 + 2) = 12.
+        pytest.param(Plan(1, 4), Link(up_bps=8e4, down_bps=8e6), (1.0, 1.0), 13.275, id="uplink-bound"),
+        # Downlink: the same with u and d exchanged.
+        pytest.param(Plan(1, 4), Link(up_bps=8e6, down_bps=8e4), (1.0, 1.0), 13.275, id="downlink-bound"),
+        # Server, twenty times slower: f_s = 8/4, b_s = 12/4. 1 + 0.025 + 5 + 0.025 + 2 = 8.05, and 3 x 5 more.
+        pytest.param(Plan(1, 4), FAST, (1.0, 0.05), 23.05, id="server-bound"),
+        # One micro-batch goes through everything once: 4 + 10 + 0.4 + 0.6 + 5 + 8.
+        pytest.param(Plan(1, 1), Link(up_bps=8e4, down_bps=1.6e5), (1.0, 1.0), 28.0, id="N=1"),
+        # The whole network on the device: 4 + 2 + 2 and 8 + 4 + 2, whatever the link.
+        pytest.param(Plan(3, 1), Link(up_bps=8.0, down_bps=8.0), (1.0, 1.0), 22.0, id="P=Q"),
+        # Three seconds of latency change nothing of the uplink-bound example.
+        pytest.param(
+            Plan(1, 4), Link(up_bps=8e4, down_bps=8e6, latency_s=3.0), (1.0, 1.0), 13.275, id="latency not counted"
+        ),
+        # No limit, no time: 2 (2 + 4) outlast 2 + 0.5 + 4 and 4 more.
+        pytest.param(Plan(1, 2), Link(), (1.0, 1.0), 12.0, id="unlimited"),
+        # A device of half the speed takes twice as long; the server's 0.5 stay hidden.
+        pytest.param(Plan(1, 2), Link(), (0.5, 1.0), 24.0, id="half the speed"),
+        # f_s sums layers 2..3, 0.4 s, and b_s 0.6 s. With f_s over 1..P as printed for N, P = 2 would have 0.6 for 0.2.
+        # f_c = 6, u = 4, f_s = 0.2, b_s = 0.2, d = 1.6, b_c = 12.
+        pytest.param(Plan(2, 1), Link(up_bps=1e5, down_bps=2.5e5), (1.0, 1.0), 24.0, id="server sums P+1..Q"),
+    ],
+)
+def test_an_iteration_of_a_profiled_network_takes_what_a_hand_works_out(
+    make_profile: MakeProfile, plan: Plan, link: Link, speeds: tuple[float, float], seconds: float
+) -> None:
+    times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), plan, 100, link, speeds)
+    n = plan.micro_batches
+    assert closed_form_s(times, n) == pytest.approx(seconds, rel=1e-12)
+    assert iteration_s(times, n) == pytest.approx(seconds, rel=1e-12)
+    ends = end_times(n, lambda stage: float(getattr(times, stage.kind)))
+    assert max(ends.values()) == ends[Stage("bc", n)] == pytest.approx(seconds, rel=1e-12)
+
+
+def test_the_number_that_fills_idle_time_takes_the_servers_layers_behind_the_cut(make_profile: MakeProfile) -> None:
+    link = Link(up_bps=1e5, down_bps=2.5e5)
+    times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), Plan(2, 1), 100, link)
+    # (4 + 0.2 + 0.2 + 1.6) / min(6, 12) = 1. With f_s over layers 1..P, 0.6, it would be 6.4 / 6, and N = 3.
+    assert batches_to_fill_idle_time(times) == 2
+
+
 @given(times_of_stages, st.integers(1, 40))
 def test_the_sweep_gives_the_very_floats_of_the_recursion_over_the_stage_graph(times: StageTimes, n: int) -> None:
     ends = end_times(n, lambda stage: float(getattr(times, stage.kind)))
