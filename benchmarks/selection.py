@@ -27,7 +27,7 @@ from pipar.prepare import prepare_timing_only
 
 SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = {**dict.fromkeys(SMALL, ("mnist", "cifar10")), **dict.fromkeys(LARGE, ("cifar100", "tiny_imagenet"))}
-SAMPLES = {"mnist": 600, "cifar10": 500, "cifar100": 500, "tiny_imagenet": 1000}
+SAMPLES = {"mnist": 600, "cifar10": 500, "cifar100": 500, "tiny_imagenet": 500}
 LINKS = ("4g", "4g+", "wifi")
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
 #: Two kinds of devices have the product of their plans: of each, every P with these N.

@@ -207,6 +207,7 @@ class DataSection(_Section):
 class PlanSection(_Section):
     split_point: PlanNumber = "auto"
     micro_batches: PlanNumber = "auto"
+    estimate: Literal["simulation", "paper"] = "simulation"
     schedule: Literal["auto", "all-forward", "1f1b"] = "auto"
     window: Positive = 3
     replan: bool = True
