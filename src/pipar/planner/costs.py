@@ -79,7 +79,7 @@ class Costs:
             return self.profile.step_s + self.profile.step_s_per_byte * size_bytes
         assert work.kind in _FORWARD + _BACKWARD, work
         times = self._layer_times(work.kind in _FORWARD, work.samples)
-        at_cut = work.kind == "bc" and work.last_layer < len(self.profile.layers)
+        at_cut = work.kind == "bc" and work.last_layer < self.profile.network_layers
         # fsum: the same float on every version of Python, in whichever order the layers come.
         layers = math.fsum(times[work.first_layer - 1 : work.last_layer])
         return layers + (self.profile.backward_at_cut_s if at_cut else 0.0)

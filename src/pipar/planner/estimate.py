@@ -136,9 +136,9 @@ def _transfer_s(size_bytes: int, bits_per_second: float | None) -> float:
 
 
 def _layers_of_both(device: Profile, server: Profile) -> int:
-    if len(device.layers) != len(server.layers):
+    if device.network_layers != server.network_layers:
         raise PlanError(
-            f"The device's profile is of {device.model} with {len(device.layers)} layers, the server's of "
-            f"{server.model} with {len(server.layers)}; give two profiles of the same network."
+            f"The device's profile is of {device.model} with {device.network_layers} layers, the server's of "
+            f"{server.model} with {server.network_layers}; give two profiles of the same network."
         )
-    return len(device.layers)
+    return server.network_layers

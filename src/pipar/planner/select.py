@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
+from math import prod
 
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Candidate, allowed_plans, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.timing import Simulate, Timing, steady_epoch_s
+from pipar.planner.timing import STEADY, Simulate, Timing, steady_epoch_s
 
 #: The paper's estimates this close, relative to the best, are a tie. The estimate is no better than that, and where the
 #: link or the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would win.
@@ -33,6 +35,11 @@ _SLOWER = 1.1
 _SHORTLIST = 8
 _RUNNERS_UP = 8
 _POLISHED = 4
+#: With few kinds of devices, so many combinations of their plans are looked at, and so many begun with.
+_COMBINED = 20_000
+_BEGUN = 3
+#: Micro-batches that a search may simulate, about 15 microseconds each: beyond it nothing more is improved.
+_BUDGET = 250_000
 
 #: One plan for each kind of device, in the order of `Fleet.kinds`.
 ByKind = tuple[Plan, ...]
@@ -62,7 +69,7 @@ def choose(
         best = search.best_in_common()
     else:
         own = start if start is not None and search.allows(start) else search.own_best()
-        for begin in sorted({own, search.best_shared()}, key=search.epoch_s):
+        for begin in search.best_of([own, search.best_shared(), *search.likely()]):
             search.improve(begin)
         search.polish()
         best = search.most_dependable()
@@ -127,6 +134,7 @@ class _Search:
     known: dict[ByKind, float] = field(default_factory=dict)
     expected: dict[ByKind, float] = field(default_factory=dict)
     simulations: int = 0
+    spent: int = 0  # micro-batches simulated
 
     def __post_init__(self) -> None:
         self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
@@ -166,6 +174,41 @@ class _Search:
         timed = [(o.alone_s * max(1, full), o.plan, o, kind) for kind, (options, full) in every for o in options]
         return sorted(timed, key=lambda item: (item[0], item[3], item[1]))
 
+    def likely(self) -> list[ByKind]:
+        """Simulate and return combinations of a few plans for each split point, by their bounds, while they promise."""
+        load = [len(kind) / self.fleet.cores for kind in self._kinds]
+        short = [self._few_of_each_cut(options, share) for options, share in zip(self._options, load, strict=True)]
+        if len(self._kinds) == 1 or prod(map(len, short)) > _COMBINED:
+            return []
+        combined = [tuple(option.plan for option in chosen) for chosen in product(*short)]
+        tried = []
+        for bound, by_kind in sorted((self.bound_s(by_kind), by_kind) for by_kind in combined):
+            if self.spent > _BUDGET / 2 or (self.known and bound >= min(self.known.values())):
+                break
+            self.epoch_s(by_kind)
+            tried.append(by_kind)
+        return tried
+
+    @staticmethod
+    def _few_of_each_cut(options: list[Candidate], load: float) -> list[Candidate]:
+        """Return for each split point the plan that is best alone, best under contention, and that of fewest pieces."""
+        measures: tuple[Callable[[Candidate], float], ...] = (
+            lambda option: option.alone_s,
+            lambda option: option.alone_s + load * option.server_s,
+            lambda option: option.plan.micro_batches,
+        )
+        cuts: dict[int, list[Candidate]] = {}
+        for option in options:
+            cuts.setdefault(option.plan.split_point, []).append(option)
+        return list(dict.fromkeys(min(of, key=measure) for of in cuts.values() for measure in measures))
+
+    def best_of(self, starts: Iterable[ByKind]) -> list[ByKind]:
+        """Return the best of these plans, one for each choice of split points."""
+        nearest: dict[tuple[int, ...], ByKind] = {}
+        for by_kind in sorted(starts, key=lambda by_kind: (self.epoch_s(by_kind), by_kind)):
+            nearest.setdefault(tuple(plan.split_point for plan in by_kind), by_kind)
+        return list(nearest.values())[:_BEGUN]
+
     def plans(self, by_kind: ByKind) -> dict[str, Plan]:
         return {m.name: plan for kind, plan in zip(self._kinds, by_kind, strict=True) for m in kind}
 
@@ -185,6 +228,9 @@ class _Search:
 
     def _simulated_s(self, fleet: Fleet, by_kind: ByKind) -> float:
         self.simulations += 1
+        self.spent += STEADY * sum(
+            len(kind) * plan.micro_batches for kind, plan in zip(self._kinds, by_kind, strict=True)
+        )
         if self.progress is not None:
             self.progress(self.simulations)
         return steady_epoch_s(self.simulate, fleet, self.plans(by_kind))
@@ -203,7 +249,8 @@ class _Search:
         for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
             before = self.epoch_s(best)
             for kind in self._slowest_first(best):
-                best = self._improve_kind(best, kind)
+                if self.spent < _BUDGET:
+                    best = self._improve_kind(best, kind)
             if self.epoch_s(best) > before * (1 - TIE):
                 break
 
@@ -211,12 +258,9 @@ class _Search:
         """Look again for the N of each kind, with the split points of all plans that came near the best."""
         if len(self._kinds) == 1:
             return
-        nearest: dict[tuple[int, ...], ByKind] = {}
-        for by_kind in sorted(self.known, key=lambda by_kind: (self.known[by_kind], by_kind)):
-            nearest.setdefault(tuple(plan.split_point for plan in by_kind), by_kind)
         within = min(self.known.values()) * (1 + 2 * _CLOSE)
-        for best in list(nearest.values())[:_POLISHED]:
-            if self.epoch_s(best) <= within:
+        for best in self.best_of(self.known)[:_POLISHED]:
+            if self.epoch_s(best) <= within and self.spent < _BUDGET:
                 for kind in range(len(best)):
                     best = self._best_n(self._with_every_n(best, kind), best)
 
@@ -292,7 +336,8 @@ class _Search:
         close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
         best = min((by_kind for _, by_kind in close[:_SHORTLIST]), key=self.expected_s)
         for kind in range(len(best)):
-            best = self._nearby(best, kind)
+            if self.spent < _BUDGET:
+                best = self._nearby(best, kind)
         tied = [by_kind for by_kind, s in self.expected.items() if s <= self.expected_s(best) * (1 + TIE)]
         return min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
 
