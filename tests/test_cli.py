@@ -17,6 +17,7 @@ import pytest
 from pipar.cli import main
 from pipar.config import Config, load_config
 from pipar.planner.cache import keep_profile
+from pipar.planner.memory import BASE_BYTES
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
 
@@ -184,7 +185,7 @@ def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
 
 
 def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None:
-    text = pipar("profile", "--json", "--budget", "0.1", "--memory", "260MiB", "--set", "run.batch_size=8")
+    text = pipar("profile", "--json", "--budget", "0.1", "--memory", f"{BASE_BYTES + 4 * 2**20}B", "--set", "run.batch_size=8")
     profile = Profile.from_json(text)
     assert 1 <= len(profile.layers) < profile.network_layers == 5
 
