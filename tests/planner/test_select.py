@@ -214,6 +214,14 @@ def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None
         estimated(one_device(device, WIFI, server=server))
 
 
+def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_these(make_profile: MakeProfile) -> None:
+    profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
+    first = replace(profile, layers=profile.layers[:2], total_layers=3)
+    fleet = one_device(first, SLOW, server=profile)  # a whole network on the device would be quicker by far
+    assert estimated(fleet)[0].split_point <= 2
+    assert choose(fleet, simulate).by_kind[0].split_point <= 2
+
+
 def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
     make_profile: MakeProfile,
 ) -> None:
