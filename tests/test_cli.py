@@ -185,7 +185,8 @@ def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
 
 
 def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None:
-    text = pipar("profile", "--json", "--budget", "0.1", "--memory", f"{BASE_BYTES + 4 * 2**20}B", "--set", "run.batch_size=8")
+    memory = f"{BASE_BYTES + 4 * 2**20}B"
+    text = pipar("profile", "--json", "--budget", "0.1", "--memory", memory, "--set", "run.batch_size=8")
     profile = Profile.from_json(text)
     assert 1 <= len(profile.layers) < profile.network_layers == 5
 
