@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, Claim
+from pipar.choosing import chosen
 from pipar.config import config_from
-from pipar.forecast import simulate
+from pipar.forecast import busy_s, simulate
+from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.judge import JITTER, judging, perturbed
+from pipar.methods import Plan
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import choose, choose_by_estimate, everybodys
@@ -33,6 +37,8 @@ FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.
 #: Two kinds of devices have the product of their plans: of each, every P with these N.
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SEED = 20240612
+#: Epochs that the server learns from.
+EPOCHS = 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Row:
     best: str
     best_s: float
     score: float
+    learned: str  # the plans after some epochs in the judge's world
+    learned_score: float
     paper: str
     paper_score: float
     planning_s: float
@@ -100,6 +108,7 @@ def judge(row: tuple[str, str, str, str], devices: int = 100) -> Row:
     best = search_all(truth, world, micro_batches=grid, slack=JITTER)
     search_s = time.process_time() - start
     chosen_s = steady_epoch_s(world, truth, choice.plans)
+    learned = learn(fleet, truth, choice.plans)
     paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
     kinds = [paper[kind[0].name] for kind in fleet.kinds()]
     paper_s = steady_epoch_s(world, truth, everybodys(fleet, tuple(kinds)))
@@ -110,6 +119,8 @@ def judge(row: tuple[str, str, str, str], devices: int = 100) -> Row:
         best="; ".join(map(str, best.by_kind)),
         best_s=best.epoch_s,
         score=best.epoch_s / chosen_s,
+        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
+        learned_score=best.epoch_s / steady_epoch_s(world, truth, learned),
         paper="; ".join(map(str, kinds)),
         paper_score=best.epoch_s / paper_s,
         planning_s=planning_s,
@@ -120,16 +131,30 @@ def judge(row: tuple[str, str, str, str], devices: int = 100) -> Row:
     )
 
 
+def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
+    foresight = Foresight(fleet, plans)
+    for epoch in range(1, EPOCHS + 1):
+        foresight.learn(epoch, *busy_s(truth, foresight.plans))
+        if foresight.has_learned():
+            foresight.replan(epoch + 2, chosen(foresight.latest({}), foresight.plans))
+    return foresight.plans
+
+
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG001
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = list(pool.map(judge, rows()))
     _write_table(found)
     claims = []
     for name in FLEETS:
-        scores = [row.score for row in found if row.fleet == name]
-        good = sum(score >= 0.995 for score in scores) / len(scores)
-        claims.append(Claim(f"lowest score of {len(scores)} rows, {name}", min(scores), "", least=0.98))
-        claims.append(Claim(f"rows with a score of 0.995 or more, {name}", 100 * good, "%", least=90))
+        of_fleet = [row for row in found if row.fleet == name]
+        for when, scores in (
+            ("at the start", [row.score for row in of_fleet]),
+            (f"after {EPOCHS} epochs", [row.learned_score for row in of_fleet]),
+        ):
+            good = sum(score >= 0.995 for score in scores) / len(scores)
+            claims.append(Claim(f"{name}: lowest score of {len(scores)} rows, {when}", min(scores), "", least=0.98))
+            claims.append(Claim(f"{name}: rows with a score of 0.995 or more, {when}", 100 * good, "%", least=90))
     slowest = max(row.planning_s for row in found)
     claims.append(Claim("longest planning of 100 devices, CPU seconds of one core", slowest, "s", most=10))
     return claims, {"rows": [asdict(row) for row in found], "grid_of_two_kinds": GRID, "seed": SEED}
@@ -142,12 +167,14 @@ def _write_table(found: list[Row]) -> None:
         "`python -m benchmarks selection`; `benchmarks/selection.py` says what is compared. Seconds are an epoch's",
         "in the judge's world. Where there are two kinds of devices, the first plan is the fast ones'.",
         "",
-        "| devices | network | data | link | chosen | s | best | s | score | by the paper | its score | planned in s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| devices | network | data | link | chosen | s | best | s | score | later | score | by the paper | "
+        "its score | planned in s |",
+        f"|{'---|' * 14}",
     ]
     lines += [
-        f"| {r.fleet} | {r.model} | {r.dataset} | {r.link} | {r.chosen} | {r.chosen_s:.2f} | {r.best} | {r.best_s:.2f} "
-        f"| {r.score:.4f} | {r.paper} | {r.paper_score:.4f} | {r.planning_s:.1f} |"
+        f"| {r.fleet} | {r.model} | {r.dataset} | {r.link} | {r.chosen} | {r.chosen_s:.2f} | {r.best} "
+        f"| {r.best_s:.2f} | {r.score:.4f} | {r.learned} | {r.learned_score:.4f} | {r.paper} | {r.paper_score:.4f} "
+        f"| {r.planning_s:.1f} |"
         for r in found
     ]
     (RESULTS / "selection.md").write_text("\n".join(lines) + "\n")

@@ -67,6 +67,10 @@ def assemble_server(
         bounds_of=lambda plans: replace(job, plans=plans).bounds(),
         foresight=foresight,
     )
+    replanner = None
+    if choose is not None and can_replan(job):
+        learned = foresight.has_learned if foresight is not None else lambda: False
+        replanner = Replanner(job.links, choose, observe, learned=learned)
     training = Training(
         method=job.method,
         epochs=job.config.run.epochs,
@@ -85,7 +89,7 @@ def assemble_server(
         ledger=ledger,
         keep_spans=keep,
         plan_joined=None if plan_joined is None else plan,
-        replanner=Replanner(job.links, choose, observe) if choose is not None and can_replan(job) else None,
+        replanner=replanner,
         observe=observe,
     )
 

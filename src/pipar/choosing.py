@@ -23,19 +23,25 @@ from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
-from pipar.planner.select import choose, everybodys
+from pipar.planner.select import choose, extended
+from pipar.planner.timing import steady_epoch_s
 
 #: Returns the best plans of a fleet, given those in force.
 Search = Callable[[Fleet, Mapping[str, Plan]], Awaitable[Mapping[str, Plan]]]
 
+#: Changing sides costs layers their way over the link once, and measurements waver: less gain than this is none.
+_WORTH_IT = 0.01
+
 _LENGTH = struct.Struct("!Q")
 
 
-def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Return the best plans of a fleet, looking first at those that are in force."""
+def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    """Return the best plans of a fleet, or those in force if others are hardly better."""
     sample = sampled(fleet)
     begin = tuple(start[kind[0].name] for kind in sample.kinds())
-    return everybodys(fleet, choose(sample, simulate, start=begin).by_kind)
+    choice = choose(sample, simulate, start=begin)
+    as_it_is = steady_epoch_s(simulate, sample, start)
+    return start if choice.epoch_s > as_it_is * (1 - _WORTH_IT) else extended(fleet, choice.plans)
 
 
 class Choices:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 #: Less work than this says nothing about how fast the server is.
 _TELLING_S = 0.02
+#: Machines whose speed was this far from what was believed are planned for again.
+_NOTICED = 0.02
 #: A machine that seems further off than this was disturbed, not profiled wrongly.
 _MOST = 5.0
 
@@ -33,6 +35,7 @@ class Foresight:
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they hold for
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Fit] = {1: Fit()}
+        self._planned_with = Fit()
 
     @property
     def plans(self) -> Mapping[str, Plan]:
@@ -59,14 +62,19 @@ class Foresight:
             devices={name: slower for name, slower in times.items() if slower is not None},
         )
 
+    def has_learned(self) -> bool:
+        """Return whether machines are known to be other than they were when plans were last chosen."""
+        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
+
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
         return refitted(self.fleet, replace(_at(self._fits, epoch), links=links))
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
-        """Return the fleet as it is known now, with these links."""
-        return refitted(self.fleet, replace(self._fits[max(self._fits)], links=links))
+        """Return the fleet as it is known now, with these links, to choose plans for."""
+        self._planned_with = self._fits[max(self._fits)]
+        return refitted(self.fleet, replace(self._planned_with, links=links))
 
     def predicted_s(self, epoch: int) -> float:
         """Return the seconds of an epoch, as expected when it began."""

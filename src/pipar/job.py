@@ -69,10 +69,15 @@ class Job:
     def resolved_config(self) -> Config:
         """Return the configuration with the plans that were chosen: run again, it trains by the same ones."""
         names, groups, at = device_names(self.config), [], 0
-        for group in self.config.devices:  # the devices of a group are equal, and so are their plans
-            plan = self.plans[names[at]]
-            chosen = {"split_point": plan.split_point, "micro_batches": plan.micro_batches}
-            groups.append(group.model_copy(update=chosen))
+        for group in self.config.devices:
+            here = names[at : at + group.count]
+            # Devices of a group differ in their data only; if that gives them other plans, each is a group of its own.
+            alike = len({self.plans[name] for name in here}) == 1
+            for name in here[:1] if alike else here:
+                plan = self.plans[name]
+                own = {} if alike else {"name": name, "count": 1}
+                chosen = {"split_point": plan.split_point, "micro_batches": plan.micro_batches, **own}
+                groups.append(group.model_copy(update=chosen))
             at += group.count
         return self.config.model_copy(update={"devices": tuple(groups)})
 

@@ -12,7 +12,7 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import Choice, choose, choose_by_estimate, everybodys
+from pipar.planner.select import Choice, choose, choose_by_estimate, everybodys, extended
 from pipar.planner.timing import Simulate, Timing
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 
@@ -76,7 +76,7 @@ def plan_choice(
     begin = tuple(start[kind[0].name] for kind in sample.kinds()) if start is not None else None
     choice = choose(sample, simulation(job), start=begin, progress=progress)
     observe(Preparing("Planning", 1.0))
-    return replace(choice, plans=everybodys(fleet, choice.by_kind))
+    return replace(choice, plans=extended(fleet, choice.plans))
 
 
 def simulation(job: Job) -> Simulate:

@@ -40,11 +40,19 @@ class MeasuredLink:
 class Replanner:
     """Decides when to plan again, and holds the new plans until a round boundary takes them."""
 
-    def __init__(self, links: Mapping[str, Link], choose: Choose, observe: Observer = ignore) -> None:
+    def __init__(
+        self,
+        links: Mapping[str, Link],
+        choose: Choose,
+        observe: Observer = ignore,
+        *,
+        learned: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._planned_for = {name: _steady(link) for name, link in links.items()}
         self._measured = self._planned_for
         self._choose = choose
         self._observe = observe
+        self._learned = learned
         self._choosing: asyncio.Task[None] | None = None
         self._chosen: Mapping[str, Plan] | None = None
 
@@ -66,8 +74,13 @@ class Replanner:
             self._choosing.cancel()
 
     def _start(self) -> None:
-        """Start a choice if the links have changed and none is under way; the end of that one starts the next."""
-        has_changed = any(_differs(link, self._planned_for[name]) for name, link in self._measured.items())
+        """Start a choice if the links have changed, or machines are other than they were planned for.
+
+        If one is under way, its end starts the next.
+        """
+        has_changed = self._learned() or any(
+            _differs(link, self._planned_for[name]) for name, link in self._measured.items()
+        )
         if self._choosing is None and has_changed:
             self._planned_for = self._measured
             self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for))

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -155,17 +156,11 @@ class RunFolder:
 
 
 def plans_as_json(job: Job) -> list[dict[str, Any]]:
-    return [
-        {"device": name, "split_point": plan.split_point, "micro_batches": plan.micro_batches}
-        for name, plan in sorted(job.plans.items())
-    ]
+    return [{"device": name, **asdict(plan)} for name, plan in sorted(job.plans.items())]
 
 
 def _replan_as_json(event: Replanned) -> dict[str, Any]:
-    plans = [
-        {"device": name, "split_point": plan["split_point"], "micro_batches": plan["micro_batches"]}
-        for name, plan in sorted(event.plans.items())
-    ]
+    plans = [{"device": name, **plan} for name, plan in sorted(event.plans.items())]
     return {"epoch": event.epoch, "plans": plans}
 
 

@@ -53,6 +53,10 @@ class Costs:
             known = self._known[key] = self._compute(work) / self.speed
         return known
 
+    def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
+        """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""
+        return math.fsum(self._layer_times(kind in _FORWARD, samples)[first_layer - 1 : last_layer]) / self.speed
+
     def least_s(self, first_layer: int, last_layer: int, samples: int) -> float:
         """Return the quickest that forward and backward of these layers were measured to be: a lower bound."""
         key = ("least", first_layer, last_layer, samples)

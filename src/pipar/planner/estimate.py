@@ -14,7 +14,6 @@ from pipar.errors import PlanError
 from pipar.methods import Plan, check_plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import Profile
-from pipar.stages import Work
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,13 @@ def full_batch_times(device: Costs, server: Costs, split_point: int, batch_size:
     layers = _layers_of_both(device.profile, server.profile)
 
     def on_device(kind: str) -> float:
-        return device.seconds(Work(kind, first_layer=1, last_layer=split_point, samples=batch_size))
+        return device.layers_s(kind, 1, split_point, batch_size)
 
     if split_point == layers:
         return StageTimes(on_device("fc"), 0.0, 0.0, 0.0, 0.0, on_device("bc"))
 
     def on_server(kind: str) -> float:
-        return server.seconds(Work(kind, first_layer=split_point + 1, last_layer=layers, samples=batch_size))
+        return server.layers_s(kind, split_point + 1, layers, batch_size)
 
     size_bytes = device.profile.output_bytes(split_point) * batch_size
     return StageTimes(

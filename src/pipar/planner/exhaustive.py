@@ -37,7 +37,7 @@ def search_all(
     """
     kinds = fleet.kinds()
     options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
-    full = [sum(batch == fleet.batch_size for batch in fleet.batches(kind[0].samples)) for kind in kinds]
+    full = [fleet.full_batches(kind) for kind in kinds]
 
     def bound_s(chosen: tuple[Candidate, ...]) -> float:
         cores = sum(o.server_s * len(kind) for o, kind in zip(chosen, kinds, strict=True)) / fleet.cores * min(full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from pipar.config import Link
@@ -11,6 +12,9 @@ from pipar.planner.costs import Costs
 from pipar.schedule import cut_batch, cut_epoch
 
 Auto = Literal["auto"]
+
+#: Devices whose numbers of samples lie no further apart than this have as much data as each other.
+_ALIKE = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,10 @@ class Member:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What its plan depends on: devices of one kind are planned once."""
+        """What its plan depends on, beside how much data it has: devices of one kind are planned once."""
         # Costs by identity: equal devices share theirs, and comparing profiles layer by layer would take longer.
         given = (self.split_point, self.micro_batches, self.window)
-        return (id(self.costs), self.link, self.samples, self.memory_bytes, *given)
+        return (id(self.costs), self.link, self.memory_bytes, *given)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,11 @@ class Fleet:
         """Return the number of samples of each iteration of a device's epoch."""
         return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics)
 
+    def full_batches(self, kind: tuple[Member, ...]) -> int:
+        """Return how many full batches the device of a kind with most data has in an epoch."""
+        most = max(member.samples for member in kind)
+        return sum(batch == self.batch_size for batch in self.batches(most))
+
     def pieces(self, batch: int, micro_batches: int) -> list[int]:
         """Return the sizes of a batch's micro-batches."""
         return cut_batch(batch, micro_batches, batch_statistics=self.batch_statistics)
@@ -70,8 +79,23 @@ class Fleet:
         return replace(self, members=members, server=self.server.slower(server))
 
     def kinds(self) -> list[tuple[Member, ...]]:
-        """Return the members by kind, each kind in name order, in the order of their first members."""
+        """Return the members by kind, each kind in name order, in the order of their first members.
+
+        Who has a little more data than another is of the same kind; who has much more, of another.
+        """
         groups: dict[tuple[object, ...], list[Member]] = {}
         for member in self.members:
             groups.setdefault(member.kind, []).append(member)
-        return [tuple(group) for group in groups.values()]
+        kinds = [kind for group in groups.values() for kind in _by_samples(group)]
+        return sorted(kinds, key=lambda kind: kind[0].name)
+
+
+def _by_samples(members: list[Member]) -> list[tuple[Member, ...]]:
+    """Return the members in groups between which the number of samples jumps."""
+    ordered = sorted(members, key=lambda member: (member.samples, member.name))
+    groups: list[list[Member]] = [[ordered[0]]]
+    for before, member in pairwise(ordered):
+        if member.samples > before.samples * (1 + _ALIKE):
+            groups.append([])
+        groups[-1].append(member)
+    return [tuple(sorted(group, key=lambda member: member.name)) for group in groups]

@@ -37,6 +37,15 @@ class Fit:
             devices={**known, **{name: known.get(name, 1.0) * _blended(times) for name, times in devices.items()}},
         )
 
+    def differs(self, other: Fit, most: float) -> bool:
+        """Return whether the server, or a quarter of the devices, are faster or slower than there by more than this."""
+        changed = [_changed(times, other.devices.get(name, 1.0), most) for name, times in self.devices.items()]
+        return _changed(self.server, other.server, most) or 4 * sum(changed) > len(changed)
+
+
+def _changed(one: float, other: float, most: float) -> bool:
+    return abs(math.log(one / other)) > most
+
 
 def refitted(fleet: Fleet, fit: Fit) -> Fleet:
     """Return the fleet with measured links and speeds; devices that are about the same share them."""

@@ -89,6 +89,11 @@ def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
     return {m.name: plan for kind, plan in zip(fleet.kinds(), by_kind, strict=True) for m in kind}
 
 
+def extended(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return each device's plan from those of a sample of the fleet, in which the first of every kind are."""
+    return {member.name: plans[kind[0].name] for kind in fleet.kinds() for member in kind}
+
+
 def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
     """Return each device's plan with the shortest iteration by the paper's estimate; ties go to the smaller N."""
     chosen = {}
@@ -140,8 +145,7 @@ class _Search:
         self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
         self._kinds = self.fleet.kinds()
         self._options = [candidates(self.fleet, kind[0]) for kind in self._kinds]
-        batches = [self.fleet.batches(kind[0].samples) for kind in self._kinds]
-        self._full = [sum(batch == self.fleet.batch_size for batch in of) for of in batches]
+        self._full = [self.fleet.full_batches(kind) for kind in self._kinds]
         self._of = [{option.plan: option for option in options} for options in self._options]
 
     def allows(self, by_kind: ByKind) -> bool:

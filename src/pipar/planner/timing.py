@@ -59,7 +59,7 @@ class Timing:
         """Return how long the iterations of a kind of device take that were not simulated."""
         ends = _last([self.ends[member.name] for member in kind])
         steady = ends[-1] - ends[-2] if len(ends) > 1 else ends[0]
-        return max(0.0, kind[0].samples / fleet.batch_size - len(ends)) * steady
+        return max(0.0, max(member.samples for member in kind) / fleet.batch_size - len(ends)) * steady
 
 
 def _last(ends: Collection[tuple[float, ...]]) -> tuple[float, ...]:
