@@ -26,7 +26,8 @@ LINES = [
     data.*
     privacy.*
     link.*
-    compute device server turns ledger hollow job forecast foresight choosing judge results session reception replanning validation
+    forecast judge
+    compute device server turns ledger hollow job results session reception replanning foresight choosing validation
     assemble torchside workload planning prepare virtual processes run explain
     __init__
     display tables chart plan_view cli.* __main__

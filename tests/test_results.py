@@ -138,8 +138,8 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "equivalence": "exact",
         "seed": 7,
         "plans": [
-            {"device": "pi-1", "split_point": 1, "micro_batches": 2},
-            {"device": "pi-2", "split_point": 1, "micro_batches": 2},
+            {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0},
+            {"device": "pi-2", "split_point": 1, "micro_batches": 2, "window": 0},
         ],
         "replans": [],
         "test_accuracy": 0.75,
@@ -164,7 +164,7 @@ def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder
         watch(Replanned(first_epoch, plans))
     result = folder.finish()
     assert [event.epoch for event in seen if isinstance(event, Replanned)] == [2, 3]
-    new = [{"device": name, "split_point": 2, "micro_batches": 1} for name in ("pi-1", "pi-2")]
+    new = [{"device": name, "split_point": 2, "micro_batches": 1, "window": 0} for name in ("pi-1", "pi-2")]
     assert result["replans"] == [{"epoch": 2, "plans": new}]
     assert {plan["split_point"] for plan in result["plans"]} == {1}
 
