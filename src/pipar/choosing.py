@@ -93,10 +93,11 @@ class Chooser:
             raise PlanError(answer["problem"])
         return {name: Plan(*numbers) for name, numbers in answer["plans"].items()}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process, whatever it is doing."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
+            await self._process.wait()
 
 
 def _answer(questions: BinaryIO) -> bool:

@@ -39,9 +39,19 @@ def work_label(work: Work) -> tuple[str, int, int, int]:
 
 
 class VirtualCompute:
-    """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue."""
+    """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue.
 
-    def __init__(self, lanes: Sequence[str], recorder: Recorder, seconds: Callable[[Work], float]) -> None:
+    Lanes of one machine may slow each other down: `crowded` says by how much if all of them are busy.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[str],
+        recorder: Recorder,
+        seconds: Callable[[Work], float],
+        crowded: Callable[[int], float] | None = None,
+    ) -> None:
+        self._crowded = crowded if len(lanes) > 1 else None
         self._loop = asyncio.get_running_loop()
         self._recorder = recorder
         self._seconds = seconds
@@ -56,15 +66,23 @@ class VirtualCompute:
             _, epoch, iteration, micro_batch = work_label(steps[0][0])
             device = steps[0][0].device
             self._recorder.waited(lane, self._idle_kind, epoch, iteration, micro_batch, free_at, start, device)
+        slower = self._slower(steps[0][0], start)
         value: tuple[Any, ...] = ()
         for work, function in steps:
             value = (function(*value),)
-            end = start + self._seconds(work)
+            end = start + self._seconds(work) * slower
             self._recorder.busy(lane, *work_label(work), start, end, work.device)
             start = end
         heapq.heapreplace(self._free, (start, number, lane))
         await sleep_until(start)
         return value[0]
+
+    def _slower(self, work: Work, start: float) -> float:
+        """Return how many times as long a job takes because of the other lanes that are busy when it starts."""
+        if self._crowded is None:
+            return 1.0
+        busy = sum(free_at > start for free_at, _, _ in self._free[1:])
+        return 1.0 + (self._crowded(work.samples) - 1.0) * busy / (len(self._free) - 1)
 
     def close(self) -> None:
         pass

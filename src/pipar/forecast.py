@@ -49,6 +49,7 @@ class BatchTimes:
     bc: list[float]
     step: float
     server_step: float
+    crowded: list[float]  # how many times as long a job of the server's takes while all other cores are busy
 
 
 #: Changes the times of one device's iteration: (device, iteration, times) -> times.
@@ -89,6 +90,13 @@ def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) ->
 
 def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
     """Return how long each device's compute lane and all cores of the server together work in one epoch."""
+    devices, server_s = _alone_s(fleet, plans)
+    if fleet.server.profile.crowded and fleet.cores > 1:
+        server_s *= forecast(sampled(fleet), plans, iterations=1).crowding
+    return devices, server_s
+
+
+def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
     known: dict[tuple[object, ...], tuple[float, float]] = {}
     devices, server_s = {}, 0.0
     for member in fleet.members:
@@ -181,7 +189,7 @@ class _Epoch:
         self._events: list[tuple[float, int, int, _Device]] = []
         self._count = 0
         self._cores = [0.0] * fleet.cores  # until when each is taken
-        self._server_s = 0.0
+        self._server_s = self._alone_s = 0.0
 
     def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
         known: dict[tuple[object, ...], BatchTimes] = {}  # most devices are like another one
@@ -337,6 +345,11 @@ class _Epoch:
 
     def _on_core(self, device: _Device, now: float, seconds: float, then: int) -> None:
         begin = max(now, self._cores[0])
+        self._alone_s += seconds
+        crowded = device.batch.crowded[device.served if then == _SERVED else -1]
+        if crowded > 1.0 and len(self._cores) > 1:
+            busy = sum(free_at > begin for free_at in self._cores[1:])
+            seconds *= 1.0 + (crowded - 1.0) * busy / (len(self._cores) - 1)
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:
@@ -423,6 +436,7 @@ class _Epoch:
                 "server": self._server_s / self._fleet.cores,
                 "downlink": max(device.down_s for device in devices),
             },
+            crowding=self._server_s / self._alone_s if self._alone_s else 1.0,
         )
 
     def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
@@ -463,6 +477,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
         step=costs.seconds(Work("step", last_layer=p)),
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
+        crowded=each(server.crowded),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from functools import cached_property
 from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
+from pipar.planner.cache import usable_cores
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def cores(self) -> int:
-        return self.config.server.cores or _usable_cores()
+        return self.config.server.cores or usable_cores()
 
     @cached_property
     def links(self) -> dict[str, Link]:
@@ -163,11 +163,6 @@ class Job:
         if trace == "full" or (trace == "auto" and len(names) <= _FULL_TRACE_DEVICES):
             return None
         return frozenset(names[:: max(1, len(names) // _SAMPLED_DEVICES)][:_SAMPLED_DEVICES])
-
-
-def _usable_cores() -> int:
-    """Return the cores that this process may run on; a container often has fewer than its machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shared_costs() -> Callable[[Profile, float], Costs]:

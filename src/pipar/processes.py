@@ -324,7 +324,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         await server.train()
         await server.farewell()
     finally:
-        chooser.close()
+        await chooser.close()
         await listener.stop()
         server.close()
 
@@ -344,12 +344,12 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     from pipar.assemble import run_device
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import connect
-    from pipar.torchside import part_builder, seed_dropout, warm_up
+    from pipar.torchside import part_builder, seed_dropout, warm_up_device
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples = workload.own_shard(name)
     build = part_builder(workload)
-    warm_up(job, workload)
+    warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
     lanes = partial(ThreadCompute, speed=speed)

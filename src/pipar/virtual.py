@@ -110,4 +110,4 @@ async def _train(
 
 
 def _lanes(costs: Costs) -> MakeCompute:
-    return lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds)
+    return lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds, costs.crowded)

@@ -25,11 +25,12 @@ from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.aggregate import federated_average
 from pipar.nn.count import count_layers
+from pipar.nn.crowding import measure_crowding
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.runtime import give_back_freed_memory, keep_freed_memory, one_thread
 from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
-from pipar.planner.cache import machine_fingerprint
+from pipar.planner.cache import machine_fingerprint, usable_cores
 from pipar.planner.memory import largest_prefix, training_bytes
 from pipar.planner.profile import LayerProfile, Profile, batch_sizes
 from pipar.protocol.messages import Kind, Message
@@ -38,9 +39,9 @@ from pipar.units import format_bytes
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40
 FEWEST_REPETITIONS = 3
-#: Stages come one by one, with other work between them: caches are cold when one starts. Without a pause, passes were
-#: 10 to 20 % quicker than they are in training.
-_PAUSE_S = 0.01
+#: Stages come one by one, from rest: caches are cold and the clock is low when one starts. Without a pause, passes were
+#: 10 to 20 % quicker than they are in training; with one of 10 ms, still 5 to 15 %.
+_PAUSE_S = 0.08
 _CUT_REPETITIONS = 7
 _LIGHT_BYTES = 8 << 20
 
@@ -210,13 +211,27 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile:
     passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
     layers = _layer_profiles(sizes, passes, attempt.batch_sizes)
     overheads = _measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
+    crowded = _crowded(model, batches, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
         layers=layers,
+        crowded=crowded,
         total_layers=0 if whole else len(task.model),
         how=_how(attempt, sizes, len(passes[-1])),
         **overheads,  # type: ignore[arg-type]
     )
+
+
+def _crowded(model: nn.Sequential, batches: Sequence[_Batch], task: _Task, *, with_loss: bool) -> tuple[float, ...]:
+    """Return what other cores cost a pass; nothing where there are none, or no memory for copies of the network."""
+    others = usable_cores() - 1
+    if others < 1 or task.memory_bytes is not None:
+        return ()
+
+    def run(network: nn.Sequential, number: int) -> object:
+        return _training_pass(network, batches[number], with_loss=with_loss)
+
+    return measure_crowding(model, len(batches), run, others=others, budget_s=0.5 * task.budget_s)
 
 
 def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:

@@ -27,6 +27,11 @@ def machine_fingerprint() -> str:
     return f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, torch {torch}"
 
 
+def usable_cores() -> int:
+    """Return the cores that this process may run on; a container often has fewer than its machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def find_profile(key: Mapping[str, object], folder: Path | None = None) -> Profile | None:
     """Return the profile kept under this key on this machine; None if there is none or its file is damaged."""
     try:

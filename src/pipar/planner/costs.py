@@ -53,6 +53,13 @@ class Costs:
             known = self._known[key] = self._compute(work) / self.speed
         return known
 
+    def crowded(self, samples: int) -> float:
+        """Return how many times as long a micro-batch takes while all other cores of the machine are busy."""
+        ratios, sizes = self.profile.crowded, self.profile.batch_sizes
+        if not ratios:
+            return 1.0
+        return interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1]))
+
     def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
         """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""
         return math.fsum(self._layer_times(kind in _FORWARD, samples)[first_layer - 1 : last_layer]) / self.speed

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 5
+FORMAT = 6
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -61,6 +61,9 @@ class Profile:
 
     A machine that cannot hold the whole network has its first Q' layers here, and `total_layers` says how many the
     network has; 0 is as many as are here.
+
+    Times are of one core that has the machine for itself. `crowded` is how many times as long a pass takes, at each
+    batch size, while all other cores compute as well; empty: they do not disturb each other.
     """
 
     model: str
@@ -84,6 +87,7 @@ class Profile:
     machine: str = ""
     how: str = ""
     total_layers: int = 0
+    crowded: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -138,7 +142,8 @@ class Profile:
             raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
         values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
         layers = tuple(_layer(layer) for layer in _list(values["layers"], "layers"))
-        return cls(**{**values, "layers": layers, "batch_sizes": tuple(_list(values["batch_sizes"], "batch_sizes"))})
+        lists = {key: tuple(_list(values[key], key)) for key in ("batch_sizes", "crowded")}
+        return cls(**{**values, "layers": layers, **lists})
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,8 @@ def _problem(profile: Profile) -> str | None:
             f"total_layers is {profile.total_layers!r}, but {len(profile.layers)} layers are here: it is at least as "
             "many, or 0 for just these"
         )
+    if profile.crowded and (len(profile.crowded) != len(sizes) or not all(_is_slowdown(r) for r in profile.crowded)):
+        return f"crowded is {list(profile.crowded)}, not a factor from 1 on for each of {len(sizes)} batch sizes"
     return next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
 
 
@@ -262,6 +269,10 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
 
 def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_slowdown(value: Any) -> bool:
+    return _is_amount(value) and bool(value >= 1)
 
 
 def _is_count(value: Any) -> bool:

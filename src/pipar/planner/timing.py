@@ -21,6 +21,7 @@ class Timing:
     epoch_s: float
     ends: Mapping[str, tuple[float, ...]]  # when each device had ended each of its iterations
     busy_s: Mapping[str, float]
+    crowding: float = 1.0  # how many times as long the server's work took as it would have on one core alone
 
     @property
     def device_s(self) -> dict[str, float]:
