@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import agreement, bare_loop, efficiency, prediction, record, scale, selection, shaping
+from benchmarks import agreement, bare_loop, efficiency, prediction, record, replanning, scale, selection, shaping
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
     "shaping": shaping.measure,
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "scale": scale.measure,
     "selection": selection.measure,
     "prediction": prediction.measure,
+    "replanning": replanning.measure,
 }
 
 

@@ -48,7 +48,8 @@ def random_profile(rng: random.Random) -> Profile:
         LayerProfile(name, times(1e-3), times(2e-3), 4 * rng.randrange(1000, 40_000), 4 * rng.randrange(100_000))
         for name in "abcd"
     )
-    return Profile("any", "float32", (2, 10, 50), layers, **OVERHEADS)  # type: ignore[arg-type]
+    crowded = tuple(rng.uniform(1.0, 2.0) for _ in range(3))
+    return Profile("any", "float32", (2, 10, 50), layers, crowded=crowded, **OVERHEADS)  # type: ignore[arg-type]
 
 
 def random_plan(rng: random.Random, batch: int) -> Plan:

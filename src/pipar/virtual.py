@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import MakeCompute, assemble_server, run_device
-from pipar.choosing import search_at_once
+from pipar.choosing import Search, search_at_once
 from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.device import DevicePart, Samples
@@ -52,8 +52,10 @@ def train_virtually(
     return learner
 
 
-def train_without_mathematics(job: Job, emit: Emit, observe: Observer, *, choose: Choose | None = None) -> None:
-    """Run the same programs over sizes and costs alone; torch is not needed."""
+def train_without_mathematics(
+    job: Job, emit: Emit, observe: Observer, *, choose: Choose | None = None, search: Search = search_at_once
+) -> None:
+    """Run the same programs over sizes and costs alone, without torch; new plans come from `choose` or `search`."""
     learner = HollowLearner(job.server_profile, job.split_points)
 
     def samples(name: str) -> Samples:
@@ -62,7 +64,7 @@ def train_without_mathematics(job: Job, emit: Emit, observe: Observer, *, choose
     def builder(name: str) -> Callable[[Orders], DevicePart]:
         return lambda orders: HollowDevicePart(job.device_profiles[name], orders.plan.split_point)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose))
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search))
 
 
 async def _train(
@@ -74,6 +76,7 @@ async def _train(
     emit: Emit,
     observe: Observer,
     choose: Choose | None,
+    search: Search = search_at_once,
 ) -> None:
     server_lanes = _lanes(job.server_costs())
     server = assemble_server(
@@ -85,7 +88,7 @@ async def _train(
         emit=emit,
         observe=observe,
         choose=choose,
-        search=search_at_once,
+        search=search,
     )
     costs = shared_costs()
     try:

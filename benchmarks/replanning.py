@@ -1,0 +1,85 @@
+"""What planning costs when the bandwidth of 100 boards switches between 4g, 4g+ and wifi every minute; paper V-F-3.
+
+Plans are chosen beside the training, so no round waits for them; what is measured is the CPU time of the searches over
+the time of the training, and what the new plans gain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.record import Claim
+from pipar.choosing import chosen
+from pipar.config import config_from
+from pipar.events import EpochResult, Event, Replanned
+from pipar.forecast import predict_s
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.prepare import prepare_timing_only
+from pipar.virtual import train_without_mathematics
+
+NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")
+TRAINING_S = 600.0
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG001
+    claims, details = [], {}
+    for model in NETWORKS:
+        found = _train(model, replan=True)
+        fixed = _train(model, replan=False, epochs=found["epochs"])
+        share = 100 * found["planning_s"] / found["training_s"]
+        claims.append(Claim(f"CPU seconds of planning / seconds of training, {model}", share, "%", most=0.5))
+        gained = fixed["training_s"] / found["training_s"]
+        claims.append(Claim(f"time with the first plans / time with new ones, {model}", gained, "", least=1.0))
+        details[model] = {"replanned": found, "first_plans_kept": fixed}
+    return claims, details
+
+
+def _train(model: str, *, replan: bool, epochs: int | None = None) -> dict[str, float | int]:
+    config = config_from(
+        {
+            "run": {"epochs": epochs or 1, "trace": "off"},
+            "model": {"name": model, "norm": "batch"},
+            "data": {"name": "cifar10", "samples_per_device": 500, "validation": 0, "test": 0},
+            "plan": {"replan": replan},
+            "server": {"profile": "i7-11850h"},
+            "devices": [
+                {
+                    "count": 100,
+                    "profile": "raspberry-pi-3b",
+                    "link": {"cycle": ["4g", "4g+", "wifi"], "every": "60s"},
+                }
+            ],
+        }
+    )
+    job = prepare_timing_only(config)
+    assert job is not None
+    if epochs is None:
+        first = predict_s(job.fleet(), job.plans)
+        run = job.config.run.model_copy(update={"epochs": max(5, round(TRAINING_S / first))})
+        job = replace(job, config=job.config.model_copy(update={"run": run}))
+    searches: list[float] = []
+    results: list[EpochResult] = []
+    replans: list[Replanned] = []
+
+    async def search(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        began = time.process_time()
+        found = chosen(fleet, start)
+        searches.append(time.process_time() - began)
+        return found
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Replanned):
+            replans.append(event)
+
+    train_without_mathematics(job, lambda result, _: results.append(result), observe, search=search)
+    return {
+        "epochs": len(results),
+        "training_s": sum(result.seconds for result in results),
+        "searches": len(searches),
+        "planning_s": sum(searches),
+        "replans": len(replans),
+    }

@@ -1,0 +1,122 @@
+"""The server's expectations come nearer to what happens, epoch by epoch, and nothing is known before it was seen."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pipar.config import Link
+from pipar.events import EpochResult, ignore
+from pipar.forecast import busy_s, predict_s
+from pipar.foresight import Foresight
+from pipar.judge import perturbed
+from pipar.link.shaping import Traffic
+from pipar.methods import METHODS, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.refit import Fit, about, refitted
+from pipar.prepare import config_from, prepare_timing_only
+from pipar.replanning import MeasuredLink
+from pipar.virtual import train_without_mathematics
+
+LAYERS = tuple(LayerProfile(name, (0.01, 0.4), (0.02, 0.8), 20_000, 4_000) for name in "abcd")
+PROFILE = Profile("any", "float32", (1, 50), LAYERS)
+LINK = Link(up_bps=10e6, down_bps=20e6)
+PLAN = Plan(2, 5)
+
+
+def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
+    costs = Costs(PROFILE, speed)
+    members = tuple(Member(f"d{number:02}", costs, LINK, 200) for number in range(devices))
+    return Fleet(METHODS["pipar"], members, Costs(PROFILE), 2, 50)
+
+
+def plans(of: Fleet, plan: Plan = PLAN) -> dict[str, Plan]:
+    return {member.name: plan for member in of.members}
+
+
+def measured(up_bps: float, down_bps: float) -> MeasuredLink:
+    return MeasuredLink(Traffic(1_000_000, 8e6 / up_bps), Traffic(1_000_000, 8e6 / down_bps))
+
+
+@pytest.mark.parametrize(("devices", "server"), [(1.4, 1.0), (0.7, 1.0), (1.0, 2.5), (1.3, 1.6)])
+def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, server: float) -> None:
+    here = fleet()
+    truth = here.slower(devices=devices, server=server)
+    foresight, takes_s = Foresight(here, plans(here)), predict_s(truth, plans(here))
+    for epoch in range(1, 9):
+        foresight.learn(epoch, *busy_s(truth, plans(here)))
+    errors = [abs(foresight.predicted_s(epoch) / takes_s - 1) for epoch in range(1, 10)]
+    assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
+    assert all(later < earlier for earlier, later in pairwise(errors[1:]))
+    assert errors[-1] < 0.01
+
+
+def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
+    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3))
+    here = fleet(8)
+    here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
+    foresight = Foresight(here, plans(here))
+    before = foresight.predicted_s(1)
+    foresight.learn(1, *busy_s(here, plans(here)))
+    assert foresight.predicted_s(3) == pytest.approx(before, rel=1e-9)
+    assert not foresight.has_learned()
+
+
+def test_links_count_from_the_next_epoch_on() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    foresight.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
+    assert foresight.predicted_s(1) == predict_s(here, plans(here))
+    assert foresight.predicted_s(2) < 0.9 * foresight.predicted_s(1)
+
+
+def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:
+    here = fleet(20)
+    rates = {m.name: Link(up_bps=10e6 * (0.95 + 0.005 * n), down_bps=20e6) for n, m in enumerate(here.members)}
+    slower = {m.name: 1.0 + 0.004 * n for n, m in enumerate(here.members)}
+    (kind,) = refitted(here, Fit(devices=slower, links=rates)).kinds()
+    assert len(kind) == 20
+    assert kind[0].link.up_bps == pytest.approx(10e6 * 0.9975)
+
+
+def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
+    here = fleet(20)
+    kinds = refitted(here, Fit(devices={"d03": 2.0})).kinds()
+    assert sorted(map(len, kinds)) == [1, 19]
+
+
+def test_situations_are_the_same_if_nothing_differs_by_much() -> None:
+    here = fleet()
+    assert about(here) == about(here.slower(devices=1.01))
+    assert about(here) != about(here.slower(devices=1.3))
+    assert about(here) != about(here.slower(server=1.3))
+
+
+def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    foresight.learn(1, *busy_s(here, plans(here)))
+    assert not foresight.has_learned()
+    foresight.learn(2, *busy_s(perturbed(here, 3).slower(devices=1.2), plans(here)))
+    assert foresight.has_learned()
+    foresight.latest({})  # planned for
+    assert not foresight.has_learned()
+
+
+def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins() -> None:
+    config = config_from(
+        {
+            "run": {"epochs": 3, "trace": "off"},
+            "data": {"name": "cifar10", "samples_per_device": 230},
+            "server": {"profile": "i7-11850h"},
+            "devices": [{"count": 5, "profile": "raspberry-pi-5", "link": "wifi"}],
+        }
+    )
+    job = prepare_timing_only(config)
+    assert job is not None
+    results: list[EpochResult] = []
+    train_without_mathematics(job, lambda result, _: results.append(result), ignore)
+    assert [result.predicted_s for result in results] == [pytest.approx(r.seconds, rel=2e-3) for r in results]
