@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipar.choosing import Choices, Search
+from pipar.choosing import Choices, Search, search_by_estimate
 from pipar.compute import Compute
 from pipar.device import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
@@ -49,12 +49,17 @@ def assemble_server(
     # How a shared server-side model is served, device by device in turn, is not foreseen.
     foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
     if choose is None and search is not None and foresight is not None:
-        choose = Choices(foresight, search)
+        by_paper = job.config.plan.estimate == "paper"
+        choose = Choices(foresight, search_by_estimate if by_paper else search)
+
+    joined = job  # with the profiles that the devices bring
 
     def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
         assert plan_joined is not None
+        nonlocal joined
+        joined = replace(job, device_profiles={**job.device_profiles, **profiles})
         if foresight is not None:
-            foresight.fleet = replace(job, device_profiles={**job.device_profiles, **profiles}).fleet()
+            foresight.fleet = joined.fleet()
         return plan_joined(profiles)
 
     ledger = Ledger(
@@ -64,7 +69,7 @@ def assemble_server(
         recorder=recorder,
         background=beside,
         emit=emit,
-        bounds_of=lambda plans: replace(job, plans=plans).bounds(),
+        bounds_of=lambda plans: replace(joined, plans=plans).bounds(),
         foresight=foresight,
     )
     replanner = None
@@ -97,9 +102,11 @@ def assemble_server(
 def can_replan(job: Job) -> bool:
     """Return whether a device can be given another plan between two rounds.
 
-    Not where devices share a server-side model, which has one cut; in federated learning there is nothing to choose.
+    Not where devices share a server-side model, which has one cut, nor where all plans are given; in federated learning
+    there is nothing to choose.
     """
-    return job.config.plan.replan and job.method.splits and not job.method.shares_server_model
+    is_auto = any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+    return job.config.plan.replan and is_auto and job.method.splits and not job.method.shares_server_model
 
 
 async def run_device(

@@ -23,7 +23,7 @@ from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
-from pipar.planner.select import choose, extended
+from pipar.planner.select import choose, choose_by_estimate, extended
 from pipar.planner.timing import steady_epoch_s
 
 #: Returns the best plans of a fleet, given those in force.
@@ -32,6 +32,8 @@ Search = Callable[[Fleet, Mapping[str, Plan]], Awaitable[Mapping[str, Plan]]]
 #: Changing sides costs layers their way over the link once, and measurements waver: less gain than this is none.
 _WORTH_IT = 0.01
 
+#: Some ten bytes for each of a million devices.
+_LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
 
 
@@ -66,6 +68,11 @@ async def search_at_once(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str
     return chosen(fleet, start)
 
 
+async def search_by_estimate(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:  # noqa: ARG001
+    """Choose by the paper's estimate, which takes milliseconds."""
+    return {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
+
+
 class Chooser:
     """The process, seen from the one that asks; `cpu_s` is what its searches have used."""
 
@@ -77,7 +84,10 @@ class Chooser:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pipar.choosing", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                *(sys.executable, "-P", "-m", "pipar.choosing"),  # -P: not what lies in the user's folder
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_ANSWER,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -109,8 +119,8 @@ def _answer(questions: BinaryIO) -> bool:
     before, problem, plans = time.process_time(), "", {}
     try:
         plans = {name: (p.split_point, p.micro_batches, p.window) for name, p in chosen(fleet, start).items()}
-    except PlanError as error:
-        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - a question ends here, and who asked is told
+        problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}
     print(json.dumps(answer), flush=True)
     return True

@@ -41,7 +41,7 @@ def work_label(work: Work) -> tuple[str, int, int, int]:
 class VirtualCompute:
     """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue.
 
-    Lanes of one machine may slow each other down: `crowded` says by how much if all of them are busy.
+    Lanes of one machine may slow each other down: `crowded` says by how much for each other one that is busy.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VirtualCompute:
         if self._crowded is None:
             return 1.0
         busy = sum(free_at > start for free_at, _, _ in self._free[1:])
-        return 1.0 + (self._crowded(work.samples) - 1.0) * busy / (len(self._free) - 1)
+        return 1.0 + self._crowded(work.samples) * busy
 
     def close(self) -> None:
         pass

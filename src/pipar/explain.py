@@ -19,7 +19,7 @@ from pipar.planner.candidates import candidates
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import training_bytes
-from pipar.planner.select import everybodys
+from pipar.planner.select import everybodys, extended
 from pipar.planner.timing import LANES, Simulate, Timing
 from pipar.planning import make_plans, plan_choice, simulation
 from pipar.trace import Span
@@ -282,9 +282,7 @@ def _search(
         best = _best_in_common(alike, simulate, progress)
     else:
         best = search_all(alike, simulate, micro_batches=grid, progress=progress)
-    plans = everybodys(alike, best.by_kind)
-    by_likeness = {_likeness(member, fleet): plans[member.name] for member in alike.members}
-    return best, timed({member.name: by_likeness[_likeness(member, fleet)] for member in fleet.members})
+    return best, timed(extended(fleet, everybodys(alike, best.by_kind)))
 
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:

@@ -29,6 +29,8 @@ from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
 #: A fleet of more devices is simulated by a sample of it.
 _SAMPLE = 128
+#: Of a prediction in the middle of a training, which the server's messages wait for.
+_FEW = 32
 #: So many micro-batches take less than a tenth of a second.
 _QUICK = 4000
 #: What the JSON of 'stop epoch' has, give or take a few bytes.
@@ -49,7 +51,7 @@ class BatchTimes:
     bc: list[float]
     step: float
     server_step: float
-    crowded: list[float]  # how many times as long a job of the server's takes while all other cores are busy
+    crowded: list[float]  # by how much longer a job of the server's takes for each other core that is busy
 
 
 #: Changes the times of one device's iteration: (device, iteration, times) -> times.
@@ -80,7 +82,7 @@ def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     pieces = sum(plans[m.name].micro_batches * len(fleet.batches(m.samples)) for m in everyone.members)
     if pieces <= _QUICK:
         return forecast(everyone, plans).epoch_s
-    return steady_epoch_s(simulate, everyone, plans)
+    return steady_epoch_s(simulate, sampled(fleet, _FEW), plans)
 
 
 def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
@@ -123,14 +125,14 @@ def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]
     return device_s, server_s
 
 
-def sampled(fleet: Fleet) -> Fleet:
-    """Return a fleet of at most some hundred devices, of every kind its share, with as many cores for each device."""
+def sampled(fleet: Fleet, most: int = _SAMPLE) -> Fleet:
+    """Return a fleet of about so many devices at most, of every kind its share, with as many cores for each device."""
     count = len(fleet.members)
-    if count <= _SAMPLE:
+    if count <= most:
         return fleet
     members: list[Member] = []
     for kind in fleet.kinds():
-        members += kind[: max(1, round(len(kind) * _SAMPLE / count))]
+        members += kind[: max(1, round(len(kind) * most / count))]
     share = fleet.cores * len(members) / count
     cores = max(1, round(share))
     slower = fleet.server.slower(cores / share)
@@ -347,9 +349,8 @@ class _Epoch:
         begin = max(now, self._cores[0])
         self._alone_s += seconds
         crowded = device.batch.crowded[device.served if then == _SERVED else -1]
-        if crowded > 1.0 and len(self._cores) > 1:
-            busy = sum(free_at > begin for free_at in self._cores[1:])
-            seconds *= 1.0 + (crowded - 1.0) * busy / (len(self._cores) - 1)
+        if crowded:
+            seconds *= 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:

@@ -54,7 +54,10 @@ class Foresight:
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
         fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
-        expected, expected_server = busy_s(refitted(self.fleet, replace(fit, links={})), plans)
+        # From the profiles, each device with its own factor: a group's median would let single factors run away.
+        profiled, profiled_server = busy_s(self.fleet, plans)
+        expected = {name: seconds * fit.devices.get(name, 1.0) for name, seconds in profiled.items()}
+        expected_server = profiled_server * fit.server
         times = {name: _times(device_s[name], seconds) for name, seconds in expected.items() if name in device_s}
         telling = expected_server > _TELLING_S
         self._fits[epoch + 2] = fit.learned(

@@ -99,7 +99,7 @@ class Job:
 
     def fleet(self) -> Fleet:
         """Return what there is to plan for."""
-        costs, window = shared_costs(), self._given_window
+        costs, window = shared_costs(merge=True), self._given_window
         members = tuple(
             Member(
                 spec.name,
@@ -165,16 +165,27 @@ class Job:
         return frozenset(names[:: max(1, len(names) // _SAMPLED_DEVICES)][:_SAMPLED_DEVICES])
 
 
-def shared_costs() -> Callable[[Profile, float], Costs]:
-    """Return a maker of cost models that gives equal devices the same one, so that they remember together."""
+def shared_costs(*, merge: bool = False) -> Callable[[Profile, float], Costs]:
+    """Return a maker of cost models that gives equal devices the same one, so that they remember together.
+
+    No two measurements of equal boards are equal: to plan for them as one kind, `merge` takes those that hardly differ
+    for the first of them.
+    """
     known: dict[tuple[int, float], Costs] = {}
-    by_value: dict[tuple[Profile, float], Costs] = {}
+    different: list[Costs] = []
 
     def make(profile: Profile, speed: float) -> Costs:
         # Mostly the same object; comparing all layers of ten thousand devices would take a while.
         key = (id(profile), speed)
         if key not in known:
-            known[key] = by_value.setdefault((profile, speed), Costs(profile, speed))
+            same = (c for c in different if c.speed == speed and _are_same(c.profile, profile, merge))
+            known[key] = next(same, None) or Costs(profile, speed)
+            if known[key].profile is profile:
+                different.append(known[key])
         return known[key]
 
     return make
+
+
+def _are_same(one: Profile, other: Profile, merge: bool) -> bool:
+    return one.is_about(other) if merge else one == other

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError, ProtocolError, TrainingError
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
-from pipar.planner.profile import Profile
+from pipar.planner.profile import NetworkSizes, Profile, check_network
 from pipar.protocol.messages import Kind, Message, json_body, read_json
 from pipar.trace import Recorder
 
@@ -86,13 +86,12 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
         profile = Profile.from_json(json.dumps(said))
     except (ConfigError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ProtocolError(f"The device's profile cannot be used: {error}") from None
-    if network is not None and _sizes(profile) != _sizes(network):
-        raise ProtocolError(f"The device's profile is of {profile.model}, which is not the network that is trained.")
+    if network is not None:
+        try:
+            check_network(profile, NetworkSizes.of(network), "the device's own")
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
     return profile
-
-
-def _sizes(profile: Profile) -> list[tuple[str, int, int]]:
-    return [(layer.name, layer.output_bytes, layer.parameter_bytes) for layer in profile.layers]
 
 
 def expect(message: Message, kind: Kind, epoch: int) -> None:

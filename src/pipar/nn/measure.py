@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ FEWEST_REPETITIONS = 3
 #: Stages come one by one, from rest: caches are cold and the clock is low when one starts. Without a pause, passes were
 #: 10 to 20 % quicker than they are in training; with one of 10 ms, still 5 to 15 %.
 _PAUSE_S = 0.08
+_MOST_OTHERS = 15
 _CUT_REPETITIONS = 7
 _LIGHT_BYTES = 8 << 20
 
@@ -211,21 +213,35 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile:
     passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
     layers = _layer_profiles(sizes, passes, attempt.batch_sizes)
     overheads = _measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
-    crowded = _crowded(model, batches, task, with_loss=whole) if whole else ()
+    crowded = _crowded(model, batches, sizes, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
         layers=layers,
         crowded=crowded,
+        crowd=_others() if crowded else 0,
         total_layers=0 if whole else len(task.model),
         how=_how(attempt, sizes, len(passes[-1])),
         **overheads,  # type: ignore[arg-type]
     )
 
 
-def _crowded(model: nn.Sequential, batches: Sequence[_Batch], task: _Task, *, with_loss: bool) -> tuple[float, ...]:
+def _others() -> int:
+    """Return how many other cores compute while crowding is measured: all, or enough to fill caches and memory."""
+    return min(usable_cores() - 1, _MOST_OTHERS)
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+
+
+def _crowded(
+    model: nn.Sequential, batches: Sequence[_Batch], sizes: Profile, task: _Task, *, with_loss: bool
+) -> tuple[float, ...]:
     """Return what other cores cost a pass; nothing where there are none, or no memory for copies of the network."""
-    others = usable_cores() - 1
-    if others < 1 or task.memory_bytes is not None:
+    others = _others()
+    # A copy of the network for each, with a batch's activations; a device with little memory is no server.
+    needed = others * training_bytes(sizes, Plan(len(sizes.layers), 1), task.batch_size)
+    if others < 1 or task.memory_bytes is not None or needed > _free_bytes() / 2:
         return ()
 
     def run(network: nn.Sequential, number: int) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipar.errors import PlanError
@@ -22,6 +22,30 @@ class Candidate:
     alone_s: float  # with a server and its cores for itself
     lane_s: float  # on the busiest of its own lanes
     server_s: float  # on the server's cores, of which all devices have a share
+
+
+class LowerBound:
+    """What an epoch takes at least: any device with most data of its kind, and all work over all cores."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        full = [fleet.full_batches(kind) for kind in fleet.kinds()]
+        self._most, self._all = [max(each) for each in full], [sum(each) for each in full]
+        self._cores = fleet.cores
+
+    def alone_s(self, chosen: Sequence[Candidate]) -> float:
+        """Return it with each device as if it had the server for itself."""
+        return max(self.cores_s(chosen), *(o.alone_s * n for o, n in zip(chosen, self._most, strict=True)))
+
+    def lanes_s(self, chosen: Sequence[Candidate]) -> float:
+        """Return it by the busiest lane."""
+        return max(self.cores_s(chosen), *(o.lane_s * n for o, n in zip(chosen, self._most, strict=True)))
+
+    def cores_s(self, chosen: Sequence[Candidate]) -> float:
+        return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores
+
+    def own_s(self, kind: int, option: Candidate) -> float:
+        """Return what a kind's plan takes at least where nobody else is; of less than a batch, as if it were one."""
+        return option.alone_s * max(1, self._most[kind])
 
 
 def candidates(fleet: Fleet, member: Member) -> list[Candidate]:

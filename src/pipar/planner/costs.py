@@ -54,11 +54,11 @@ class Costs:
         return known
 
     def crowded(self, samples: int) -> float:
-        """Return how many times as long a micro-batch takes while all other cores of the machine are busy."""
+        """Return by how much longer a micro-batch takes for each other core of the machine that is busy, as a share."""
         ratios, sizes = self.profile.crowded, self.profile.batch_sizes
-        if not ratios:
-            return 1.0
-        return interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1]))
+        if not ratios or not self.profile.crowd:
+            return 0.0
+        return (interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1])) - 1.0) / self.profile.crowd
 
     def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
         """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.candidates import Candidate, LowerBound, candidates
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import ByKind
+from pipar.planner.select import ByKind, everybodys
 from pipar.planner.timing import Simulate, steady_epoch_s
 
 
@@ -37,21 +37,15 @@ def search_all(
     """
     kinds = fleet.kinds()
     options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
-    full = [fleet.full_batches(kind) for kind in kinds]
-
-    def bound_s(chosen: tuple[Candidate, ...]) -> float:
-        cores = sum(o.server_s * len(kind) for o, kind in zip(chosen, kinds, strict=True)) / fleet.cores * min(full)
-        return max(cores, *(o.lane_s * count for o, count in zip(chosen, full, strict=True))) * (1 - slack)
-
-    everything = sorted(((bound_s(chosen), n, chosen) for n, chosen in enumerate(product(*options))))
+    bound = LowerBound(fleet)
+    combined = enumerate(product(*options))
+    everything = sorted((bound.lanes_s(chosen) * (1 - slack), n, chosen) for n, chosen in combined)
     best: tuple[float, ByKind] | None = None
-    for tried, (bound, _, chosen) in enumerate(everything):
-        if best is not None and bound >= best[0]:
+    for tried, (least_s, _, chosen) in enumerate(everything):
+        if best is not None and least_s >= best[0]:
             return Best(best[1], best[0], tried, len(everything) - tried)
         by_kind = tuple(option.plan for option in chosen)
-        plans = {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
-        # Two iterations may promise more than all cores together can do in an epoch.
-        seconds = max(bound, steady_epoch_s(simulate, fleet, plans))
+        seconds = steady_epoch_s(simulate, fleet, everybodys(fleet, by_kind))
         best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
         if progress is not None:
             progress((tried + 1) / len(everything))

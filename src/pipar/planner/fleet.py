@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from pipar.config import Link
@@ -60,10 +59,9 @@ class Fleet:
         """Return the number of samples of each iteration of a device's epoch."""
         return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics)
 
-    def full_batches(self, kind: tuple[Member, ...]) -> int:
-        """Return how many full batches the device of a kind with most data has in an epoch."""
-        most = max(member.samples for member in kind)
-        return sum(batch == self.batch_size for batch in self.batches(most))
+    def full_batches(self, kind: tuple[Member, ...]) -> list[int]:
+        """Return how many full batches each device of a kind has in an epoch."""
+        return [sum(batch == self.batch_size for batch in self.batches(member.samples)) for member in kind]
 
     def pieces(self, batch: int, micro_batches: int) -> list[int]:
         """Return the sizes of a batch's micro-batches."""
@@ -91,11 +89,10 @@ class Fleet:
 
 
 def _by_samples(members: list[Member]) -> list[tuple[Member, ...]]:
-    """Return the members in groups between which the number of samples jumps."""
-    ordered = sorted(members, key=lambda member: (member.samples, member.name))
-    groups: list[list[Member]] = [[ordered[0]]]
-    for before, member in pairwise(ordered):
-        if member.samples > before.samples * (1 + _ALIKE):
+    """Return the members in groups within which nobody has much more samples than another."""
+    groups: list[list[Member]] = []
+    for member in sorted(members, key=lambda member: (member.samples, member.name)):
+        if not groups or member.samples > groups[-1][0].samples * (1 + _ALIKE):
             groups.append([])
         groups[-1].append(member)
     return [tuple(sorted(group, key=lambda member: member.name)) for group in groups]

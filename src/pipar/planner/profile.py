@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 6
+#: Two measurements of one machine differ by as much.
+_SCATTER = 0.1
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -88,6 +90,7 @@ class Profile:
     how: str = ""
     total_layers: int = 0
     crowded: tuple[float, ...] = ()
+    crowd: int = 0  # so many other cores computed when `crowded` was measured
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -103,6 +106,19 @@ class Profile:
     def whole(self) -> bool:
         """True if every layer of the network is here."""
         return self.network_layers == len(self.layers)
+
+    def is_about(self, other: Profile) -> bool:
+        """Return whether the other is of the same network on a machine as fast, up to what measuring scatters."""
+        if self == other:
+            return True
+        if NetworkSizes.of(self) != NetworkSizes.of(other) or self.batch_sizes != other.batch_sizes:
+            return False
+        ours, theirs = self._pass_s(), other._pass_s()
+        return all(abs(a - b) <= _SCATTER * max(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    def _pass_s(self) -> list[float]:
+        layers = self.layers
+        return [sum(layer.forward_s[n] + layer.backward_s[n] for layer in layers) for n in range(len(self.batch_sizes))]
 
     def parameter_bytes(self, first: int, last: int) -> int:
         """Return the bytes of parameters and buffers of layers first..last, counted from 1."""
@@ -135,7 +151,7 @@ class Profile:
         """Return the profile that a JSON object says."""
         try:
             tree = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is not valid JSON ({error}).") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
@@ -246,6 +262,8 @@ def _problem(profile: Profile) -> str | None:
             f"total_layers is {profile.total_layers!r}, but {len(profile.layers)} layers are here: it is at least as "
             "many, or 0 for just these"
         )
+    if not _is_count(profile.crowd):
+        return f"crowd is {profile.crowd!r}, not a number of cores"
     if profile.crowded and (len(profile.crowded) != len(sizes) or not all(_is_slowdown(r) for r in profile.crowded)):
         return f"crowded is {list(profile.crowded)}, not a factor from 1 on for each of {len(sizes)} batch sizes"
     return next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
@@ -268,7 +286,8 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
 
 
 def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bool(0 <= value <= sys.float_info.max)
 
 
 def _is_slowdown(value: Any) -> bool:

@@ -62,7 +62,10 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
 def about(fleet: Fleet) -> tuple[object, ...]:
     """Return what is to be known of a fleet's links and speeds, rounded to 10 %: equal if they are about the same."""
     rounded = [
-        (kind[0].name, len(kind), *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.speed)))
+        (
+            tuple(member.name for member in kind),
+            *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.speed)),
+        )
         for kind in fleet.kinds()
     ]
     return (_rounded(fleet.server.speed), *rounded)

@@ -15,7 +15,7 @@ from math import prod
 
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
-from pipar.planner.candidates import Candidate, allowed_plans, candidates
+from pipar.planner.candidates import Candidate, LowerBound, allowed_plans, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.timing import STEADY, Simulate, Timing, steady_epoch_s
@@ -144,8 +144,11 @@ class _Search:
     def __post_init__(self) -> None:
         self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
         self._kinds = self.fleet.kinds()
-        self._options = [candidates(self.fleet, kind[0]) for kind in self._kinds]
-        self._full = [self.fleet.full_batches(kind) for kind in self._kinds]
+        known: dict[tuple[object, ...], list[Candidate]] = {}  # kinds that differ in their data alone have the same
+        for kind in self._kinds:
+            known.setdefault(kind[0].kind, candidates(self.fleet, kind[0]))
+        self._options = [known[kind[0].kind] for kind in self._kinds]
+        self._bound = LowerBound(self.fleet)
         self._of = [{option.plan: option for option in options} for options in self._options]
 
     def allows(self, by_kind: ByKind) -> bool:
@@ -174,8 +177,8 @@ class _Search:
         return best
 
     def _by_own_time(self) -> list[tuple[float, Plan, Candidate, int]]:
-        every = enumerate(zip(self._options, self._full, strict=True))
-        timed = [(o.alone_s * max(1, full), o.plan, o, kind) for kind, (options, full) in every for o in options]
+        every = enumerate(self._options)
+        timed = [(self._bound.own_s(kind, o), o.plan, o, kind) for kind, options in every for o in options]
         return sorted(timed, key=lambda item: (item[0], item[3], item[1]))
 
     def likely(self) -> list[ByKind]:
@@ -214,13 +217,12 @@ class _Search:
         return list(nearest.values())[:_BEGUN]
 
     def plans(self, by_kind: ByKind) -> dict[str, Plan]:
-        return {m.name: plan for kind, plan in zip(self._kinds, by_kind, strict=True) for m in kind}
+        return everybodys(self.fleet, by_kind)
 
     def epoch_s(self, by_kind: ByKind) -> float:
         """Return the seconds of an epoch of these plans."""
         if by_kind not in self.known:
-            # Two iterations may promise more than all cores together can do in an epoch.
-            self.known[by_kind] = max(self.bound_s(by_kind), self._simulated_s(self.fleet, by_kind))
+            self.known[by_kind] = self._simulated_s(self.fleet, by_kind)
         return self.known[by_kind]
 
     def expected_s(self, by_kind: ByKind) -> float:
@@ -241,10 +243,7 @@ class _Search:
 
     def bound_s(self, by_kind: ByKind) -> float:
         """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""
-        options = [of[plan] for of, plan in zip(self._of, by_kind, strict=True)]
-        cores = sum(o.server_s * len(kind) for o, kind in zip(options, self._kinds, strict=True)) / self.fleet.cores
-        alone = max(option.alone_s * count for option, count in zip(options, self._full, strict=True))
-        return max(alone, cores * min(self._full))
+        return self._bound.alone_s([of[plan] for of, plan in zip(self._of, by_kind, strict=True)])
 
     def improve(self, best: ByKind) -> None:
         """Simulate plans until no other plan of one kind makes the best better; not from where others are far ahead."""

@@ -76,5 +76,9 @@ STEADY = 2
 
 def steady_epoch_s(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return the seconds of an epoch from a simulation of its first iterations."""
-    most = max(len(fleet.batches(member.samples)) for member in fleet.members)
-    return simulate(fleet, plans, min(STEADY, most)).of_whole_epoch(fleet)
+    batches = [fleet.batches(member.samples) for member in fleet.members]
+    simulated = min(STEADY, max(map(len, batches)))
+    timing = simulate(fleet, plans, simulated)
+    # Iterations that just begin to crowd the server promise more than its cores can do in a whole epoch.
+    here, total = (sum(sum(of[:count]) for of in batches) for count in (simulated, None))
+    return max(timing.of_whole_epoch(fleet), timing.busy_s["server"] * total / here)
