@@ -17,7 +17,7 @@ from benchmarks.record import Claim, pipar
 LINKS = ("4g", "4g+", "wifi")
 #: Split points of the sweep, P = Q, and the devices' speed: slow enough that this machine computes for three at once.
 GRID = {"vgg5": ((1, 2, 3), 5, 0.05), "mobilenetv3_small": ((1, 2, 4), 15, 0.02)}
-MICRO_BATCHES = (1, 4, 10)
+MICRO_BATCHES = (1, 6)
 TURNS = 1
 PAIRS = 3
 _SETTINGS = [
@@ -79,7 +79,7 @@ class _Row:
         return self._epoch_s(plan, 1, "--timing-only"), self._epoch_s(plan, 2)
 
     def _take_profile(self) -> None:
-        pipar(["profile", *self._settings, "--output", str(self._profile)], self._folder)
+        pipar(["profile", "--budget=5", *self._settings, "--output", str(self._profile)], self._folder)
 
     def _epoch_s(self, plan: Plan, epochs: int, *world: str) -> float:
         p, n, window = plan
