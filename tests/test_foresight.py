@@ -21,7 +21,7 @@ from pipar.prepare import config_from, prepare_timing_only
 from pipar.replanning import MeasuredLink
 from pipar.virtual import train_without_mathematics
 
-LAYERS = tuple(LayerProfile(name, (0.01, 0.4), (0.02, 0.8), 20_000, 4_000) for name in "abcd")
+LAYERS = tuple(LayerProfile(name, (0.001, 0.04), (0.002, 0.08), 25_000, 4_000) for name in "abcd")
 PROFILE = Profile("any", "float32", (1, 50), LAYERS)
 LINK = Link(up_bps=10e6, down_bps=20e6)
 PLAN = Plan(2, 5)
@@ -30,7 +30,7 @@ PLAN = Plan(2, 5)
 def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
     costs = Costs(PROFILE, speed)
     members = tuple(Member(f"d{number:02}", costs, LINK, 200) for number in range(devices))
-    return Fleet(METHODS["pipar"], members, Costs(PROFILE), 2, 50)
+    return Fleet(METHODS["pipar"], members, Costs(PROFILE, 0.5), 2, 50)
 
 
 def plans(of: Fleet, plan: Plan = PLAN) -> dict[str, Plan]:
@@ -50,7 +50,7 @@ def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, s
         foresight.learn(epoch, *busy_s(truth, plans(here)))
     errors = [abs(foresight.predicted_s(epoch) / takes_s - 1) for epoch in range(1, 10)]
     assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
-    assert all(later < earlier for earlier, later in pairwise(errors[1:]))
+    assert all(later < earlier + 1e-3 for earlier, later in pairwise(errors[1:]))
     assert errors[-1] < 0.01
 
 
@@ -63,6 +63,17 @@ def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
     foresight.learn(1, *busy_s(here, plans(here)))
     assert foresight.predicted_s(3) == pytest.approx(before, rel=1e-9)
     assert not foresight.has_learned()
+
+
+def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not_more_every_epoch() -> None:
+    here = fleet()
+    foresight, before = Foresight(here, plans(here)), busy_s(here, plans(here))
+    slower = {name: seconds * (1.03 if name == "d01" else 1.0) for name, seconds in before[0].items()}
+    for epoch in range(1, 12):
+        foresight.learn(epoch, slower, before[1])
+        (kind,) = foresight.fleet_for(epoch + 2).kinds()
+        assert len(kind) == 4
+    assert foresight.predicted_s(13) == pytest.approx(foresight.predicted_s(1), rel=1e-6)
 
 
 def test_links_count_from_the_next_epoch_on() -> None:
@@ -86,6 +97,16 @@ def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
     here = fleet(20)
     kinds = refitted(here, Fit(devices={"d03": 2.0})).kinds()
     assert sorted(map(len, kinds)) == [1, 19]
+
+
+def test_situations_in_which_two_devices_have_swapped_their_links_are_not_the_same() -> None:
+    here = fleet(6)
+    fast, slow = Link(up_bps=50e6, down_bps=50e6), Link(up_bps=5e6, down_bps=5e6)
+    first, second = (
+        {m.name: link for m, link in zip(here.members, links, strict=True)}
+        for links in ((fast, fast, slow, slow, fast, slow), (fast, fast, slow, slow, slow, fast))
+    )
+    assert about(refitted(here, Fit(links=first))) != about(refitted(here, Fit(links=second)))
 
 
 def test_situations_are_the_same_if_nothing_differs_by_much() -> None:

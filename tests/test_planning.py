@@ -11,8 +11,9 @@ from pipar.config import Link, config_from, device_specs
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.forecast import forecast, sampled
-from pipar.job import Job
+from pipar.job import Job, shared_costs
 from pipar.methods import METHODS, Plan
+from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import LayerProfile, Profile
@@ -169,3 +170,29 @@ def test_all_devices_of_a_large_fleet_get_a_plan(method: str) -> None:
     plans = make_plans(job, ignore)
     assert plans.keys() == job.sizes.keys()
     assert len(set(plans.values())) <= 2
+
+
+def test_a_bound_is_one_also_where_devices_have_more_and_less_data() -> None:
+    costs = Costs(PROFILE, 0.2)
+    sizes = [200 + 8 * number for number in range(50)]
+    members = tuple(Member(f"d{n:02}", costs, Link(up_bps=10e6, down_bps=20e6), size) for n, size in enumerate(sizes))
+    fleet = Fleet(METHODS["pipar"], members, Costs(PROFILE, 0.5), 2, 50)
+    kinds = fleet.kinds()
+    assert all(max(m.samples for m in kind) <= 1.05 * min(m.samples for m in kind) for kind in kinds)
+    for plan in (Plan(1, 4), Plan(2, 10), Plan(len(PROFILE.layers), 1)):
+        chosen = [next(c for c in candidates(fleet, kind[0]) if c.plan == plan) for kind in kinds]
+        takes_s = forecast(fleet, {m.name: plan for m in members}).epoch_s
+        assert LowerBound(fleet).alone_s(chosen) <= takes_s
+        assert LowerBound(fleet).lanes_s(chosen) <= takes_s
+
+
+def test_boards_whose_own_profiles_hardly_differ_are_planned_once() -> None:
+    def measured(factor: float) -> Profile:
+        times = [(tuple(s * factor for s in layer.forward_s), layer) for layer in PROFILE.layers]
+        return replace(PROFILE, layers=tuple(replace(layer, forward_s=forward) for forward, layer in times))
+
+    make = shared_costs(merge=True)
+    same, other = measured(1.03), measured(1.5)
+    assert make(PROFILE, 1.0) is make(same, 1.0)
+    assert make(PROFILE, 1.0) is not make(other, 1.0)
+    assert shared_costs()(same, 1.0).profile is same

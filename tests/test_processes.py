@@ -248,3 +248,18 @@ def test_a_device_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(
     while any(map(is_alive, pids.values())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, pids.values()))
+
+
+def test_a_device_with_a_profile_of_its_first_layers_takes_part(tmp_path: Path) -> None:
+    job = make_job(Case("pipar").workload())
+    profile = job.server_profile
+    prefix = replace(profile, layers=profile.layers[:2], total_layers=len(profile.layers))
+    for name, one in (("whole", profile), ("prefix", prefix)):
+        one.save(tmp_path / f"{name}.json")
+    config = Case("pipar", epochs=1, even=True).tree()
+    config["server"] = {"profile": str(tmp_path / "whole.json"), "cores": 2}
+    for device in config["devices"]:
+        device |= {"profile": str(tmp_path / "prefix.json"), "split_point": "auto", "micro_batches": 2}
+    result = pipar.run(config)
+    assert {plan["split_point"] for plan in result.content["plans"]} <= {1, 2}
+    assert len(result.epochs) == 1

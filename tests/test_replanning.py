@@ -416,3 +416,19 @@ def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
         assert replanner.take() == {"a": Plan(1, 1)}
 
     assert replan(scenario, choice_s=10.0) == [2e6, 1e6]
+
+
+@pytest.mark.parametrize("momentum", ["reset", "keep"])
+def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwidth(momentum: str) -> None:
+    case = Case("pipar", momentum=momentum, epochs=5, sizes=(230, 100, 57))
+    tree = case.tree()
+    for device in tree["devices"]:
+        device |= {"split_point": "auto", "micro_batches": "auto", "speed": 0.3}
+        device["link"] = {"cycle": [{"up": "1Mbit/s", "down": "1Mbit/s"}, "unlimited"], "every": "1s"}
+    config = config_from(tree)
+    workload = Workload(config, Own.of(config, None, None, None, None))
+    seen: list[Event] = []
+    learner = train_virtually(make_job(workload), workload, lambda *_: None, seen.append)
+    cuts = {plan["split_point"] for event in seen if isinstance(event, Replanned) for plan in event.plans.values()}
+    assert len(cuts) > 1  # layers did change sides
+    assert largest_error(learner.state(), reference_state(case)) < EXACT

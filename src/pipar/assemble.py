@@ -48,7 +48,8 @@ def assemble_server(
     recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
     # How a shared server-side model is served, device by device in turn, is not foreseen.
     foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
-    if choose is None and search is not None and foresight is not None:
+    is_auto = any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+    if choose is None and search is not None and foresight is not None and is_auto:
         by_paper = job.config.plan.estimate == "paper"
         choose = Choices(foresight, search_by_estimate if by_paper else search)
 
@@ -102,11 +103,9 @@ def assemble_server(
 def can_replan(job: Job) -> bool:
     """Return whether a device can be given another plan between two rounds.
 
-    Not where devices share a server-side model, which has one cut, nor where all plans are given; in federated learning
-    there is nothing to choose.
+    Not where devices share a server-side model, which has one cut; in federated learning there is nothing to choose.
     """
-    is_auto = any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
-    return job.config.plan.replan and is_auto and job.method.splits and not job.method.shares_server_model
+    return job.config.plan.replan and job.method.splits and not job.method.shares_server_model
 
 
 async def run_device(

@@ -1,4 +1,4 @@
-"""New plans between two rounds, when the links are no longer those that the plans were made for.
+"""New plans between two rounds, when links or machines are no longer those that the plans were made for.
 
 Links are measured by the traffic of the training itself. A choice is made beside the training and taken at the first
 round boundary behind its end: planning delays no round.

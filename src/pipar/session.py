@@ -88,7 +88,7 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
         raise ProtocolError(f"The device's profile cannot be used: {error}") from None
     if network is not None:
         try:
-            check_network(profile, NetworkSizes.of(network), "the device's own")
+            check_network(profile, NetworkSizes.of(network), "that the device brings")
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
     return profile
