@@ -127,7 +127,7 @@ def _why_not(explained: Explanation) -> list[Text]:
     quicker = any(option.epoch_s < explained.chosen.epoch_s for option in explained.runners_up)
     if not quicker or explained.estimate == "paper":
         return []
-    words = "The quicker are not on machines 10 % slower than their profiles, or tie: then the smaller N is taken."
+    words = "Quicker ones here are slower than the choice on average when machines are up to 10 % slower, or as quick."
     return [Text(words, style="dim")]
 
 

@@ -35,7 +35,8 @@ from pipar.cli.options import (
         "--profile",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A profile in place of this machine's, which is then not measured; who has a profile keeps it.",
+        help="A profile in place of this machine's, which is then not measured: the server's, and the one of which "
+        "devices have their speed (--speed 1: devices as fast). Who has a profile of its own keeps it.",
     ),
     shortcut(
         "--estimate",
