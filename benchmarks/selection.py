@@ -27,7 +27,7 @@ from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import choose, choose_by_estimate, everybodys
 from pipar.planner.timing import steady_epoch_s
-from pipar.prepare import prepare_timing_only
+from pipar.prepare import unplanned_timing_only
 
 SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = {**dict.fromkeys(SMALL, ("mnist", "cifar10")), **dict.fromkeys(LARGE, ("cifar100", "tiny_imagenet"))}
@@ -72,7 +72,7 @@ def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[tuple[str, str, str, s
 
 def make_fleet(fleet: str, model: str, dataset: str, link: str, devices: int = 100) -> Fleet:
     """Return the fleet of a row, from named machines alone."""
-    job = prepare_timing_only(config_from(_tree(fleet, model, dataset, link, devices)))
+    job = unplanned_timing_only(config_from(_tree(fleet, model, dataset, link, devices)))
     assert isinstance(job, Job)
     return job.fleet()
 
@@ -89,8 +89,6 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
     return {
         "model": {"name": model, "norm": "batch"},
         "data": {"name": dataset, "samples_per_device": SAMPLES[dataset], "validation": 0, "test": 0},
-        # Nothing is to be planned before the fleet is taken from the job.
-        "plan": {"estimate": "paper"},
         "server": {"profile": "i7-11850h"},
         "devices": groups,
     }

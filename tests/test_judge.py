@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from test_foresight import PROFILE, fleet, plans
+from fleets import PROFILE, fleet, plans
 
 from pipar.config import config_from
 from pipar.forecast import forecast, simulate
@@ -13,7 +13,7 @@ from pipar.judge import JITTER, PERTURBATION, judging, perturbed
 from pipar.planner.exhaustive import search_all
 from pipar.planner.select import choose
 from pipar.planner.timing import steady_epoch_s
-from pipar.prepare import prepare_timing_only
+from pipar.prepare import unplanned_timing_only
 
 
 def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much() -> None:
@@ -59,12 +59,11 @@ def test_a_choice_is_within_two_per_cent_of_the_best_in_a_world_it_does_not_know
         {
             "model": {"name": model, "norm": "batch"},
             "data": {"name": data, "samples_per_device": 500, "validation": 0, "test": 0},
-            "plan": {"estimate": "paper"},
             "server": {"profile": "i7-11850h"},
             "devices": [{"count": 100, "profile": "raspberry-pi-3b", "link": link, "speed": speed}],
         }
     )
-    job = prepare_timing_only(config)
+    job = unplanned_timing_only(config)
     assert job is not None
     truth, world = perturbed(job.fleet(), 11), judging(11)
     chosen = choose(job.fleet(), simulate).plans

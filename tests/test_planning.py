@@ -10,7 +10,7 @@ import pytest
 from pipar.config import Link, config_from, device_specs
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
-from pipar.forecast import forecast, sampled
+from pipar.forecast import forecast
 from pipar.job import Job, shared_costs
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
@@ -113,15 +113,15 @@ def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
         job = make_job(method, {})
         (member,) = job.fleet().members
         slow = replace(job.fleet(), members=(replace(member, link=Link(up_bps=1e5, down_bps=1e5)),))
-        before, now = plan_choice(job), plan_choice(job, fleet=slow)
+        before, now = plan_choice(job, job.fleet()), plan_choice(job, slow)
         assert now.epoch_s > before.epoch_s
         assert now.by_kind[0].split_point > before.by_kind[0].split_point
 
 
 def test_plans_in_force_are_a_start_like_any_other() -> None:
     job = make_job("pipar", {}, {"speed": 1.0})
-    first = plan_choice(job)
-    assert plan_choice(job, start=first.plans).epoch_s <= first.epoch_s * 1.05
+    first = plan_choice(job, job.fleet())
+    assert plan_choice(job, job.fleet(), start=first.plans).epoch_s <= first.epoch_s * 1.05
 
 
 # --- a sample of a large fleet
@@ -139,7 +139,7 @@ def large_fleet(*counts: int, cores: int = 8) -> Fleet:
 
 def test_a_sample_has_every_kind_in_proportion_and_as_much_of_the_server_for_each_device() -> None:
     fleet = large_fleet(600, 300, 1)
-    sample = sampled(fleet)
+    sample = fleet.sampled()
     assert [len(kind) for kind in sample.kinds()] == [85, 43, 1]
     assert [kind[0].kind for kind in sample.kinds()] == [kind[0].kind for kind in fleet.kinds()]
     assert [m.name for m in sample.members] == sorted(m.name for m in sample.members)
@@ -153,14 +153,14 @@ def test_a_sample_has_every_kind_in_proportion_and_as_much_of_the_server_for_eac
 
 def test_a_fleet_that_is_not_large_is_its_own_sample() -> None:
     fleet = large_fleet(100, 28)
-    assert sampled(fleet) is fleet
+    assert fleet.sampled() is fleet
 
 
 @pytest.mark.slow
 def test_a_sample_takes_about_as_long_as_the_fleet_that_it_stands_for() -> None:
     fleet = large_fleet(400, 200, cores=24)
     plans = {member.name: Plan(1, 3) for member in fleet.members}
-    assert forecast(sampled(fleet), plans).epoch_s == pytest.approx(forecast(fleet, plans).epoch_s, rel=0.1)
+    assert forecast(fleet.sampled(), plans).epoch_s == pytest.approx(forecast(fleet, plans).epoch_s, rel=0.1)
 
 
 @pytest.mark.slow

@@ -30,12 +30,7 @@ Q = 5  # layers of VGG-5
 VISIBLE = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -424,7 +419,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
     tree = case.tree()
     for device in tree["devices"]:
         device |= {"split_point": "auto", "micro_batches": "auto", "speed": 0.3}
-        device["link"] = {"cycle": [{"up": "1Mbit/s", "down": "1Mbit/s"}, "unlimited"], "every": "1s"}
+        device["link"] = {"cycle": [{"up": "100kbit/s", "down": "100kbit/s"}, "unlimited"], "every": "5s"}
     config = config_from(tree)
     workload = Workload(config, Own.of(config, None, None, None, None))
     seen: list[Event] = []

@@ -18,12 +18,12 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import sampled, simulate
+from pipar.forecast import simulate
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
-from pipar.planner.select import choose, choose_by_estimate, extended
+from pipar.planner.select import QUICK, choose_by_estimate, choose_for
 from pipar.planner.timing import steady_epoch_s
 
 #: Returns the best plans of a fleet, given those in force.
@@ -39,11 +39,9 @@ _LENGTH = struct.Struct("!Q")
 
 def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
     """Return the best plans of a fleet, or those in force if others are hardly better."""
-    sample = sampled(fleet)
-    begin = tuple(start[kind[0].name] for kind in sample.kinds())
-    choice = choose(sample, simulate, start=begin)
-    as_it_is = steady_epoch_s(simulate, sample, start)
-    return start if choice.epoch_s > as_it_is * (1 - _WORTH_IT) else extended(fleet, choice.plans)
+    choice = choose_for(fleet, simulate, start=start, effort=QUICK)
+    as_it_is = steady_epoch_s(simulate, fleet.sampled(QUICK.devices), start)
+    return start if choice.epoch_s > as_it_is * (1 - _WORTH_IT) else choice.plans
 
 
 class Choices:

@@ -12,16 +12,17 @@ from typing import Any
 from pipar.config import Config
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
-from pipar.forecast import sampled, timeline
+from pipar.forecast import timeline
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import candidates
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import training_bytes
-from pipar.planner.select import everybodys, extended
+from pipar.planner.select import everybodys, extended, plans_in_common
 from pipar.planner.timing import LANES, Simulate, Timing
-from pipar.planning import make_plans, plan_choice, simulation
+from pipar.planning import plan_choice, plans_by_estimate, simulation
+from pipar.results import plans_as_json
 from pipar.trace import Span
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
@@ -130,7 +131,7 @@ class Explanation:
         if self.job.method.shares_server_model:
             return None
         slowest = max(self.timing.device_s.items(), key=lambda item: item[1])[0]
-        return slowest, timeline(sampled(self.fleet), self.chosen.plans, slowest, iterations=1)
+        return slowest, timeline(self.fleet.sampled(), self.chosen.plans, slowest, iterations=1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `pipar plan --json` prints."""
@@ -169,16 +170,7 @@ class Explanation:
 
 
 def _tree(option: Option) -> list[dict[str, Any]]:
-    return [
-        {
-            "device": name,
-            "split_point": plan.split_point,
-            "micro_batches": plan.micro_batches,
-            "window": plan.window,
-            "encoding": "raw",
-        }
-        for name, plan in sorted(option.plans.items())
-    ]
+    return [{**plan, "encoding": "raw"} for plan in plans_as_json(option.plans)]
 
 
 # --- from a configuration
@@ -197,16 +189,14 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
     """Return the job of a configuration, as the training itself would; torch is needed if something must be measured
     or a factory called.
     """
-    from pipar.prepare import prepare, prepare_timing_only
+    from pipar.prepare import unplanned, unplanned_timing_only
 
-    # Both plan at their end; the paper's estimate is the one that takes no time.
-    quick = config.model_copy(update={"plan": config.plan.model_copy(update={"estimate": "paper"})})
-    job = prepare_timing_only(quick, observe)
+    job = unplanned_timing_only(config, observe)
     if job is None:
         from pipar.workload import Workload
 
-        job = prepare(Workload(quick), observe)
-    return replace(job, config=job.config.model_copy(update={"plan": config.plan}))
+        job = unplanned(Workload(config), observe)
+    return job
 
 
 # --- the explanation
@@ -216,17 +206,17 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     """Return a job's choice of plans and what speaks for it; `exhaustive` also tries all others."""
     started = time.monotonic()
     fleet, simulate = job.fleet(), simulation(job)
-    sample = sampled(fleet)
+    sample = fleet.sampled()
     grid = _grid(_evened(sample)) if exhaustive else None  # before anything takes time
-    choice = plan_choice(job, fleet=fleet, observe=observe)
+    choice = plan_choice(job, fleet, observe=observe)
     seconds = time.monotonic() - started
 
     def timed(plans: Plans) -> Option:
         return Option(plans, simulate(sample, plans, None).epoch_s)
 
     simulated = Option(choice.plans, choice.timing.epoch_s)
-    estimated = timed(_plans_by_estimate(job))
-    next_best = [timed(everybodys(fleet, by_kind)) for by_kind, _ in choice.runners_up]
+    estimated = timed(plans_by_estimate(job, fleet))
+    next_best = [timed(extended(fleet, everybodys(sample, by_kind))) for by_kind, _ in choice.runners_up]
     by_paper = job.config.plan.estimate == "paper"
     chosen, other = (estimated, simulated) if by_paper else (simulated, estimated)
     explanation = Explanation(
@@ -260,11 +250,6 @@ def _others(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
     return tuple(sorted((o for o in options if o.plans != chosen.plans), key=lambda option: option.epoch_s))
 
 
-def _plans_by_estimate(job: Job) -> dict[str, Plan]:
-    plan = job.config.plan.model_copy(update={"estimate": "paper"})
-    return make_plans(replace(job, config=job.config.model_copy(update={"plan": plan})))
-
-
 def _search(
     fleet: Fleet,
     simulate: Simulate,
@@ -273,7 +258,7 @@ def _search(
     observe: Observer,
 ) -> tuple[Best, Option]:
     """Return the best of all plans, or of those on a grid of N."""
-    alike = _evened(sampled(fleet))
+    alike = _evened(fleet.sampled())
 
     def progress(share: float) -> None:
         observe(Preparing("Trying every plan", share))
@@ -321,14 +306,9 @@ def _grid(fleet: Fleet) -> tuple[int, ...] | None:
 
 def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[float], None]) -> Best:
     """Return the best plans with one split point, that of the shared server-side model."""
-    options = [
-        {option.plan.split_point: option.plan for option in candidates(fleet, kind[0])} for kind in fleet.kinds()
-    ]
-    common = sorted(set.intersection(*map(set, options)))
-    found = []
-    for number, cut in enumerate(common, start=1):
-        by_kind = tuple(of[cut] for of in options)
+    found, every = [], plans_in_common(fleet)
+    for number, by_kind in enumerate(every, start=1):
         found.append((simulate(fleet, everybodys(fleet, by_kind), None).epoch_s, by_kind))
-        progress(number / len(common))
+        progress(number / len(every))
     seconds, by_kind = min(found)
     return Best(by_kind, seconds, simulated=len(found), ruled_out=0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
@@ -27,9 +27,7 @@ from pipar.schedule import device_order
 from pipar.stages import Work
 from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
-#: A fleet of more devices is simulated by a sample of it.
-_SAMPLE = 128
-#: Of a prediction in the middle of a training, which the server's messages wait for.
+#: Devices of a prediction in the middle of a training, which the server's messages wait for.
 _FEW = 32
 #: So many micro-batches take less than a tenth of a second.
 _QUICK = 4000
@@ -78,11 +76,11 @@ def timeline(fleet: Fleet, plans: Mapping[str, Plan], device: str, *, iterations
 
 def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
-    everyone = sampled(fleet)
+    everyone = fleet.sampled()
     pieces = sum(plans[m.name].micro_batches * len(fleet.batches(m.samples)) for m in everyone.members)
     if pieces <= _QUICK:
         return forecast(everyone, plans).epoch_s
-    return steady_epoch_s(simulate, sampled(fleet, _FEW), plans)
+    return steady_epoch_s(simulate, fleet.sampled(_FEW), plans)
 
 
 def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
@@ -94,7 +92,7 @@ def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], f
     """Return how long each device's compute lane and all cores of the server together work in one epoch."""
     devices, server_s = _alone_s(fleet, plans)
     if fleet.server.profile.crowded and fleet.cores > 1:
-        server_s *= forecast(sampled(fleet), plans, iterations=1).crowding
+        server_s *= forecast(fleet.sampled(), plans, iterations=1).crowding
     return devices, server_s
 
 
@@ -123,20 +121,6 @@ def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]
         device_s += sum(times.fc) + sum(times.bc) + times.step
         server_s += sum(times.served) + times.server_step
     return device_s, server_s
-
-
-def sampled(fleet: Fleet, most: int = _SAMPLE) -> Fleet:
-    """Return a fleet of about so many devices at most, of every kind its share, with as many cores for each device."""
-    count = len(fleet.members)
-    if count <= most:
-        return fleet
-    members: list[Member] = []
-    for kind in fleet.kinds():
-        members += kind[: max(1, round(len(kind) * most / count))]
-    share = fleet.cores * len(members) / count
-    cores = max(1, round(share))
-    slower = fleet.server.slower(cores / share)
-    return replace(fleet, members=tuple(sorted(members, key=lambda m: m.name)), server=slower, cores=cores)
 
 
 class _Device:
@@ -232,12 +216,15 @@ class _Epoch:
     # --- on a device
 
     def _load(self, device: _Device, now: float) -> None:
-        begin = max(now, device.io_free)
-        device.io_free = begin + device.times[device.loads].load
         device.loads += 1
+        self._on_io(device, now, "load", 0, device.times[device.loads - 1].load, _LOADED)
+
+    def _on_io(self, device: _Device, now: float, kind: str, n: int, seconds: float, then: int) -> None:
+        begin = max(now, device.io_free)
+        device.io_free = begin + seconds
         if device.watched:
-            self._span(device, IO, "load", 0, begin, device.io_free)
-        self._at(device.io_free, _LOADED, device)
+            self._span(device, IO, kind, n, begin, device.io_free)
+        self._at(device.io_free, then, device)
 
     def _loaded(self, device: _Device, now: float) -> None:
         device.loaded += 1
@@ -293,12 +280,8 @@ class _Epoch:
 
     def _encode(self, device: _Device, now: float) -> None:
         assert device.working is not None
-        begin = max(now, device.io_free)
-        device.io_free = begin + device.working.encode[device.encoded]
-        device.encoding = True
-        if device.watched:
-            self._span(device, IO, "encode", device.encoded + 1, begin, device.io_free)
-        self._at(device.io_free, _ENCODED, device)
+        n, device.encoding = device.encoded, True
+        self._on_io(device, now, "encode", n + 1, device.working.encode[n], _ENCODED)
 
     def _encoded(self, device: _Device, now: float) -> None:
         assert device.working is not None
@@ -320,12 +303,8 @@ class _Epoch:
 
     def _decode(self, device: _Device, now: float) -> None:
         assert device.working is not None
-        begin = max(now, device.io_free)
-        device.io_free = begin + device.working.decode[device.decoded]
-        device.decoding = True
-        if device.watched:
-            self._span(device, IO, "decode", device.decoded + 1, begin, device.io_free)
-        self._at(device.io_free, _DECODED, device)
+        n, device.decoding = device.decoded, True
+        self._on_io(device, now, "decode", n + 1, device.working.decode[n], _DECODED)
 
     def _decoded(self, device: _Device, now: float) -> None:
         device.decoded += 1

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Observer, Preparing, ignore
-from pipar.forecast import sampled, simulate
+from pipar.forecast import simulate
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import Choice, choose, choose_by_estimate, everybodys, extended
+from pipar.planner.select import Choice, choose_by_estimate, choose_for, everybodys
 from pipar.planner.timing import Simulate, Timing
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 
@@ -29,19 +29,25 @@ def planned(job: Job, observe: Observer = ignore) -> Job:
 
 def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
     """Return every device's plan."""
-    given = _given_plans(job.fleet())
+    fleet = job.fleet()
+    given = _given_plans(fleet)
     if given is not None:
         return given
     if job.config.plan.estimate == "paper":
-        chosen = {name: plan for name, (plan, _) in choose_by_estimate(job.fleet()).items()}
-        if not job.method.shares_server_model:
-            return chosen
-        # One server-side model can be cut in one place only: the earliest, unless another one was given.
-        asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
-        _check_common(asked)
-        common = min(asked or {plan.split_point for plan in chosen.values()})
-        return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
-    return plan_choice(job, observe=observe).plans
+        return plans_by_estimate(job, fleet)
+    return plan_choice(job, fleet, observe=observe).plans
+
+
+def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
+    """Return every device's plan by the paper's estimate."""
+    chosen = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
+    if not job.method.shares_server_model:
+        return chosen
+    # One server-side model can be cut in one place only: the earliest, unless another one was given.
+    asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
+    _check_common(asked)
+    common = min(asked or {plan.split_point for plan in chosen.values()})
+    return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
 
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
@@ -64,19 +70,16 @@ def _check_common(given: set[int]) -> None:
 
 
 def plan_choice(
-    job: Job, *, fleet: Fleet | None = None, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
+    job: Job, fleet: Fleet, *, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
 ) -> Choice:
     """Return the chosen plans with their runners-up; `start` are those in force, when they are chosen again."""
-    fleet = fleet or job.fleet()
-    sample = sampled(fleet)
 
     def progress(done: int) -> None:
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))
 
-    begin = tuple(start[kind[0].name] for kind in sample.kinds()) if start is not None else None
-    choice = choose(sample, simulation(job), start=begin, progress=progress)
+    choice = choose_for(fleet, simulation(job), start=start, progress=progress)
     observe(Preparing("Planning", 1.0))
-    return replace(choice, plans=extended(fleet, choice.plans))
+    return choice
 
 
 def simulation(job: Job) -> Simulate:

@@ -35,6 +35,20 @@ if TYPE_CHECKING:
 
 def prepare(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
+    return planned(unplanned(workload, observe), observe)
+
+
+def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
+    """Return the job of a timing-only run, from counts and a profile; None for factories, which must be looked at.
+
+    The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
+    """
+    job = unplanned_timing_only(config, observe)
+    return None if job is None else planned(job, observe)
+
+
+def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
+    """Return the job of a workload before its plans are chosen."""
     from pipar.nn.models import uses_batch_statistics, uses_dropout
 
     workload.check_samples()
@@ -51,14 +65,11 @@ def prepare(workload: Workload, observe: Observer = ignore) -> Job:
         measure=lambda: measured_profile(workload, model, observe),
     )
     job = _job(workload.config, profiles, sizes, dataset=workload.data_name)
-    return planned(replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model)), observe)
+    return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
 
 
-def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
-    """Return the job of a timing-only run, from counts and a profile; None for factories, which must be looked at.
-
-    The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
-    """
+def unplanned_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
+    """Return the job of a timing-only run before its plans are chosen; None for factories."""
     if config.data.factory or config.model.factory:
         return None
     info = dataset_info(config.data.name)
@@ -77,7 +88,7 @@ def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | Non
             find_profile(profile_key(config, shape, classes)) or _profile_of_shape(config, shape, classes, observe)
         ),
     )
-    return planned(_job(config, profiles, sizes, dataset=config.data.name), observe)
+    return _job(config, profiles, sizes, dataset=config.data.name)
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:

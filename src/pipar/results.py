@@ -19,6 +19,7 @@ from pipar.config import dump_config
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Observer, Replanned
 from pipar.job import Job
+from pipar.methods import Plan
 from pipar.trace import Span, chrome_events
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
@@ -145,7 +146,7 @@ class RunFolder:
             "world": self._world,
             "equivalence": job.equivalence,
             "seed": job.config.run.seed,
-            "plans": plans_as_json(job),
+            "plans": plans_as_json(job.plans),
             "replans": self._replans(),
             "epochs": [result.to_dict() for result in self._epochs],
             "test_accuracy": None,
@@ -155,8 +156,9 @@ class RunFolder:
         }
 
 
-def plans_as_json(job: Job) -> list[dict[str, Any]]:
-    return [{"device": name, **asdict(plan)} for name, plan in sorted(job.plans.items())]
+def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
+    """Return the devices' plans as result files and `pipar plan --json` have them."""
+    return [{"device": name, **asdict(plan)} for name, plan in sorted(plans.items())]
 
 
 def _replan_as_json(event: Replanned) -> dict[str, Any]:

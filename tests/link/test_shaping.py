@@ -100,6 +100,23 @@ def test_a_meter_reads_bytes_and_seconds_of_an_epoch() -> None:
     assert Traffic(100_000, 2.5).rate_bps == 320_000
 
 
+def test_a_meter_reads_a_link_as_it_has_been_lately() -> None:
+    meter = Meter()
+    for rate_bps in (8e6, 80e6):
+        for _ in range(100):  # each for 20 seconds
+            meter.count(1, round(rate_bps * 0.2 / 8), 0.2)
+    late = meter.read(1)
+    assert late.rate_bps == pytest.approx(80e6, rel=0.03)
+    assert late.seconds == pytest.approx(5.0)
+
+
+def test_a_meter_of_a_very_slow_link_keeps_what_tells_something() -> None:
+    meter = Meter()
+    for _ in range(100):
+        meter.count(1, 1_000, 1.0)
+    assert meter.read(1) == Traffic(64_000, 64.0)
+
+
 def test_a_meter_reads_the_epoch_before_where_one_says_too_little() -> None:
     meter = Meter()
     meter.count(1, 70_000, 2.0)

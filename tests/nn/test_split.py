@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,12 +26,7 @@ INPUTS: dict[str, tuple[InputShape, ...]] = {
 SMALL = ("vgg5", "resnet18", "mobilenetv3_small")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def case(name: str, *values: object, slow: bool) -> object:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 #: Less says little about a link: the moments between two frames weigh too much.
 TELLING_BYTES = 64_000
+#: Seconds on the link that a measured rate is made of: a link may change in the middle of a long epoch.
+_LATELY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,13 @@ class Traffic:
         """The measured rate; None is no limit."""
         return self.size_bytes * 8 / self.seconds if self.seconds else None
 
+    def of_late(self) -> Traffic:
+        """Return traffic of the same rate that weighs no more than the latest seconds: what was long ago fades."""
+        if self.seconds <= _LATELY_S or not self.is_telling:
+            return self
+        share = max(_LATELY_S / self.seconds, TELLING_BYTES / self.size_bytes)
+        return Traffic(math.ceil(self.size_bytes * share), self.seconds * share)
+
 
 class Meter:
     """Measures one direction of a link by what is sent anyway."""
@@ -85,7 +94,7 @@ class Meter:
     def count(self, epoch: int, size_bytes: int, seconds: float) -> None:
         """Take a frame that was on the link for so long."""
         before = self._epochs.get(epoch, Traffic())
-        self._epochs[epoch] = Traffic(before.size_bytes + size_bytes, before.seconds + seconds)
+        self._epochs[epoch] = Traffic(before.size_bytes + size_bytes, before.seconds + seconds).of_late()
 
     def read(self, epoch: int) -> Traffic:
         """Return the traffic of an epoch so far, or of the one before if it tells too little; forget older ones.

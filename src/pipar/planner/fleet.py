@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from pipar.config import Link
@@ -12,6 +13,8 @@ from pipar.schedule import cut_batch, cut_epoch
 
 Auto = Literal["auto"]
 
+#: A fleet of more devices is planned for, and predicted, by a sample of it.
+_SAMPLE = 128
 #: Devices whose numbers of samples lie no further apart than this have as much data as each other.
 _ALIKE = 0.05
 
@@ -76,11 +79,27 @@ class Fleet:
         members = tuple(replace(member, costs=known[id(member.costs)]) for member in self.members)
         return replace(self, members=members, server=self.server.slower(server))
 
+    def sampled(self, most: int = _SAMPLE) -> Fleet:
+        """Return a fleet of at most about so many devices, of every kind its share, with as many cores for each."""
+        count = len(self.members)
+        if count <= most:
+            return self
+        members = [m for kind in self.kinds() for m in kind[: max(1, round(len(kind) * most / count))]]
+        share = self.cores * len(members) / count
+        cores = max(1, round(share))
+        in_order = tuple(sorted(members, key=lambda member: member.name))
+        return replace(self, members=in_order, server=self.server.slower(cores / share), cores=cores)
+
     def kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.
 
         Who has a little more data than another is of the same kind; who has much more, of another.
         """
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> list[tuple[Member, ...]]:
+        # Asked for with every simulation of the fleet.
         groups: dict[tuple[object, ...], list[Member]] = {}
         for member in self.members:
             groups.setdefault(member.kind, []).append(member)

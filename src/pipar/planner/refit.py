@@ -60,7 +60,7 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
 
 
 def about(fleet: Fleet) -> tuple[object, ...]:
-    """Return what is to be known of a fleet's links and speeds, rounded to 10 %: equal if they are about the same."""
+    """Return what is to be known of a fleet's links and speeds, rounded to 20 %: equal if they are about the same."""
     rounded = [
         (
             tuple(member.name for member in kind),
@@ -72,7 +72,7 @@ def about(fleet: Fleet) -> tuple[object, ...]:
 
 
 def _rounded(value: float | None) -> int | None:
-    return None if value is None else round(math.log(value) / math.log(1.1))
+    return None if value is None else round(math.log(value) / math.log(1 + _ABOUT))
 
 
 def _alike(kind: tuple[Member, ...], fit: Fit) -> list[list[Member]]:

@@ -9,7 +9,7 @@ The paper shortlists one N for each P; both search every N.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
@@ -38,11 +38,26 @@ _POLISHED = 4
 #: With few kinds of devices, so many combinations of their plans are looked at, and so many begun with.
 _COMBINED = 20_000
 _BEGUN = 3
-#: Micro-batches that a search may simulate, about 15 microseconds each: beyond it nothing more is improved.
-_BUDGET = 250_000
+
+#: What surrounds a batch takes as long to simulate as so many of its micro-batches.
+_AROUND = 2
 
 #: One plan for each kind of device, in the order of `Fleet.kinds`.
 ByKind = tuple[Plan, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a search may compute: a large fleet is searched by a sample, and behind `pieces` nothing is improved."""
+
+    devices: int
+    pieces: int  # micro-batches to be simulated, about 15 microseconds each
+
+
+#: Seconds, before a training: its plans may stay for hours.
+THOROUGH = Effort(devices=128, pieces=250_000)
+#: A third of a second, beside a training: links that change every minute are planned for every minute.
+QUICK = Effort(devices=24, pieces=10_000)
 
 
 @dataclass(frozen=True)
@@ -58,15 +73,20 @@ class Choice:
 
 
 def choose(
-    fleet: Fleet, simulate: Simulate, *, start: ByKind | None = None, progress: Callable[[int], None] | None = None
+    fleet: Fleet,
+    simulate: Simulate,
+    *,
+    start: ByKind | None = None,
+    progress: Callable[[int], None] | None = None,
+    effort: Effort = THOROUGH,
 ) -> Choice:
     """Return the plans with the shortest epoch that simulations of the whole fleet find; ties go to the smaller N.
 
     `start` are plans to begin with instead of each kind's own best: those in force, when bandwidth has changed.
     """
-    search = _Search(fleet, simulate, progress)
+    search = _Search(fleet, simulate, progress, effort.pieces)
     if fleet.method.shares_server_model:
-        best = search.best_in_common()
+        best = min(plans_in_common(fleet), key=search.epoch_s)
     else:
         own = start if start is not None and search.allows(start) else search.own_best()
         for begin in search.best_of([own, search.best_shared(), *search.likely()]):
@@ -82,6 +102,33 @@ def choose(
         runners_up=search.runners_up(best),
         simulations=search.simulations,
     )
+
+
+def choose_for(
+    fleet: Fleet,
+    simulate: Simulate,
+    *,
+    start: Mapping[str, Plan] | None = None,
+    progress: Callable[[int], None] | None = None,
+    effort: Effort = THOROUGH,
+) -> Choice:
+    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force."""
+    sample = fleet.sampled(effort.devices)
+    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
+    choice = choose(sample, simulate, start=begin, progress=progress, effort=effort)
+    return replace(choice, plans=extended(fleet, choice.plans))
+
+
+def plans_in_common(fleet: Fleet) -> list[ByKind]:
+    """Return the plans with each split point that all may have: a shared server-side model is cut in one place only."""
+    options = [{plan.split_point: plan for plan in allowed_plans(fleet, kind[0])} for kind in fleet.kinds()]
+    common = set.intersection(*map(set, options))
+    if not common:
+        raise PlanError(
+            f"{fleet.method.name} shares one server-side model, but no split point is allowed for all of the devices: "
+            "give them the same one, or use sfl or pipar."
+        )
+    return [tuple(of[cut] for of in options) for cut in sorted(common)]
 
 
 def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
@@ -136,6 +183,7 @@ class _Search:
     fleet: Fleet
     simulate: Simulate
     progress: Callable[[int], None] | None
+    budget: int  # of micro-batches
     known: dict[ByKind, float] = field(default_factory=dict)
     expected: dict[ByKind, float] = field(default_factory=dict)
     simulations: int = 0
@@ -150,6 +198,7 @@ class _Search:
         self._options = [known[kind[0].kind] for kind in self._kinds]
         self._bound = LowerBound(self.fleet)
         self._of = [{option.plan: option for option in options} for options in self._options]
+        self._cuts = [_by_cut(options) for options in self._options]
 
     def allows(self, by_kind: ByKind) -> bool:
         return len(by_kind) == len(self._of) and all(p in of for p, of in zip(by_kind, self._of, strict=True))
@@ -184,29 +233,26 @@ class _Search:
     def likely(self) -> list[ByKind]:
         """Simulate and return combinations of a few plans for each split point, by their bounds, while they promise."""
         load = [len(kind) / self.fleet.cores for kind in self._kinds]
-        short = [self._few_of_each_cut(options, share) for options, share in zip(self._options, load, strict=True)]
+        short = [self._few_of_each_cut(cuts, share) for cuts, share in zip(self._cuts, load, strict=True)]
         if len(self._kinds) == 1 or prod(map(len, short)) > _COMBINED:
             return []
         combined = [tuple(option.plan for option in chosen) for chosen in product(*short)]
         tried = []
         for bound, by_kind in sorted((self.bound_s(by_kind), by_kind) for by_kind in combined):
-            if self.spent > _BUDGET / 2 or (self.known and bound >= min(self.known.values())):
+            if self.spent > self.budget / 2 or (self.known and bound >= min(self.known.values())):
                 break
             self.epoch_s(by_kind)
             tried.append(by_kind)
         return tried
 
     @staticmethod
-    def _few_of_each_cut(options: list[Candidate], load: float) -> list[Candidate]:
+    def _few_of_each_cut(cuts: Mapping[int, list[Candidate]], load: float) -> list[Candidate]:
         """Return for each split point the plan that is best alone, best under contention, and that of fewest pieces."""
         measures: tuple[Callable[[Candidate], float], ...] = (
             lambda option: option.alone_s,
             lambda option: option.alone_s + load * option.server_s,
             lambda option: option.plan.micro_batches,
         )
-        cuts: dict[int, list[Candidate]] = {}
-        for option in options:
-            cuts.setdefault(option.plan.split_point, []).append(option)
         return list(dict.fromkeys(min(of, key=measure) for of in cuts.values() for measure in measures))
 
     def best_of(self, starts: Iterable[ByKind]) -> list[ByKind]:
@@ -235,7 +281,7 @@ class _Search:
     def _simulated_s(self, fleet: Fleet, by_kind: ByKind) -> float:
         self.simulations += 1
         self.spent += STEADY * sum(
-            len(kind) * plan.micro_batches for kind, plan in zip(self._kinds, by_kind, strict=True)
+            len(kind) * (plan.micro_batches + _AROUND) for kind, plan in zip(self._kinds, by_kind, strict=True)
         )
         if self.progress is not None:
             self.progress(self.simulations)
@@ -252,7 +298,7 @@ class _Search:
         for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
             before = self.epoch_s(best)
             for kind in self._slowest_first(best):
-                if self.spent < _BUDGET:
+                if self.spent < self.budget:
                     best = self._improve_kind(best, kind)
             if self.epoch_s(best) > before * (1 - TIE):
                 break
@@ -263,14 +309,13 @@ class _Search:
             return
         within = min(self.known.values()) * (1 + 2 * _CLOSE)
         for best in self.best_of(self.known)[:_POLISHED]:
-            if self.epoch_s(best) <= within and self.spent < _BUDGET:
+            if self.epoch_s(best) <= within and self.spent < self.budget:
                 for kind in range(len(best)):
-                    best = self._best_n(self._with_every_n(best, kind), best)
+                    best = self._best_n(self._with_every_n(best, kind, best[kind].split_point), best)
 
-    def _with_every_n(self, by_kind: ByKind, kind: int) -> dict[int, ByKind]:
-        """Return the plans with each N of this kind that its split point may have."""
-        cut = by_kind[kind].split_point
-        plans = [plan for plan in self._of[kind] if plan.split_point == cut]
+    def _with_every_n(self, by_kind: ByKind, kind: int, cut: int) -> dict[int, ByKind]:
+        """Return the plans with this split point and each N for one kind, the others staying as they are."""
+        plans = [option.plan for option in self._cuts[kind][cut]]
         return {plan.micro_batches: (*by_kind[:kind], plan, *by_kind[kind + 1 :]) for plan in plans}
 
     def _slowest_first(self, by_kind: ByKind) -> list[int]:
@@ -279,19 +324,9 @@ class _Search:
 
     def _improve_kind(self, best: ByKind, kind: int) -> ByKind:
         """Return the best with any plan of this kind, the others staying as they are."""
-        by_split_point: dict[int, list[Candidate]] = {}
-        for option in self._options[kind]:
-            by_split_point.setdefault(option.plan.split_point, []).append(option)
-
-        def replaced(plan: Plan) -> ByKind:
-            return (*best[:kind], plan, *best[kind + 1 :])
-
-        def shortest_bound(options: Iterable[Candidate]) -> float:
-            return min(self.bound_s(replaced(option.plan)) for option in options)
-
         found = best
-        for options in sorted(by_split_point.values(), key=shortest_bound):
-            plans = {option.plan.micro_batches: replaced(option.plan) for option in options}
+        every = [self._with_every_n(best, kind, cut) for cut in self._cuts[kind]]
+        for plans in sorted(every, key=lambda plans: min(map(self.bound_s, plans.values()))):
             found = min(found, self._best_n(plans, found), key=self.epoch_s)
         return found
 
@@ -314,7 +349,7 @@ class _Search:
         found, shortest = None, self.epoch_s(best)
         least = None
         for n in sorted(numbers, key=lambda n: self.bound_s(plans[n])):
-            if self.bound_s(plans[n]) >= shortest * (1 + _CLOSE / 2):
+            if self.bound_s(plans[n]) >= shortest * (1 + _CLOSE / 2) or self.spent > self.budget:
                 break
             seconds = self.epoch_s(plans[n])
             if least is None or seconds < least:
@@ -322,36 +357,23 @@ class _Search:
             shortest = min(shortest, seconds)
         return found
 
-    def best_in_common(self) -> ByKind:
-        """Return the best plans with one split point: a server-side model that is shared is cut in one place only."""
-        common = set.intersection(*({plan.split_point for plan in of} for of in self._of))
-        if not common:
-            raise PlanError(
-                f"{self.fleet.method.name} shares one server-side model, but no split point is allowed for all of the "
-                "devices: give them the same one, or use sfl or pipar."
-            )
-        every = [tuple(next(p for p in of if p.split_point == cut) for of in self._of) for cut in sorted(common)]
-        return min(every, key=self.epoch_s)
-
     def most_dependable(self) -> ByKind:
         """Return the best of the plans that are close to the best, also on slower machines; ties to the smaller N."""
         within = min(self.known.values()) * (1 + _CLOSE)
         close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
         best = min((by_kind for _, by_kind in close[:_SHORTLIST]), key=self.expected_s)
         for kind in range(len(best)):
-            if self.spent < _BUDGET:
+            if self.spent < self.budget:
                 best = self._nearby(best, kind)
         tied = [by_kind for by_kind, s in self.expected.items() if s <= self.expected_s(best) * (1 + TIE)]
         return min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
 
     def _nearby(self, best: ByKind, kind: int) -> ByKind:
         """Return the best with an N of this kind that lies around, going on in the direction that is better."""
-        cut, n = best[kind].split_point, best[kind].micro_batches
-        plans = {plan.micro_batches: plan for plan in self._of[kind] if plan.split_point == cut}
-        stride = max(1, n // 10)
+        plans = self._with_every_n(best, kind, best[kind].split_point)
+        stride = max(1, best[kind].micro_batches // 10)
         for step in (-stride, stride):
-            while (plan := plans.get(best[kind].micro_batches + step)) is not None:
-                other = (*best[:kind], plan, *best[kind + 1 :])
+            while (other := plans.get(best[kind].micro_batches + step)) is not None:
                 if self.expected_s(other) >= self.expected_s(best):
                     break
                 best = other
@@ -370,3 +392,10 @@ class _Search:
                 first[cut] = (by_kind, seconds)
         shown = [*list(first.values())[: _RUNNERS_UP // 2], *rest]
         return tuple(sorted(shown[:_RUNNERS_UP], key=lambda item: item[1]))
+
+
+def _by_cut(options: list[Candidate]) -> dict[int, list[Candidate]]:
+    cuts: dict[int, list[Candidate]] = {}
+    for option in options:
+        cuts.setdefault(option.plan.split_point, []).append(option)
+    return cuts
