@@ -1,9 +1,10 @@
 """The planner in the real world: its prediction against the epochs that follow, its choice against a sweep.
 
-Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks. A prediction is made
-from a profile that was taken right before and is not re-fitted; machines like this one change their speed by a quarter
-within minutes, so this is done three times in turn and the median counts. For the choice, every plan of a small grid is
-trained for one epoch; the best of them and the planner's choice are then trained again, one behind the other.
+Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks. A
+prediction is made from a profile that was taken right before and is not re-fitted; machines like this one change their
+speed by a quarter within minutes, so this is done three times in turn and the median counts. For the choice, every plan
+of a small grid is trained for one epoch; the best of them and the planner's choice are then trained again, one behind
+the other.
 """
 
 from __future__ import annotations
