@@ -3,18 +3,24 @@
 100 Raspberry Pi 3B and an 8-core i7-11850H, six networks on the paper's datasets, three links; the same with devices 5
 and 20 times as fast, and with half the devices at half the speed. The judge's costs are perturbed by up to 15 % a layer
 and jittered by 5 % a stage, from a seed that the planner does not get.
+
+All rows take an hour or two. Each is printed and kept in `results/selection.rows.jsonl` when it has been judged: after
+an interruption the next start takes up where this one was, as long as the planner is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pipar
 from benchmarks.record import RESULTS, Claim
 from pipar.choosing import chosen
 from pipar.config import config_from
@@ -39,6 +45,13 @@ GRID = (1, 2, 3, 4, 8, 16)
 SEED = 20240612
 #: Epochs that the server learns from.
 EPOCHS = 5
+#: Rows that were judged so far, one a line, with what they depend on.
+KEPT = RESULTS / "selection.rows.jsonl"
+#: What chooses, and what judges: with any other line of it, kept rows are of no use.
+SOURCES = ("planner", "forecast.py", "foresight.py", "judge.py", "choosing.py", "schedule.py", "stages.py")
+
+#: (fleet, network, dataset, link) of one training.
+Case = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class Row:
     search_s: float
 
 
-def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[tuple[str, str, str, str]]:
+def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[Case]:
     """Return (fleet, network, dataset, link) of every training."""
     return [(fleet, m, data, link) for fleet in fleets for m in DATASETS for data in DATASETS[m] for link in LINKS]
 
@@ -94,7 +107,7 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
     }
 
 
-def judge(row: tuple[str, str, str, str], devices: int = 100) -> Row:
+def judge(row: Case, devices: int = 100) -> Row:
     """Return how good the choice of one row is."""
     fleet = make_fleet(*row, devices=devices)
     start = time.process_time()
@@ -139,9 +152,72 @@ def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan]) -> Mapping[str,
     return foresight.plans
 
 
-def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG001
+# --- rows that stay, whatever ends the measurement
+
+
+def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
+    """Yield the rows of these trainings as they come, from a process on each core."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(judge, rows()))
+        judging_now = [pool.submit(judge, case, devices) for case in cases]
+        try:
+            for judged in as_completed(judging_now):
+                yield judged.result()
+        finally:  # an interruption does not wait for what has not begun
+            pool.shutdown(cancel_futures=True)
+
+
+def resumed(
+    cases: list[Case],
+    kept: Path = KEPT,
+    *,
+    devices: int = 100,
+    judges: Callable[[Iterable[Case], int], Iterator[Row]] = judge_all,
+) -> list[Row]:
+    """Return the rows of these trainings, in their order; those that are kept already are not judged again."""
+    depends = {"devices": devices, "seed": SEED, "sources": sources_hash()}
+    found = _kept_rows(kept, depends)
+    missing = [case for case in cases if case not in found]
+    print(f"{len(cases) - len(missing)} of {len(cases)} rows are in {kept.name}", flush=True)
+    if missing:
+        with kept.open("a", encoding="utf-8") as file:
+            for row in judges(missing, devices):
+                # The empty line in front: a line that an interruption has cut off does not spoil this one.
+                file.write("\n" + json.dumps({"depends": depends, "row": asdict(row)}) + "\n")
+                file.flush()
+                found[_case(row)] = row
+                print(f"{sum(case in found for case in cases):4} of {len(cases)}  {_line(row)}", flush=True)
+    return [found[case] for case in cases]
+
+
+def sources_hash() -> str:
+    """Return what tells one planner, and its judge, from another: a hash of their sources and of this file."""
+    package = Path(pipar.__file__).parent
+    given = [package / name for name in SOURCES]
+    files = [file for path in given for file in (sorted(path.glob("*.*")) if path.is_dir() else [path])]
+    content = [path.read_bytes() for path in [*files, Path(__file__)] if path.is_file()]
+    return hashlib.sha256(b"\0".join(content)).hexdigest()[:16]
+
+
+def _kept_rows(kept: Path, depends: Mapping[str, object]) -> dict[Case, Row]:
+    """Return the rows of a file that depend on the same; lines that were cut off are passed over."""
+    found = {}
+    for line in kept.read_text("utf-8").splitlines() if kept.exists() else []:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["depends"] == depends:
+            row = Row(**entry["row"])
+            found[_case(row)] = row
+    return found
+
+
+def _case(row: Row) -> Case:
+    return (row.fleet, row.model, row.dataset, row.link)
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG001
+    found = resumed(rows())
     _write_table(found)
     claims = []
     for name in FLEETS:
@@ -169,10 +245,13 @@ def _write_table(found: list[Row]) -> None:
         "its score | planned in s |",
         f"|{'---|' * 14}",
     ]
-    lines += [
+    lines += [_line(row) for row in found]
+    (RESULTS / "selection.md").write_text("\n".join(lines) + "\n")
+
+
+def _line(r: Row) -> str:
+    return (
         f"| {r.fleet} | {r.model} | {r.dataset} | {r.link} | {r.chosen} | {r.chosen_s:.2f} | {r.best} "
         f"| {r.best_s:.2f} | {r.score:.4f} | {r.learned} | {r.learned_score:.4f} | {r.paper} | {r.paper_score:.4f} "
         f"| {r.planning_s:.1f} |"
-        for r in found
-    ]
-    (RESULTS / "selection.md").write_text("\n".join(lines) + "\n")
+    )

@@ -31,7 +31,7 @@ rate, size = float(sys.argv[1]) * 1e6, int(sys.argv[2])
 
 async def main():
     arrived = asyncio.get_running_loop().create_future()
-    async def accept(transport):
+    async def accept(transport, peer):
         channel = Channel(transport, Recorder("server"), "downlink")
         await channel.receive()
         arrived.set_result(time.perf_counter())

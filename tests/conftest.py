@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,9 @@ def one_thread() -> Iterator[None]:
 
     with runtime.one_thread():
         yield
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the programs of all tests keep the profiles of their networks: each is measured once."""
+    return tmp_path_factory.mktemp("profiles")

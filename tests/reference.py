@@ -29,6 +29,9 @@ class Rules:
     weight_decay: float = 0.0
     keep_momentum: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = field(default=F.cross_entropy)  # the mean over the batch
+    proximal: float = 0.0  # mu of FedProx
+    #: From the global model, the devices' models and their samples to the next global model; None: `average`.
+    aggregate: Callable[[State, Sequence[State], Sequence[int]], State] | None = None
 
     def optimizer(self, module: nn.Module) -> torch.optim.SGD | None:
         parameters = list(module.parameters())
@@ -51,12 +54,14 @@ def federated(model: nn.Sequential, data: Data, rules: Rules) -> State:
     models = [copy.deepcopy(model) for _ in data]
     optimizers = [rules.optimizer(own) for own in models]
     for epoch in range(len(data[0])):
+        before = copy.deepcopy(models[0].state_dict())
         for own, optimizer, device in zip(models, optimizers, data, strict=True):
+            start = weights(own)
             for batch in device[epoch]:
-                step(own, [optimizer], batch, rules)
-        mean = average([own.state_dict() for own in models], [samples(device[epoch]) for device in data])
+                step(own, [optimizer], batch, rules, start)
+        new = combine(rules, before, [own.state_dict() for own in models], [samples(device[epoch]) for device in data])
         for own in models:
-            own.load_state_dict(mean)
+            own.load_state_dict(new)
         if not rules.keep_momentum:
             optimizers = [rules.optimizer(own) for own in models]
     return models[0].state_dict()
@@ -69,7 +74,7 @@ def split_learning(model: nn.Sequential, data: Data, split_point: int, rules: Ru
         for device in data:
             in_front = rules.optimizer(model[:split_point])  # handed over: the momentum stays with the one before
             for batch in device[epoch]:
-                step(model, [in_front, behind_the_cut], batch, rules)
+                step(model, [in_front, behind_the_cut], batch, rules, [])
     return model.state_dict()
 
 
@@ -80,27 +85,45 @@ def splitfed_v2(model: nn.Sequential, data: Data, split_point: int, rules: Rules
     of_server = rules.optimizer(server)
     of_fronts = [rules.optimizer(front) for front in fronts]
     for epoch in range(len(data[0])):
+        before = copy.deepcopy(fronts[0].state_dict())
+        start = weights(nn.Sequential(fronts[0], server))  # the same of every device
         for iteration in zip_longest(*(device[epoch] for device in data)):
             for front, optimizer, batch in zip(fronts, of_fronts, iteration, strict=True):
                 if batch is not None:  # a device that has run out of batches is passed over
-                    step(nn.Sequential(front, server), [optimizer, of_server], batch, rules)
-        mean = average([front.state_dict() for front in fronts], [samples(device[epoch]) for device in data])
+                    step(nn.Sequential(front, server), [optimizer, of_server], batch, rules, start)
+        counts = [samples(device[epoch]) for device in data]
+        new = combine(rules, before, [front.state_dict() for front in fronts], counts)
         for front in fronts:
-            front.load_state_dict(mean)
+            front.load_state_dict(new)
         if not rules.keep_momentum:
             of_fronts = [rules.optimizer(front) for front in fronts]
     model[:split_point].load_state_dict(fronts[0].state_dict())
     return model.state_dict()
 
 
-def step(model: nn.Module, optimizers: Sequence[torch.optim.SGD | None], batch: Batch, rules: Rules) -> None:
-    """One step of gradient descent on one whole batch."""
+def step(
+    model: nn.Module, optimizers: Sequence[torch.optim.SGD | None], batch: Batch, rules: Rules, start: Sequence[Tensor]
+) -> None:
+    """One step of gradient descent on one whole batch; FedProx adds mu/2 |w - start|^2 to its loss."""
     inputs, labels = batch
     model.zero_grad()
-    rules.loss(model(inputs), labels).backward()
+    loss = rules.loss(model(inputs), labels)
+    if rules.proximal:
+        away = [(w - first).square().sum() for w, first in zip(model.parameters(), start, strict=True)]
+        loss = loss + rules.proximal / 2 * torch.stack(away).sum()
+    loss.backward()
     for optimizer in optimizers:
         if optimizer is not None:
             optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Return a copy of the weights, in their order."""
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def combine(rules: Rules, before: State, states: Sequence[State], counts: Sequence[int]) -> State:
+    return average(states, counts) if rules.aggregate is None else rules.aggregate(before, states, counts)
 
 
 def samples(batches: Sequence[Batch]) -> int:

@@ -21,7 +21,8 @@ from pipar.planner.memory import BASE_BYTES
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
 
-COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get"]
+COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get", "certs"]
+COMMANDS += [f"certs {name}" for name in ("init", "server", "issue", "token", "revoke")]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 
 RESULT = {
@@ -40,7 +41,7 @@ Pipar = Callable[..., str]
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds a made-up profile of VGG-5 on digits in batches of 10: nothing is measured."""
     folder = tmp_path_factory.mktemp("cache")
-    layer = LayerProfile("layer", (0.0, 0.01), (0.0, 0.02), output_bytes=4096, parameter_bytes=4096)
+    layer = LayerProfile("layer", (0.0, 0.01), (0.0, 0.02), output_bytes=32_768, parameter_bytes=4096)
     made = Profile("vgg5", "float32", (1, 10), (layer,) * 5)
     config = load_config(None, ["run.batch_size=10"])
     keep_profile(profile_key(config, (1, 32, 32), 10), made, folder / "pipar" / "profiles")
@@ -92,7 +93,7 @@ def test_a_help_line_gives_the_meaning_the_letter_and_the_default(pipar: Pipar) 
     assert f"[default: {Config().run.epochs}]" in text
 
 
-@pytest.mark.parametrize("group", [[], ["data"]])
+@pytest.mark.parametrize("group", [[], ["data"], ["certs"]])
 def test_a_group_alone_shows_its_help(group: list[str], pipar: Pipar) -> None:
     assert "Commands:" in pipar(*group)
 
@@ -139,6 +140,14 @@ def test_a_run_ends_with_a_table_that_fits_80_columns(pipar: Pipar, runs: Path) 
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_the_table_of_a_run_says_the_window_of_its_plan(pipar: Pipar) -> None:
+    window = ["--set", "plan.schedule=1f1b", "--set", "plan.window=2", "--split-point", "2", "--micro-batches", "5"]
+    assert "plan P=2 N=5 1f1b(2)" in " ".join(pipar("run", "--timing-only", *window, *SMALL).split())
+    assert "P=2 N=5 1f1b(2)" in " ".join(
+        pipar("compare", "--timing-only", "--methods", "pipar", *window, *SMALL).split()
+    )
+
+
 def test_a_setting_and_a_short_option_go_over_the_file(pipar: Pipar, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[run]\nseed = 1\nmethod = "sfl"\n[plan]\nsplit_point = 3\n', "utf-8")
@@ -176,6 +185,7 @@ def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar
     assert len(profile.layers) == 5
     assert all(f"{number} {layer.name}" in text for number, layer in enumerate(profile.layers, start=1))
     assert text.count("forward") == text.count("backward") == 5
+    assert "s, with 0.1 s for passes over the layers (--budget)." in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
 
 

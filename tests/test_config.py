@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.config import Config, DeviceSection, Link, config_from, device_specs, dump_config, load_config
+from pipar.config import Config, DeviceSection, Link, config_from, device_specs, dump_config, load_config, with_settings
 from pipar.errors import ConfigError
 
 
@@ -167,6 +167,36 @@ MISTAKES = [
     ({"wire": {"encoding": "zip"}}, "wire.encoding = 'zip' is not known"),
     ({"server": {"listen": "here"}}, "server.listen = 'here' is not allowed"),
     ({"server": {"listen": "here:99999"}}, "a port from 0 to 65535"),
+    ({"server": {"aggregator": "best"}}, "server.aggregator = 'best' is not known: allowed are fedavg, fedprox,"),
+    ({"server": {"aggregator": "fedadm"}}, "server.aggregator = 'fedadm' is not known: did you mean 'fedadam'?"),
+    ({"server": {"aggregator": 3}}, "server.aggregator = 3 is not allowed: it should be text."),
+    ({"server": {"aggregation": 5}}, "server.aggregation = 5 is not allowed: write [server.aggregation] with"),
+    ({"server": {"aggregator": "a:b", "aggregation": {"f": print}}}, "for 'f', which no configuration file could say."),
+    (
+        {"server": {"aggregation": {"proximal": 0.1}}},
+        "server.aggregation.proximal = 0.1 does not belong to fedavg, which has no parameters.",
+    ),
+    (
+        {"server": {"aggregator": "fedadam", "aggregation": {"proximal": 0.1}}},
+        "does not belong to fedadam, whose parameters are server_learning_rate, beta1, beta2, tau.",
+    ),
+    (
+        {"run": {"method": "sl"}, "server": {"aggregator": "median"}},
+        "sl trains one device at a time and hands its model on, so there is nothing that server.aggregator = 'median'",
+    ),
+    ({"run": {"method": "sl"}, "server": {"aggregator": "a:b"}}, "sl trains one device at a time"),
+    (
+        {"server": {"aggregator": "krum"}},
+        "krum with byzantine = 1 needs at least 5 devices, but there are 4: give",
+    ),
+    (
+        {"server": {"aggregator": "krum", "aggregation": {"byzantine": 1, "selected": 5}}, "devices": [{"count": 5}]},
+        "krum can select at most 4 of 5 devices with byzantine = 1, but selected = 5: give a smaller",
+    ),
+    (
+        {"server": {"aggregator": "trimmed_mean", "aggregation": {"trim": 0.3}}},
+        "trimmed_mean with trim = 0.3 leaves out 2 of 4 devices at each end, and then nobody is left: give more",
+    ),
     ({"devices": []}, "devices = [] is not allowed"),
     ({"devices": 5}, "devices = 5 is not allowed: write [[devices]] with its keys below it"),
     ({"devices": [1]}, "devices = [1] is not allowed: write [[devices]]"),
@@ -185,10 +215,37 @@ MISTAKES = [
     ({"devices": [{"link": {"up": "fast"}}]}, "'fast' is not a rate; write it like '10Mbit/s'"),
     ({"devices": [{"link": {"up": [1]}}]}, "'[1]' is not a rate"),
     ({"devices": [{"link": {"latency": "-1s"}}]}, "'-1s' is not a duration"),
-    ({"devices": [{"link": {"cycle": ["4g"]}}]}, "is not a link that changes; write {cycle = "),
-    ({"devices": [{"link": {"cycle": [], "every": "1s"}}]}, "is not a link that changes; write {cycle = "),
-    ({"devices": [{"link": {"cycle": "4g", "every": "1s"}}]}, "is not a link that changes; write {cycle = "),
-    ({"devices": [{"link": {"cycle": ["4g", "5g"], "every": "1s"}}]}, "is not a link; there are 4g, 4g+, wifi"),
+    ({"devices": [{"link": "wify"}]}, "devices.link = 'wify' is not a link (did you mean 'wifi'?); there are 4g, 4g+"),
+    ({"devices": [{"link": "WiFi"}]}, "devices.link = 'WiFi' is not a link (did you mean 'wifi'?)"),
+    (
+        {"devices": [{"link": {"cycle": ["4g"]}}]},
+        "devices.link = {'cycle': ['4g']} has no 'every', which says how long each link of the cycle stays; write {",
+    ),
+    ({"devices": [{"link": {"every": "60s"}}]}, "has no list of links in 'cycle'; write {cycle = "),
+    ({"devices": [{"link": {"cycle": [], "every": "1s"}}]}, "has no list of links in 'cycle'; write {cycle = "),
+    ({"devices": [{"link": {"cycle": "4g", "every": "1s"}}]}, "has no list of links in 'cycle'; write {cycle = "),
+    (
+        {"devices": [{"link": {"cycle": ["4g", "5g"], "every": "1s"}}]},
+        "has '5g' in its cycle, which is not a link; there are 4g, 4g+, wifi",
+    ),
+    (
+        {"devices": [{"link": {"cycle": ["4g"], "evry": "1s"}}]},
+        "has a key 'evry' that is none of cycle, every (did you mean 'every'?); write {cycle = ",
+    ),
+    (
+        {"devices": [{"link": {"upp": "1Mbit/s"}}]},
+        "has a key 'upp' that is none of up, down, latency (did you mean 'up'?); write a name or {up = ",
+    ),
+    (
+        {"devices": [{"link": {"cycle": ["4g"], "every": "60"}}]},
+        "has a wrong 'every': '60' has no unit; write a duration like '20ms' (units: us, ms, s, min, h).",
+    ),
+    ({"devices": [{"link": {"down": "25"}}]}, "has a wrong 'down': '25' has no unit; write a rate like '10Mbit/s'"),
+    (
+        {"devices": [{"link": {"cycle": ["4g", {"up": "5"}], "every": "1s"}}]},
+        "has {'up': '5'} in its cycle, which has a wrong 'up': '5' has no unit",
+    ),
+    ({"devices": [{"link": 5}]}, "devices.link = 5 is not a link; write a name or {up = "),
     ({"devices": [{"link": {"cycle": ["4g"], "every": 0}}]}, "changes every 0 s; give at least '1ms'."),
     ({"devices": [{"link": {"cycle": ["4g"], "every": "often"}}]}, "'often' is not a duration"),
     (
@@ -225,6 +282,7 @@ def test_a_mistake_is_one_sentence_that_says_what_was_given(tree: dict[str, Any]
         ("plan.split_point=auto", "plan", "split_point", "auto"),
         ("optimizer.learning_rate=1e-3", "optimizer", "learning_rate", 0.001),
         ("data.shape=[1, 8, 8]", "data", "shape", (1, 8, 8)),
+        ("server.aggregator=a.b:c", "server", "aggregator", "a.b:c"),
     ],
 )
 def test_a_setting_goes_over_the_default(setting: str, section: str, key: str, value: object) -> None:
@@ -287,6 +345,30 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().run.epochs = 3
+
+
+def test_the_parameters_of_an_aggregator_are_a_table_of_their_own() -> None:
+    config = load_config(None, ["server.aggregator=fedadam", "server.aggregation.beta1=0.5"])
+    assert config.server.aggregation == {"beta1": 0.5}
+    assert _from_toml(dump_config(config)) == config
+    assert with_settings(config, ["server.aggregation.tau=0.1"]).server.aggregation == {"beta1": 0.5, "tau": 0.1}
+
+
+def test_a_setting_below_what_is_no_table_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^server\.aggregator = \{'x': 1\} is not allowed: it should be text\.$"):
+        load_config(None, ["server.aggregator.x=1"])
+    with pytest.raises(ConfigError, match=r"^server = 5 is not allowed: write a section \[server\]"):
+        load_config(None, ["server.aggregation.x=1"], {"server": 5})
+
+
+@pytest.mark.parametrize(
+    ("server", "proximal"),
+    [({}, 0.0), ({"aggregator": "fedprox"}, 0.01), ({"aggregator": "fedprox", "aggregation": {"proximal": 2}}, 2.0)],
+)
+def test_only_fedprox_has_a_proximal_term(server: dict[str, Any], proximal: float) -> None:
+    assert config_from({"server": server}).server.proximal == proximal
+    own = {"aggregator": "mine:make", "aggregation": {"proximal": 3}}
+    assert config_from({"server": own}).server.proximal == 0.0
 
 
 def test_a_device_with_a_profile_of_its_own_runs_at_the_speed_of_the_profile() -> None:

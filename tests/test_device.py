@@ -15,7 +15,7 @@ import pytest
 from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.device import Device
-from pipar.errors import LinkError, PiparError, ProtocolError, TrainingError
+from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError, TrainingError
 from pipar.hollow import HollowDevicePart, HollowSamples
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
@@ -76,9 +76,9 @@ class Outcome:
         return [span for span in self.trace.spans if span.kind == kind and not span.waiting and span.lane == COMPUTE]
 
 
-def live(script: Script, *, samples: int = 20, profile: Profile | None = None) -> Outcome:
+def live(script: Script, *, samples: int = 20, profile: Profile | None = None, into: Outcome | None = None) -> Outcome:
     """Run a device against a scripted server in virtual time."""
-    outcome = Outcome()
+    outcome = into or Outcome()
 
     async def main() -> None:
         near, far = memory_pair()
@@ -196,8 +196,8 @@ def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> Non
     counts = [(m.iteration, m.micro_batch, m.samples, m.batch_samples) for m in activations]
     # 10, 10 and 3 samples; the three left over make three pieces.
     assert counts == [(i, n, 2, 10) for i in (1, 2) for n in range(1, 6)] + [(3, n, 1, 3) for n in (1, 2, 3)]
-    # 8 bytes of activation and 4 of label a sample, 45 of header a message; without a limit they take no time.
-    uplink = {"up_bytes": 23 * 12 + 13 * 45, "up_s": 0.0}
+    # 8 bytes of activation and 4 of label a sample, 49 of header a message; without a limit they take no time.
+    uplink = {"up_bytes": 23 * 12 + 13 * 49, "up_s": 0.0}
     assert read_json(end) == {"samples": 23, "loss_sum": None, **uplink}
 
 
@@ -270,6 +270,67 @@ def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
     assert outcome.trace is not None
     spans = sorted((s for s in outcome.trace.spans if s.lane == COMPUTE), key=lambda span: (span.start, span.end))
     assert all(one.end == other.start for one, other in itertools.pairwise(spans))
+
+
+# --- rounds that end without the device
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0, 9.0, 10.5, 25.0, 100.0])
+def test_an_epoch_that_is_abandoned_is_dropped_wherever_the_device_is_in_it(after_s: float) -> None:
+    received: list[Message] = []
+    discarded: list[float] = []
+
+    async def script(channel: Channel) -> None:
+        outcomes[0].part.discard = lambda: discarded.append(asyncio.get_running_loop().time())  # type: ignore[method-assign]
+        await channel.receive()
+        for message in (welcome(), MODEL, Message(Kind.ROUND, 1)):
+            channel.post(message)
+        answering = asyncio.create_task(answer(channel))
+        await asyncio.sleep(after_s)
+        for message in (Message(Kind.ABANDON, 1), replace(MODEL, epoch=1), Message(Kind.ROUND, 2)):
+            channel.post(message)
+        await answering
+        channel.post(Message(Kind.REPORT, 2))
+        trace = await channel.receive()
+        outcomes[0].trace = unpack_trace(trace.body.contiguous(), owner="pi")
+        channel.post(Message(Kind.STOP, 2))
+
+    async def answer(channel: Channel) -> None:
+        while not received or (received[-1].kind, received[-1].epoch) != (Kind.MODEL, 2):
+            received.append(await channel.receive())
+            if received[-1].kind is Kind.ACTIVATION:
+                channel.post(gradient(received[-1]))
+
+    outcomes = [Outcome()]
+    outcome = live(script, samples=20, into=outcomes[0])
+    assert outcome.failure is None
+    assert outcome.left_running == 0
+    assert len(discarded) == 1
+    second = [message for message in received if message.epoch == 2]
+    assert [message.kind for message in second] == [Kind.ACTIVATION] * 10 + [Kind.END_EPOCH, Kind.MODEL]
+    assert outcome.part.log[-20:] == ([f"fc{n}" for n in range(1, 6)] + [f"bc{n}" for n in range(1, 6)]) * 2
+    assert outcome.trace is not None
+    assert outcome.trace.epoch == 2
+    # What was under way on the lane when the epoch ended is not cut short: discarding waits for it.
+    assert discarded[0] <= outcome.spans("fc")[0].start
+
+
+def test_a_device_that_comes_when_the_training_is_over_is_at_its_end() -> None:
+    outcome = live(says(Message(Kind.STOP, 5)))
+    assert outcome.failure is None
+    assert outcome.left_running == 0
+
+
+def test_a_fault_that_says_again_is_the_end_of_the_session_only() -> None:
+    again = Message(Kind.FAULT, body=json_body({"reason": "not now", "again": True}))
+    for said in ([again], [welcome(), MODEL, again]):
+        assert isinstance(live(says(*said)).failure, SessionOverError)
+
+
+def test_a_device_says_goodbye() -> None:
+    script = says(welcome(), MODEL, Message(Kind.STOP, 3))
+    assert live(script).failure is None
+    assert [(message.kind, message.epoch) for message in script.faults] == [(Kind.STOP, 3)]  # type: ignore[attr-defined]
 
 
 # --- what a server may not do

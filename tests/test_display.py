@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -157,15 +158,39 @@ def test_without_a_terminal_there_are_plain_lines_only() -> None:
 
 def test_new_plans_are_said_in_a_line() -> None:
     plans = {"device-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
-    shown = _shown(*RUN, Replanned(3, plans), ReplanFailed("New plans could not be chosen: no."), terminal=False)
-    assert shown.splitlines()[-2:] == [
-        "A link has changed: P=1 N=9 1f1b(4) from epoch 3 on",
+    shown = _shown(*RUN, Replanned(2, plans), ReplanFailed("New plans could not be chosen: no."), terminal=False)
+    assert shown.splitlines()[-3:] == [
+        epoch_line(EPOCH),
+        "Planned again: P=1 N=9 1f1b(4) from epoch 2 on",
         "New plans could not be chosen: no.",
     ]
 
 
+def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
+    second = replace(EPOCH, epoch=2)
+    new = Replanned(3, {"device-1": {"split_point": 1, "micro_batches": 9, "window": 0}})
+    shown = _shown(*RUN[:-1], new, EPOCH, second, replace(EPOCH, epoch=3), terminal=False)
+    assert shown.splitlines()[-4:] == [
+        epoch_line(EPOCH),
+        epoch_line(second),
+        "Planned again: P=1 N=9 from epoch 3 on",
+        epoch_line(replace(EPOCH, epoch=3)),
+    ]
+    assert "Planned again" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
+
+
 def test_nothing_is_written_before_a_run_begins() -> None:
     assert _shown(RUN[0], terminal=False) == ""
+
+
+def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))  # a second passes with each look at the clock
+    monkeypatch.setattr("pipar.display.time", SimpleNamespace(monotonic=lambda: next(now)))
+    events = [Preparing(f"Trying every plan: {n} of at most 30 combinations", n / 30) for n in range(1, 31)]
+    lines = _shown(*events, terminal=False).splitlines()
+    assert 2 <= len(lines) <= 3
+    assert lines[0] == "Trying every plan: 10 of at most 30 combinations (33 %, 0:12)"
+    assert _shown(*events, terminal=False, quiet=True) == ""
 
 
 def test_quiet_is_quiet() -> None:

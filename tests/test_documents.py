@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,10 +17,13 @@ from typing import Any
 import click
 import pytest
 from pydantic import BaseModel
+from rich.console import Console
 
 from pipar.cli import cli
-from pipar.config import Config, DeviceSection, config_from
+from pipar.config import Config, DeviceSection, config_from, load_config
 from pipar.events import EpochResult
+from pipar.explain import explain, job_to_plan
+from pipar.plan_view import plan_view
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -79,8 +83,24 @@ def test_configuration_document_names_the_choices() -> None:
 
 
 def readme_block() -> str:
-    (block,) = blocks(README, "toml")
+    """Return the block with all keys."""
+    _, block = blocks(README, "toml")
     return block
+
+
+@pytest.mark.slow
+def test_readme_fleet_is_planned_as_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text(blocks(README, "toml")[0], "utf-8")
+    explained = explain(job_to_plan(load_config(path)))
+    console = Console(width=80, color_system=None, file=io.StringIO())
+    console.print(plan_view(explained))
+    assert isinstance(console.file, io.StringIO)
+    shown = {" ".join(line.split()) for line in console.file.getvalue().splitlines()}
+    quoted = next(block for block in blocks(README, "text") if "10 x phone" in block)
+    rows = [" ".join(line.split()) for line in quoted.splitlines() if " x " in line]
+    assert len(rows) == 2
+    assert set(rows) <= shown
 
 
 def test_readme_block_is_what_an_empty_file_means() -> None:

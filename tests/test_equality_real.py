@@ -57,7 +57,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
     server = assemble_server(
         job, learner, validation, pool=lanes, background=lanes, emit=emit, observe=observe, choose=choose
     )
-    listener = Listener(server.admit)
+    listener = Listener(lambda transport, _: server.admit(transport))
     port = await listener.start("127.0.0.1:0")
 
     async def live(name: str) -> None:

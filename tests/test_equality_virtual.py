@@ -10,12 +10,17 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import plain_aggregators as plain
 import pytest
 import reference
 import torch
+from reference import State
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import EXACT, SIZES, Case, largest_error, reference_data, reference_state, train_in_virtual_time
+
+from pipar.nn.steps import TorchDevicePart, TorchServerPart
 
 ONE = SIZES[:1]
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
@@ -76,6 +81,91 @@ def test_weights_are_those_of_the_definition(case: Case) -> None:
     assert largest_error(trained.state, reference_state(case)) < EXACT
     assert trained.job.equivalence == "exact"
     assert trained.samples == [sum(case.sizes)] * case.epochs
+
+
+# --- other aggregators: the reference has FedProx's term in its loss, and the others once more in numpy
+
+
+def fedprox(method: str, *plan: tuple[int, ...], **settings: Any) -> Case:
+    return Case(method, *plan, aggregator="fedprox", aggregation=(("proximal", 3.0),), **settings)
+
+
+FEDPROX = [
+    fedprox("pipar", (1, 3), (7, 3), sizes=(157, 31)),  # the fast one
+    fedprox("pipar", (1, 3, 4), (12, 7, 1)),
+    fedprox("fl"),
+    fedprox("fl", sizes=ONE, momentum="keep"),
+    fedprox("sfl", (2,), momentum="keep"),
+    fedprox("sfl2", (2,)),
+    fedprox("sfl2", (3,), norm="group", momentum="keep", epochs=3),
+    fedprox("pipar", (2,), (7,), sizes=ONE, epochs=3),
+    fedprox("pipar", (1, 5), (3, 1), sizes=SIZES[:2], norm="group", weight_decay=0.1),
+    fedprox("pipar", (4, 2, 1), (3, 100, 7), momentum="keep", schedule="1f1b", augment=True, seed=3),
+    fedprox("pipar", (2,), (5,), sizes=(230, 100, 57, 31, 8)),
+    fedprox("pipar", (2,), (1,), norm="batch"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=pytest.mark.slow if n else ()) for n, case in enumerate(FEDPROX)]
+)
+def test_fedprox_trains_the_weights_of_its_definition(case: Case) -> None:
+    expected = reference_state(case)
+    assert largest_error(train_in_virtual_time(case).state, expected) < EXACT
+    assert largest_error(reference_state(case, proximal=0.0), expected) > VISIBLE
+
+
+@pytest.mark.parametrize("method", ["pipar", "sfl2"])
+@pytest.mark.slow
+def test_a_proximal_term_on_one_side_of_the_cut_only_would_be_seen(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = fedprox(method, (2,), (3,))
+    for part in (TorchServerPart, TorchDevicePart):
+        with monkeypatch.context() as patched:
+            patched.setattr(part, "stay_near", lambda *_: None)
+            assert largest_error(train_in_virtual_time(case).state, reference_state(case)) > VISIBLE
+
+
+def in_numpy(aggregator: str, case: Case, parameters: set[str]) -> Callable[[State, list[State], list[int]], State]:
+    """Return an aggregation for the reference: of weights by numpy, of the rest the mean."""
+    makes: dict[str, Any] = {}
+
+    def aggregate(before: State, states: list[State], counts: list[int]) -> State:
+        new = reference.average(states, counts)
+        robust = aggregator in plain.ROBUST
+        for name in new if robust else parameters & set(new):
+            if new[name].is_floating_point():
+                rows = np.stack([state[name].numpy() for state in states])
+                make = makes.setdefault(name, plain.make(aggregator, **dict(case.aggregation)))
+                new[name] = torch.from_numpy(make(before[name].numpy(), rows, np.array(counts)))
+        return new
+
+    return aggregate
+
+
+OTHERS = [
+    Case("pipar", (3, 1), (2, 5), sizes=(57, 31), aggregator="fedadam"),  # the fast one
+    Case("pipar", (1, 3, 4), (12, 7, 1), aggregator="fedadam", epochs=3),
+    Case("fl", aggregator="fedyogi", aggregation=(("server_learning_rate", 0.1), ("tau", 0.01)), epochs=3),
+    Case("pipar", (2,), (5,), aggregator="fedavgm", momentum="keep", epochs=3),
+    Case("pipar", (2,), (1,), norm="batch", aggregator="fedadam"),
+    Case("sfl2", (2,), aggregator="fedadam", epochs=3),
+    Case("sfl", (1, 4, 2), aggregator="median"),
+    Case("sfl2", (2,), aggregator="median"),
+    Case("pipar", (2,), (5,), sizes=(230, 100, 57, 31), aggregator="median"),
+    Case("pipar", (1,), (3,), sizes=(120, 30, 57, 31, 8), aggregator="trimmed_mean", aggregation=(("trim", 0.3),)),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=pytest.mark.slow if n else ()) for n, case in enumerate(OTHERS)]
+)
+def test_other_aggregators_train_the_weights_of_their_definition(case: Case) -> None:
+    parameters = {name for name, _ in case.workload().build_model().named_parameters()}
+    expected = reference_state(case, aggregate=in_numpy(case.aggregator, case, parameters))
+    assert largest_error(train_in_virtual_time(case).state, expected) < EXACT
+    assert largest_error(reference_state(case, aggregate=None), expected) > VISIBLE
 
 
 def test_federated_learning_splitfed_and_pipar_train_the_same_weights() -> None:

@@ -27,7 +27,7 @@ def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, s
     foresight, takes_s = Foresight(here, plans(here)), predict_s(truth, plans(here))
     for epoch in range(1, 9):
         foresight.learn(epoch, *busy_s(truth, plans(here)))
-    errors = [abs(foresight.predicted_s(epoch) / takes_s - 1) for epoch in range(1, 10)]
+    errors = [abs(foresight.predicted_s(epoch, plans(here)) / takes_s - 1) for epoch in range(1, 10)]
     assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
     assert all(later < earlier + 1e-3 for earlier, later in pairwise(errors[1:]))
     assert errors[-1] < 0.01
@@ -38,9 +38,9 @@ def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
     here = fleet(8)
     here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
     foresight = Foresight(here, plans(here))
-    before = foresight.predicted_s(1)
+    before = foresight.predicted_s(1, plans(here))
     foresight.learn(1, *busy_s(here, plans(here)))
-    assert foresight.predicted_s(3) == pytest.approx(before, rel=1e-9)
+    assert foresight.predicted_s(3, plans(here)) == pytest.approx(before, rel=1e-9)
     assert not foresight.has_learned()
 
 
@@ -52,15 +52,15 @@ def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not
         foresight.learn(epoch, slower, before[1])
         (kind,) = foresight.fleet_for(epoch + 2).kinds()
         assert len(kind) == 4
-    assert foresight.predicted_s(13) == pytest.approx(foresight.predicted_s(1), rel=1e-6)
+    assert foresight.predicted_s(13, plans(here)) == pytest.approx(foresight.predicted_s(1, plans(here)), rel=1e-6)
 
 
 def test_links_count_from_the_next_epoch_on() -> None:
     here = fleet()
     foresight = Foresight(here, plans(here))
     foresight.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
-    assert foresight.predicted_s(1) == predict_s(here, plans(here))
-    assert foresight.predicted_s(2) < 0.9 * foresight.predicted_s(1)
+    assert foresight.predicted_s(1, plans(here)) == predict_s(here, plans(here))
+    assert foresight.predicted_s(2, plans(here)) < 0.9 * foresight.predicted_s(1, plans(here))
 
 
 def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:

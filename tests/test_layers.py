@@ -18,24 +18,29 @@ LINES = [
     line.split()
     for line in """
     errors units clock keyed factory events
-    stages schedule methods config
+    backoff logs monitor
+    stages schedule methods aggregation config
     planner.*
     protocol.*
     trace
+    checkpoint
     nn.*
     data.*
     privacy.*
     link.*
     forecast judge
-    compute device server turns ledger hollow job results session reception replanning foresight choosing validation
-    assemble torchside workload planning prepare virtual processes run explain
+    compute lifeline device server turns ledger hollow job results session reception replanning foresight choosing \
+    validation keeper
+    enrolment assemble torchside workload planning prepare virtual processes run explain deployment faults.*
     __init__
     display tables chart plan_view cli.* __main__
     """.strip().splitlines()
 ]
 
 #: Modules that need no torch, so that planning and timing-only runs start at once.
-WITHOUT_TORCH = {"planner.*", "protocol.*", "trace", "stages", "schedule", "methods", "config"}
+WITHOUT_TORCH = {
+    "planner.*", "protocol.*", "trace", "stages", "schedule", "methods", "aggregation", "config", "checkpoint",
+}  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "manager"}
 
 
@@ -94,7 +99,7 @@ def breaches(module: str, source: str, known: set[str]) -> list[str]:
         found.append(f"{module} has a name that says nothing")
     for imported in imports(source):
         package, _, inner = imported.target.partition(".")
-        if package == "grpc" and module != "link.grpc":
+        if package in ("grpc", "grpc_health") and module not in ("link.grpc", "link.health"):
             found.append(f"{module} imports grpc")
         if package == "torch" and imported.runs and any(matches(module, pattern) for pattern in WITHOUT_TORCH):
             found.append(f"{module} imports torch")

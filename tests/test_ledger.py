@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -26,6 +27,7 @@ class Book:
         self.results: list[EpochResult] = []
         self.spans: list[list[Span]] = []
         self.recorder, self.background = Recorder("server"), Recorder("server")
+        self.reported: defaultdict[int, set[str]] = defaultdict(set)  # whose traces are in
         self.ledger = Ledger(
             links,
             bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0),
@@ -48,12 +50,13 @@ class Book:
             totals["uplink"] = Totals(uplink, 0.0, 12.0, 14.0)
         down = EpochTrace(name, epoch, {"downlink": Totals(downlink, 0.0, 14.0, 15.0)})
         span = Span(name, "compute", "fc", epoch, 1, 1, start, end)
+        self.reported[epoch].add(name)
         self.ledger.add_trace(EpochTrace(name, epoch, totals, [span]), down, bytes_up, bytes_down)
 
     def add_round(self, epoch: int) -> None:
         self.recorder.busy("core 0", "fs", epoch, 1, 1, 12.0, 15.0, "a")
         self.recorder.busy("core 1", "fs", epoch, 1, 1, 12.0, 14.0, "b")
-        self.ledger.add_round(epoch, samples=50, train_loss=1.25)
+        self.ledger.add_round(epoch, {"a": 30, "b": 20}, 1.25, reporting={"a", "b"} - self.reported[epoch], seconds=9.0)
 
     def add_validation(self, epoch: int, loss: float | None = 0.5) -> None:
         self.background.busy("validation", "validate", epoch, 0, 0, 20.0, 20.75)
@@ -104,6 +107,7 @@ def test_an_epochs_numbers_are_those_worked_out_by_hand() -> None:
             efficiency=0.45,
             validation_s=0.75,
             utilisation={"device": 0.5, "uplink": 0.1, "server": 0.25, "downlink": 0.2},
+            devices=2,
         )
     ]
     assert sorted((span.owner, span.kind) for span in book.spans[0]) == [

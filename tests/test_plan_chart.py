@@ -84,6 +84,37 @@ def test_a_block_has_its_number_only_where_its_sign_fits_behind_it() -> None:
     assert Block(COMPUTE, "step", 0, 0, 2).text == "=="
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+def test_many_short_stages_do_not_paint_over_the_time_that_a_lane_is_idle(share: float) -> None:
+    uploads = [_span(UPLINK, "u", n, n / 10, (n + 1) / 10) for n in range(100)]
+    served = [_span(CORE, "fs", n, n / 10, (n + share) / 10) for n in range(100)]
+    rows = _drawn([*uploads, *served, _span(CORE, "step", 0, 9.9999, 10.0)], 80).splitlines()
+    assert rows[1].count("^") == 70
+    assert abs(rows[2].count("#") - 70 * share) <= 1.5
+    assert rows[2].count("=") == 1
+    assert rows[2].count("·") >= 70 * (1 - share) - 2.5
+    assert rows[-1].strip() == "Where stages are shorter than a column, it shows their share."
+    assert max(map(len, rows)) <= 80
+
+
+def test_kinds_that_take_turns_in_one_lane_have_their_shares() -> None:
+    spans = []
+    for n in range(200):
+        spans += [_span(COMPUTE, "fc", 1, n, n + 0.3), _span(COMPUTE, "bc", 1, n + 0.3, n + 0.9)]
+    row = _drawn([*spans, _span(COMPUTE, "step", 0, 199.9, 200.0)], 80).splitlines()[0]
+    assert [round(row.count(sign) / 7) for sign in "><·"] == [3, 6, 1]
+
+
+def test_models_and_their_averaging_are_drawn() -> None:
+    spans = [
+        *(_span(COMPUTE, "fc", 1, 0.0, 4.0), _span(UPLINK, "model", 0, 4.0, 6.0)),
+        *(_span(CORE, "aggregate", 0, 6.0, 7.0), _span(DOWNLINK, "model", 0, 7.0, 8.0)),
+    ]
+    rows = _drawn(spans, 90).splitlines()
+    assert [rows[1].count("m"), rows[2].count("+"), rows[3].count("m")] == [20, 10, 10]
+    assert "m model  + averaging" in rows[-1]
+
+
 @pytest.mark.parametrize(("terminal", "drawn"), [(80, 79), (100, 99), (120, 119), (200, 119)])
 def test_a_picture_takes_the_terminals_width_up_to_120_columns(terminal: int, drawn: int) -> None:
     assert max(map(len, _drawn(SPANS, terminal).splitlines())) == drawn

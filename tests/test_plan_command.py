@@ -14,9 +14,11 @@ import pytest
 
 from pipar.cli import main
 from pipar.config import load_config
-from pipar.explain import explain, job_to_plan, with_profile
+from pipar.explain import Option, explain, job_to_plan, with_profile
 from pipar.forecast import forecast
 from pipar.methods import Plan
+from pipar.plan_view import _why_not, signed_percent
+from pipar.planner.cache import usable_cores
 from pipar.planner.counts import LayerCount, known_counts
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import LayerProfile, Profile
@@ -24,7 +26,7 @@ from pipar.planner.profile import LayerProfile, Profile
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding"}
 FIELDS = {"plans", "predicted_epoch_s", "bottleneck", "runners_up"}
-ADDED = {"method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
+ADDED = {"groups", "server", "method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
 SEARCHED = {"best", "chosen_epoch_s", "score", "exhaustive"}
 
 Pipar = Callable[..., str]
@@ -108,6 +110,39 @@ def test_a_plan_has_the_fields_that_machines_were_promised(pipar: Pipar) -> None
     assert set(document["paper"]) == {"plans", "epoch_s"}
 
 
+def test_a_group_of_devices_has_what_its_plan_was_made_for(pipar: Pipar, board: Path) -> None:
+    document = json.loads(pipar("--json", "--set", "devices.memory=800MiB", "--link", '{up="5Mbit/s", latency="3ms"}'))
+    (group,) = document["groups"]
+    plan = document["plans"][0]
+    assert group["devices"] == ["device-1", "device-2"]
+    assert (group["machine"], group["speed"]) == (str(board), 0.05)
+    assert group["link"] == {"up_bps": 5e6, "down_bps": None, "latency_s": 0.003, "cycle": [], "every_s": 0.0}
+    assert group["memory_bytes"] == 800 * 2**20
+    needed = training_bytes(_profile(), Plan(plan["split_point"], plan["micro_batches"], plan["window"]), 10)
+    assert group["needed_bytes"] == needed
+    assert {
+        key: group[key] for key in ("split_point", "micro_batches", "window", "predicted_s")
+    }.items() <= plan.items()
+    assert group["schedule"] == "all-forward"
+    assert group["utilisation"] == pytest.approx(document["utilisation"])
+    assert group["bottleneck"] == document["bottleneck"]
+    assert document["server"] == {"machine": str(board), "speed": 1.0, "cores": usable_cores()}
+
+
+def test_groups_have_bottlenecks_of_their_own(board: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    slow, far = 'speed = 0.01\nlink = "unlimited"', 'speed = 1.0\nlink = {up = "100kbit/s"}'
+    groups = "".join(f'[[devices]]\nname = "{name}"\n{keys}\n' for name, keys in (("slow", slow), ("far", far)))
+    given = "[plan]\nsplit_point = 1\nmicro_batches = 5\nschedule = '1f1b'\nwindow = 2\n"
+    path.write_text(f"[run]\nbatch_size = 10\n[data]\nsamples_per_device = 20\n{given}{groups}", "utf-8")
+    document = explain(job_to_plan(with_profile(load_config(path), str(board)))).to_dict()
+    assert [group["bottleneck"] for group in document["groups"]] == ["device", "uplink"]
+    assert {(group["schedule"], group["window"]) for group in document["groups"]} == {("1f1b", 2)}
+    for lane in ("device", "uplink", "downlink"):
+        busiest = max(group["utilisation"][lane] for group in document["groups"])
+        assert busiest == pytest.approx(document["utilisation"][lane])
+
+
 def test_a_predicted_epoch_is_what_a_timing_only_run_of_the_plan_takes(
     pipar: Pipar, board: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +176,7 @@ def test_what_a_person_sees_fits_80_columns_and_has_all_parts(pipar: Pipar) -> N
 @pytest.mark.parametrize(("method", "drawn"), [("fl", True), ("sfl", True), ("sl", False), ("sfl2", False)])
 def test_every_method_has_a_plan_and_those_with_a_forecast_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
     text = pipar("--method", method, "--exhaustive")
-    assert ("One iteration of" in text) == drawn
+    assert ("One iteration of" in text or "One epoch of" in text) == drawn
     assert f"by {method}," in text
     assert "T_opt / T = " in text
 
@@ -232,6 +267,68 @@ def test_a_full_search_of_several_kinds_says_which_micro_batches_it_tried(board:
     assert found.grid is not None
     assert {plan.micro_batches for plan in found.best.plans.values()} <= {*found.grid, *range(1, 17)}
     assert found.score <= 1
+
+
+CHANGING = ["--link", '{cycle = ["unlimited", {up = "50kbit/s", down = "50kbit/s"}], every = "60s"}']
+
+
+def test_links_that_change_have_plans_for_each_of_their_states(pipar: Pipar) -> None:
+    document = json.loads(pipar("--json", *CHANGING))
+    first, second = document["states"]
+    assert (first["plans"], first["epoch_s"]) == (
+        [{key: value for key, value in plan.items() if key != "predicted_s"} for plan in document["plans"]],
+        document["predicted_epoch_s"],
+    )
+    assert [state["links"][0]["up_bps"] for state in document["states"]] == [None, 50_000]
+    assert second["plans"] != first["plans"]
+    assert second["epoch_s"] > first["epoch_s"]
+    text = pipar(*CHANGING)
+    assert "Links change every 60 s, plans with them; all else here is for the first row" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_where_plans_stay_the_states_of_links_are_timed_with_them(pipar: Pipar) -> None:
+    document = json.loads(pipar("--json", *CHANGING, "--set", "plan.replan=false"))
+    first, second = document["states"]
+    assert first["plans"] == second["plans"]
+    assert second["epoch_s"] > first["epoch_s"]
+    assert "60 s, but plans stay; all else" in pipar(*CHANGING, "--method", "sfl2")
+
+
+def test_the_picture_of_federated_learning_is_an_epoch_with_the_exchange_of_models(pipar: Pipar) -> None:
+    text = pipar("--method", "fl", "--link", "4g")
+    assert "One epoch of device-1, P=5 N=1, with the exchange of models" in text
+    rows = {line.split()[0]: line for line in text.partition("One epoch of")[2].splitlines() if line.split()}
+    assert rows["device"].count("=") >= 2  # a step of each iteration
+    assert rows["uplink"].rstrip("·").endswith("m")
+    assert rows["downlink"].endswith("m")
+    assert "m model" in text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(-0.0004, "0.0 %"), (0.0004, "0.0 %"), (0.0, "0.0 %"), (-0.01, "-1.0 %"), (0.753, "+75.3 %")]
+)
+def test_a_difference_that_rounds_to_nothing_has_no_sign(share: float, text: str) -> None:
+    assert signed_percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("relative", "says"),
+    [(1.01, None), (0.9995, "Up to 0.2 % is a tie, which goes to fewer micro-batches."), (0.97, "Those with a minus")],
+)
+def test_a_runner_up_that_seems_quicker_is_explained(board: Path, relative: float, says: str | None) -> None:
+    explained = explain(job_to_plan(_config(board)))
+    other = Option({name: Plan(1, 1) for name in explained.chosen.plans}, explained.chosen.epoch_s * relative)
+    said = [text.plain for text in _why_not(replace(explained, runners_up=(other,)))]
+    assert (says is None and said == []) or (says is not None and said[0].startswith(says))
+
+
+def test_groups_are_shown_in_the_order_of_the_configuration(board: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    groups = "".join(f'[[devices]]\nname = "{name}"\ncount = 2\nspeed = {n}\n' for n, name in enumerate("zma", 1))
+    path.write_text(f"[run]\nbatch_size = 10\n[data]\nsamples_per_device = 20\n{groups}", "utf-8")
+    explained = explain(job_to_plan(with_profile(load_config(path), str(board))))
+    assert [row.devices[0].name for row in explained.rows()] == ["z-1", "m-1", "a-1"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pipar
 from pipar.config import Config, RunSection, config_from, load_config, with_settings
 from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
+from pipar.events import Event, Preparing
 from pipar.planner.machines import MACHINES
 from pipar.planner.profile import Profile
 from pipar.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
@@ -177,6 +179,21 @@ def test_a_file_of_another_network_is_refused_in_one_sentence(
     assert str(raised.value).endswith("write one with 'pipar profile'.")
 
 
+@pytest.mark.parametrize("path", ["timing-only", "virtual"])
+def test_a_wrong_file_is_refused_before_this_machine_is_measured(
+    path: str, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object, **__: object) -> Profile:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("pipar.prepare.measured_profile", measure)
+    monkeypatch.setattr("pipar.prepare.find_profile", lambda _: None)
+    settings = ["model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2"]
+    config = load_config(None, [*settings, f'devices.profile="{profile}"'])  # the server is this machine
+    with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
+        prepare(Workload(config)) if path == "virtual" else prepare_timing_only(config)
+
+
 def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Path) -> None:
     config = configuration(profile, "plan.split_point=1", "plan.micro_batches=2")
     right = Profile.load(profile)
@@ -214,6 +231,25 @@ def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
     assert {spec.memory_bytes for spec in job.specs} == {600 * 2**20}
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            ["server.cores=9"],
+            "server.cores = 9 is more than i7-11850h has: it computes 8 stages at once. ",
+        ),
+        (
+            ["server.profile=raspberry-pi-3b", "server.cores=4"],
+            "server.cores = 4 is more than raspberry-pi-3b has: it computes one stage at a time, with all of",
+        ),
+    ],
+)
+def test_a_named_server_computes_no_more_stages_at_once_than_it_can(settings: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        prepare_timing_only(named(*settings))
+    assert str(said.value).startswith(says)
+
+
 def test_a_virtual_run_takes_named_machines_as_the_timing_only_one_does() -> None:
     timed = prepare_timing_only(named("model.norm=batch"))
     virtual = prepare(Workload(named("model.norm=batch")))
@@ -233,8 +269,15 @@ def test_an_own_network_is_counted_for_named_machines() -> None:
 
 @pytest.mark.slow
 def test_images_of_a_shape_that_nobody_counted_are_counted_then() -> None:
-    job = prepare_timing_only(named("data.name=synthetic", "data.shape=[2,20,24]"))
+    settings = [
+        "data.name=synthetic",
+        "data.shape=[2,20,24]",
+        "server.aggregator=krum",
+        "server.aggregation.byzantine=0",
+    ]
+    job = prepare_timing_only(named(*settings))
     assert job is not None
+    assert job.config.server.aggregator == "krum"
     assert job.server_profile.output_bytes(1) == 32 * 10 * 12 * 4
 
 
@@ -249,6 +292,7 @@ def test_a_name_that_is_neither_machine_nor_file_is_told_the_names() -> None:
 
 WITHOUT_TORCH = """
 import sys
+from collections.abc import Callable
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -299,6 +343,21 @@ def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pyte
     assert len(measured_profile(workload, model, memory_bytes=2**27).layers) == 2
     assert limits == [2**31, 2**28, 2**27]
     assert measured_profile(workload, model).whole
+
+
+def test_a_measurement_says_when_it_is_at_the_layers_and_when_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload(load_config(None, ["run.batch_size=8", "data.name=synthetic", "data.samples_per_device=8"]))
+    model, seen = workload.build_model(), list[Event]()
+
+    def measure(*_: object, progress: Callable[[float], None], **__: object) -> Profile:
+        for share in (0.5, 0.9, 1.0):
+            progress(share)
+        return hand_made_profile(model, (3, 32, 32), "float32")
+
+    monkeypatch.setattr("pipar.nn.measure.measure_profile", measure)
+    measured_profile(workload, model, seen.append, fresh=True)
+    layers, rest = "Measuring the layers", "Measuring loading, messages and crowded cores"
+    assert seen == [Preparing(what, share) for what, share in ((layers, 0), (layers, 0.5), (rest, 0.9), (rest, 1.0))]
 
 
 # --- what a kept profile of an own network goes by

@@ -130,13 +130,28 @@ def with_one_weight_twice() -> nn.Sequential:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("aggregator", ["fedprox", "fedavgm"])
+def test_layers_that_move_are_still_pulled_to_the_global_model_and_stepped(
+    aggregator: str, rules: dict[str, Any]
+) -> None:
+    given = (("proximal", 3.0),) if aggregator == "fedprox" else (("server_momentum", 0.0),)
+    case = Case("pipar", (2,), (7,), epochs=3, aggregator=aggregator, aggregation=given, **rules)
+    trained, _ = train(case, SCRIPTS["to the whole network and back"])
+    assert largest_error(trained.state, reference_state(case)) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_round")
+@pytest.mark.parametrize("aggregator", ["fedavg", "fedprox"])
 @pytest.mark.parametrize("make", [without_weights_in_front, partly_frozen, with_one_weight_twice])
-def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential]) -> None:
+def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential], aggregator: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)
         model = make().double()
     cuts = (1, 4) if make is with_one_weight_twice else (2, 3)
-    case = Case("pipar", (1,), (7,), epochs=3, momentum="keep")
+    given = (("proximal", 3.0),) if aggregator == "fedprox" else ()
+    case = Case("pipar", (1,), (7,), epochs=3, momentum="keep", aggregator=aggregator, aggregation=given)
     script = [[Plan(cuts[0], 3), Plan(cuts[1], 2), Plan(len(model), 1)], [Plan(cuts[1], 3), Plan(1, 2), Plan(1, 5)]]
     trained, seen = train(case, script, model)
     assert len(seen) == 2
@@ -294,7 +309,8 @@ def test_a_link_that_changes_every_minute_is_noticed_within_a_round() -> None:
     for minute in range(1, int(total_s // 60)):
         made = [(at, link) for at, link in watched.made if minute * 60 < at < minute * 60 + 2 * longest_s]
         rates = made[-1][1].up_bps, made[-1][1].down_bps
-        assert rates == pytest.approx(cycle[minute % 3], rel=1e-6)
+        # In a round in which it changes, a link is measured as partly the one and partly the other.
+        assert rates == pytest.approx(cycle[minute % 3], rel=replanning.NOTICED)
     # The round in which it changes may be measured at a rate in between; otherwise there is one choice a change.
     assert len(watched.made) <= 2 * (total_s // 60)
     assert not any(0 <= at <= 60 for at, _ in watched.made)
@@ -418,7 +434,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
     case = Case("pipar", momentum=momentum, epochs=5, sizes=(230, 100, 57))
     tree = case.tree()
     for device in tree["devices"]:
-        device |= {"split_point": "auto", "micro_batches": "auto", "speed": 0.3}
+        device |= {"split_point": "auto", "micro_batches": "auto", "speed": 3.0}
         device["link"] = {"cycle": [{"up": "100kbit/s", "down": "100kbit/s"}, "unlimited"], "every": "5s"}
     config = config_from(tree)
     workload = Workload(config, Own.of(config, None, None, None, None))

@@ -34,10 +34,15 @@ def test_a_size_is_bytes(text: str | float, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "fast", "10", "10 parsec/s", "-3Mbit/s", "10MB", "1,5Mbit/s", "Mbit/s", "nan"])
+@pytest.mark.parametrize("text", ["", "fast", "10 parsec/s", "-3Mbit/s", "10MB", "1,5Mbit/s", "Mbit/s", "nan"])
 def test_what_is_not_a_rate_is_refused_by_a_sentence_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=f"'{text}' is not a rate; write it like '10Mbit/s'"):
         parse_rate(text)
+
+
+def test_a_number_as_text_lacks_its_unit() -> None:
+    with pytest.raises(ConfigError, match=r"'10' has no unit; write a rate like '10Mbit/s' \(units: bit/s, kbit/s"):
+        parse_rate("10")
 
 
 @pytest.mark.parametrize(("parse", "example"), [(parse_duration, "20ms"), (parse_size, "1GiB")])

@@ -57,11 +57,14 @@ class Case:
     seed: int = 0
     augment: bool = False
     weight_decay: float = 0.0
+    aggregator: str = "fedavg"
+    aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
     even: bool = False  # all devices fast on an unlimited link: what the real world needs to be quick
 
     def __str__(self) -> str:
         p, n = ("".join(map(str, numbers)) for numbers in (self.split_points, self.micro_batches))
         short = f"{self.method}-K{len(self.sizes)}-P{p}-N{n}-{self.norm}-{self.momentum}-{self.schedule}"
+        short += "" if self.aggregator == "fedavg" else f"-{self.aggregator}"
         return short if self.model == "vgg5" else f"{self.model}-{short}"
 
     def tree(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class Case:
                 "augment": self.augment,
             },
             "plan": {"schedule": self.schedule},
-            "server": {"cores": 2},
+            "server": {"cores": 2, "aggregator": self.aggregator, "aggregation": dict(self.aggregation)},
             "devices": [self._device(number) for number in range(len(self.sizes))],
         }
 
@@ -104,7 +107,8 @@ class Case:
 
     def rules(self, **changes: Any) -> Rules:
         kept = self.momentum == "keep"
-        return Rules(**{"weight_decay": self.weight_decay, "keep_momentum": kept, **changes})
+        proximal = dict(self.aggregation).get("proximal", 0.0)
+        return Rules(**{"weight_decay": self.weight_decay, "keep_momentum": kept, "proximal": proximal, **changes})
 
 
 def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: str, **overheads: float) -> Profile:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipar.choosing import Choices, Search, search_by_estimate
 from pipar.compute import Compute
+from pipar.config import Link, device_names
 from pipar.device import Device, DevicePart, Samples
+from pipar.enrolment import Listed, Open
 from pipar.events import EpochResult, Observer
 from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
+from pipar.lifeline import Lifeline
 from pipar.link.channel import Channel, Transport
-from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
-from pipar.server import Learner, PlanJoined, Server, Training
+from pipar.server import Keeper, Learner, Server, Training
 from pipar.trace import COMPUTE, CORE, IO, SERVER, UPLINK, Recorder, Span
 
 #: Makes lanes of these names that leave their spans with this recorder.
@@ -30,39 +33,32 @@ def assemble_server(
     learner: Learner,
     validation: Sequence[tuple[int, Any]],
     *,
+    enrolment: Listed | Open,
     pool: MakeCompute,
     background: MakeCompute,
     emit: Callable[[EpochResult, list[Span]], None],
     observe: Observer,
-    plan_joined: PlanJoined | None = None,
     choose: Choose | None = None,
     search: Search | None = None,
+    session_numbers: Iterable[int] | None = None,
+    keeper: Keeper | None = None,
+    done: Sequence[float | None] = (),
 ) -> Server:
-    """Return the server of a job, ready to admit its devices.
+    """Return the server of a job, ready to admit devices; `enrolment` says which, and by which orders.
 
-    With `plan_joined` the devices' own profiles decide on their first plans. `choose` makes new ones when links change;
-    without it, they are those that `search` finds for what the server has learned of the fleet.
+    `choose` makes new plans when links change; without it, they are those that `search` finds for what the server has
+    learned of the fleet. `done` are the validation losses of the epochs that were trained before.
     """
+    config = job.config
     keep = job.traced_devices
     own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
     recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
     # How a shared server-side model is served, device by device in turn, is not foreseen.
     foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
-    is_auto = any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+    is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
     if choose is None and search is not None and foresight is not None and is_auto:
-        by_paper = job.config.plan.estimate == "paper"
+        by_paper = config.plan.estimate == "paper"
         choose = Choices(foresight, search_by_estimate if by_paper else search)
-
-    joined = job  # with the profiles that the devices bring
-
-    def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
-        assert plan_joined is not None
-        nonlocal joined
-        joined = replace(job, device_profiles={**job.device_profiles, **profiles})
-        if foresight is not None:
-            foresight.fleet = joined.fleet()
-        return plan_joined(profiles)
-
     ledger = Ledger(
         job.links,
         job.bounds(),
@@ -70,34 +66,56 @@ def assemble_server(
         recorder=recorder,
         background=beside,
         emit=emit,
-        bounds_of=lambda plans: replace(joined, plans=plans).bounds(),
+        bounds_of=lambda plans: replace(enrolment.job, plans={**enrolment.job.plans, **plans}).bounds(),
         foresight=foresight,
+        done=done,
     )
     replanner = None
     if choose is not None and can_replan(job):
         learned = foresight.has_learned if foresight is not None else lambda: False
         replanner = Replanner(job.links, choose, observe, learned=learned)
+
+    def changed(now: Job) -> None:
+        """Tell everybody who counts on the fleet that it has grown, or that its machines are known better."""
+        if foresight is not None:
+            foresight.fleet = now.fleet()
+        for name, link in now.links.items():
+            ledger.join(name, link)
+
+    enrolment.changed = _both(enrolment.changed, changed)
     training = Training(
         method=job.method,
-        epochs=job.config.run.epochs,
-        patience=job.config.run.patience,
-        orders=job.orders(),
-        links=job.links,
+        epochs=config.run.epochs,
+        patience=config.run.patience,
+        plans=job.plans,
+        min_devices=config.server.min_devices or len(device_names(config)),
+        round_deadline_s=config.server.round_deadline,
+        resume_window_s=config.server.resume_window,
         validation=validation,
         profile=job.server_profile,
     )
     return Server(
         training,
         learner,
+        enrolment,
         pool=pool([f"{CORE} {number}" for number in range(job.cores)], recorder),
         background=background(["validation"], beside),
         recorder=recorder,
         ledger=ledger,
         keep_spans=keep,
-        plan_joined=None if plan_joined is None else plan,
+        session_numbers=session_numbers,
         replanner=replanner,
+        keeper=keeper,
         observe=observe,
     )
+
+
+def _both(one: Callable[[Job], None], other: Callable[[Job], None]) -> Callable[[Job], None]:
+    def call(job: Job) -> None:
+        one(job)
+        other(job)
+
+    return call
 
 
 def can_replan(job: Job) -> bool:
@@ -108,38 +126,50 @@ def can_replan(job: Job) -> bool:
     return job.config.plan.replan and job.method.splits and not job.method.shares_server_model
 
 
+@dataclass(frozen=True)
+class Equipment:
+    """What a device brings along: its data, what builds its part of a network, what it computes on, its own profile."""
+
+    samples: Samples
+    build_part: Callable[[Orders], DevicePart]
+    compute: MakeCompute
+    profile: Profile | None = None
+
+
 async def run_device(
-    job: Job,
     name: str,
-    samples: Samples,
-    build_part: Callable[[Orders], DevicePart],
+    link: Link,
+    equipment: Equipment,
     transport: Transport,
     *,
-    compute: MakeCompute,
+    keep_spans: frozenset[str] | None = None,
+    lifeline: Lifeline | None = None,
     observe: Observer,
-    profile: Profile | None = None,
 ) -> None:
-    """Run one device of a job over a transport, from hello to the end."""
-    recorder = Recorder(name, job.traced_devices)
-    link = job.links[name]
-    channel = Channel(transport, recorder, UPLINK)
+    """Run one device over a transport, from hello to the end; with a lifeline over as many as it takes."""
+    recorder = Recorder(name, keep_spans)
+    channel = Channel(transport, recorder, UPLINK, on_lost=None if lifeline is None else lifeline.lost)
     cycle = [other.up_bps for other in link.cycle]
     channel.shape(link.up_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
-    lanes = compute([COMPUTE], recorder), compute([IO], recorder)
+    lanes = equipment.compute([COMPUTE], recorder), equipment.compute([IO], recorder)
     device = Device(
         name,
-        samples,
-        build_part,
+        equipment.samples,
+        equipment.build_part,
         channel=channel,
         compute=lanes[0],
         io=lanes[1],
         recorder=recorder,
-        profile=profile,
+        profile=equipment.profile,
         observe=observe,
     )
+    keeping = None if lifeline is None else asyncio.ensure_future(lifeline.keep(channel))
     try:
         await device.train()
     finally:
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         await channel.close()
         for lane in lanes:
             lane.close()

@@ -7,7 +7,8 @@
              |---------|---------|---------|---------
              0 s       0.5       1         1.5
 
-A block begins with the number of its micro-batch where that leaves room for what it is.
+A block begins with the number of its micro-batch where that leaves room for what it is. Where many stages are shorter
+than a column, a lane has as many columns of each kind as its share of the time.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ _KINDS = {
     "fs": ("#", "server", "white on blue"),
     "d": ("v", "download", "black on magenta"),
     "step": ("=", "step", "black on white"),
+    "model": ("m", "model", "black on red"),
+    "aggregate": ("+", "averaging", "white on blue"),
 }
 _NOTHING = "·"
 _LANES = {COMPUTE: "device", UPLINK: "uplink", CORE: "server", DOWNLINK: "downlink"}
 _LABEL = 9
 _WIDEST = 120
+#: Blocks are at least a column wide; a lane on which that makes so many busy columns of idle ones is drawn by shares.
+_TOO_BUSY = 5
 #: Columns from one mark of the axis to the next, at least.
 _APART = 10
 
@@ -89,20 +94,68 @@ class Chart:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = max(_APART, min(options.max_width, _WIDEST) - _LABEL - 1)
-        made = blocks(self.spans, columns)
+        shown = _shown(self.spans)
+        start, second = _scale(shown, columns)
+        by_share = False
         for lane, title in _LANES.items():
-            yield Text(title.ljust(_LABEL)) + _row([block for block in made if block.lane == lane], columns)
-        seconds = max(span.end for span in _shown(self.spans)) - min(span.start for span in _shown(self.spans))
+            spans = [span for span in shown if span.lane == lane]
+            cells = _block_cells(block for block in blocks(shown, columns) if block.lane == lane)
+            if len(cells) > sum(span.end - span.start for span in spans) * second + _TOO_BUSY:
+                cells, by_share = _share_cells(spans, start, second, columns), True
+            yield Text(title.ljust(_LABEL)) + _row(cells, columns)
+        seconds = max(span.end for span in shown) - start
         yield from (Text(" " * _LABEL + line, style="dim") for line in axis(columns, seconds))
-        yield Text(" " * _LABEL) + _legend({block.kind for block in made})
+        yield Text(" " * _LABEL) + _legend({span.kind for span in shown})
+        if by_share:
+            words = "Where stages are shorter than a column, it shows their share."
+            yield Text(" " * _LABEL + words, style="dim")
 
 
-def _row(of_lane: Iterable[Block], columns: int) -> Text:
-    cells: list[tuple[str, str]] = [(_NOTHING, "dim")] * columns
+#: What stands in the busy columns of a lane's row: a sign and its style.
+Cells = dict[int, tuple[str, str]]
+
+
+def _block_cells(of_lane: Iterable[Block]) -> Cells:
+    cells: Cells = {}
     # The short last: one that is drawn wider than it is must not hide behind its neighbour; of two, not the step.
     for block in sorted(of_lane, key=lambda block: (block.first - block.end, block.kind != "step")):
         for column, sign in enumerate(block.text, start=block.first):
             cells[column] = (sign, _KINDS[block.kind][2])
+    return cells
+
+
+def _share_cells(of_lane: Sequence[Span], start: float, second: float, columns: int) -> Cells:
+    """Return as many columns of each kind as its share of the time, where it is at work, and one at least.
+
+    From left to right, a column is busy when half of one has come together since the last that was.
+    """
+    busy = _busy_shares(of_lane, start, second, columns)
+    left: dict[str, float] = {}
+    kinds: dict[int, str] = {}
+    for column, here in enumerate(busy):
+        for kind, share in here.items():
+            left[kind] = left.get(kind, 0.0) + share
+        if here and sum(left.values()) >= 0.5:
+            kinds[column] = max(here, key=lambda kind: left[kind])
+            left[kinds[column]] -= 1.0
+    for kind in left.keys() - set(kinds.values()):
+        kinds[max(range(columns), key=lambda column: busy[column].get(kind, 0.0))] = kind
+    return {column: (_KINDS[kind][0], _KINDS[kind][2]) for column, kind in kinds.items()}
+
+
+def _busy_shares(of_lane: Sequence[Span], start: float, second: float, columns: int) -> list[dict[str, float]]:
+    """Return for each column how much of it each kind of stage takes."""
+    busy: list[dict[str, float]] = [{} for _ in range(columns)]
+    for span in of_lane:
+        begin, end = (span.start - start) * second, (span.end - start) * second
+        for column in range(min(int(begin), columns - 1), min(columns, max(int(begin) + 1, math.ceil(end)))):
+            share = max(0.0, min(end, column + 1) - max(begin, column))
+            busy[column][span.kind] = busy[column].get(span.kind, 0.0) + share
+    return busy
+
+
+def _row(busy: Cells, columns: int) -> Text:
+    cells = [busy.get(column, (_NOTHING, "dim")) for column in range(columns)]
     runs = groupby(cells, key=lambda cell: cell[1])
     return Text.assemble(*(("".join(sign for sign, _ in run), style) for style, run in runs))
 

@@ -126,5 +126,8 @@ def _answer(questions: BinaryIO) -> bool:
 
 if __name__ == "__main__":
     os.nice(19)
-    while _answer(sys.stdin.buffer):
-        pass
+    try:
+        while _answer(sys.stdin.buffer):
+            pass
+    except BrokenPipeError:  # who asked is gone
+        os._exit(0)

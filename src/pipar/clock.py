@@ -101,6 +101,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Move the clock to the next timer."""
         self._set(self._scheduled[0]._when)  # type: ignore[attr-defined]
 
+    def leap(self, seconds: float) -> None:
+        """Move the clock forward at once, as when a machine wakes up: timers on the way fire late."""
+        self._set(self._now + seconds)
+
     def _set(self, now: float) -> None:
         self._now = now
         # asyncio fires timers that lie less than the resolution ahead. One ulp means "at or before now":

@@ -6,20 +6,25 @@ import copy
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from pipar.aggregation import all_parameters, check_devices, check_method, known_aggregator
 from pipar.errors import ConfigError
+from pipar.methods import METHODS
 from pipar.units import format_rate, parse_duration, parse_rate, parse_size
 
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
+
+
+Quantity = TypeVar("Quantity")
 
 
 class _Section(BaseModel):
@@ -68,6 +73,26 @@ def _size(value: Any) -> Any:
     return size
 
 
+def _duration(value: Any) -> Any:
+    """Return the seconds that a duration says, at least none."""
+    if value is None:
+        return None
+    try:
+        seconds = -1.0 if isinstance(value, bool) else parse_duration(value)
+    except (ConfigError, ValueError, OverflowError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError('is not a duration; write a number with its unit, as in "30s" or "500ms"')
+    return seconds
+
+
+def _keepalive(value: Any) -> Any:
+    seconds = _duration(value)
+    if seconds is None or seconds < _LEAST_KEEPALIVE_S:
+        raise ValueError(f"is not allowed: peers are asked at most every {_LEAST_KEEPALIVE_S:g} s; the default is 30s")
+    return seconds
+
+
 def _groups(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(g, Mapping | _Section) for g in value):
         raise ValueError("is not allowed: write [[devices]] with its keys below it, once for each group of devices")
@@ -78,6 +103,15 @@ def _address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ValueError("is not allowed: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051")
+    return value
+
+
+def _table(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError("is not allowed: write [server.aggregation] with the aggregator's parameters below it")
+    for key, parameter in value.items():
+        if not isinstance(parameter, bool | int | float | str | list | dict):  # in Python, anything can be given
+            raise ValueError(f"has a {type(parameter).__name__} for {key!r}, which no configuration file could say")
     return value
 
 
@@ -124,33 +158,74 @@ class Link(_Section):
         return cls(**{**dict(cycle[0]), "cycle": tuple(cycle), "every_s": every_s})
 
 
+#: More pings would cost a phone's battery more than they tell.
+_LEAST_KEEPALIVE_S = 1.0
 #: A link that changes more often would cost more to emulate than what it carries.
 _LEAST_EVERY_S = 1e-3
 _CHANGING = 'write {cycle = ["4g", "wifi"], every = "60s"}'
+_STEADY = 'write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}'
 
 
 def _parse_link(value: Any) -> Any:
-    if isinstance(value, Mapping) and "cycle" in value:
-        cycle = value["cycle"]
-        if set(value) != {"cycle", "every"} or not isinstance(cycle, list | tuple) or not cycle:
-            raise ValueError(f"is not a link that changes; {_CHANGING}")
-        return Link.changing([_parse_steady_link(link) for link in cycle], parse_duration(value["every"]))
+    if isinstance(value, Mapping) and ("cycle" in value or "every" in value):
+        return _parse_changing_link(value)
     return value if isinstance(value, Link) else _parse_steady_link(value)
+
+
+def _parse_changing_link(value: Mapping[str, Any]) -> Link:
+    _check_link_keys(value, ("cycle", "every"), _CHANGING)
+    if "every" not in value:
+        raise ValueError(f"has no 'every', which says how long each link of the cycle stays; {_CHANGING}")
+    cycle = value.get("cycle")
+    if not isinstance(cycle, list | tuple) or not cycle:
+        raise ValueError(f"has no list of links in 'cycle'; {_CHANGING}")
+    return Link.changing([_parse_link_of_cycle(link) for link in cycle], _quantity(value, "every", parse_duration))
+
+
+def _parse_link_of_cycle(value: Any) -> Link:
+    try:
+        return _parse_steady_link(value)
+    except ValidationError:
+        raise  # it names its key itself
+    except ValueError as error:
+        raise ValueError(f"has {value!r} in its cycle, which {error}") from None
 
 
 def _parse_steady_link(value: Any) -> Link:
     if isinstance(value, str):
         if value not in NAMED_LINKS:
-            raise ValueError(f"is not a link; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
+            hint = _did_you_mean(value, NAMED_LINKS)
+            raise ValueError(f"is not a link{hint}; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
         up, down = NAMED_LINKS[value]
         return Link(up_bps=up, down_bps=down)
-    if isinstance(value, Mapping) and set(value) <= {"up", "down", "latency"}:
-        return Link(
-            up_bps=_parse_limit(value.get("up", "unlimited")),
-            down_bps=_parse_limit(value.get("down", "unlimited")),
-            latency_s=parse_duration(value.get("latency", 0)),
-        )
-    raise ValueError('is not a link; write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}')
+    if not isinstance(value, Mapping) or "cycle" in value:
+        raise ValueError(f"is not a link; {_STEADY}")
+    _check_link_keys(value, ("up", "down", "latency"), _STEADY)
+    return Link(
+        up_bps=_quantity(value, "up", _parse_limit),
+        down_bps=_quantity(value, "down", _parse_limit),
+        latency_s=_quantity(value, "latency", parse_duration) if "latency" in value else 0.0,
+    )
+
+
+def _check_link_keys(value: Mapping[str, Any], allowed: Sequence[str], example: str) -> None:
+    unknown = [key for key in value if key not in allowed]
+    if unknown:
+        hint = _did_you_mean(unknown[0], allowed)
+        raise ValueError(f"has a key '{unknown[0]}' that is none of {', '.join(allowed)}{hint}; {example}")
+
+
+def _did_you_mean(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given.lower(), list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def _quantity(value: Mapping[str, Any], key: str, parse: Callable[[Any], Quantity]) -> Quantity:
+    """Return what a key of a link says, or raise what is wrong with it, with its name."""
+    try:
+        return parse(value.get(key, "unlimited"))
+    except ConfigError as error:
+        raise ValueError(f"has a wrong '{key}': {str(error).removesuffix('.')}") from None
 
 
 def _link_tree(link: Link) -> dict[str, Any]:
@@ -222,7 +297,19 @@ class ServerSection(_Section):
     speed: Fraction = 1.0
     profile: str | None = None
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:0"
-    aggregator: Literal["fedavg"] = "fedavg"
+    aggregator: Annotated[str, AfterValidator(known_aggregator)] = "fedavg"
+    aggregation: Annotated[dict[str, Any], BeforeValidator(_table)] = Field(default_factory=dict)
+    min_devices: Positive | None = None  # all that are in the configuration
+    round_deadline: Annotated[float | None, BeforeValidator(_duration)] = None  # seconds
+    resume_window: Annotated[float, BeforeValidator(_duration)] = 30.0
+    keepalive: Annotated[float, BeforeValidator(_keepalive)] = 30.0
+    checkpoint_every: NotNegative = 1  # rounds; 0 is never
+    checkpoint_keep: Positive = 3
+
+    @property
+    def proximal(self) -> float:
+        """The weight mu of FedProx's proximal term; 0 without one."""
+        return float(all_parameters("fedprox", self.aggregation)["proximal"]) if self.aggregator == "fedprox" else 0.0
 
 
 class DeviceSection(_Section):
@@ -266,6 +353,14 @@ class Config(_Section):
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"Two devices are called '{twice}'; give each group of devices its own name")
+        return self
+
+    @model_validator(mode="after")
+    def _aggregator_fits(self) -> Config:
+        server = self.server
+        parameters = all_parameters(server.aggregator, server.aggregation)
+        check_method(server.aggregator, METHODS[self.run.method])
+        check_devices(server.aggregator, parameters, sum(group.count for group in self.devices))
         return self
 
 
@@ -379,9 +474,15 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
             if isinstance(group, dict):
                 group[name] = value
     else:
-        tree.setdefault(section, {})
-        if isinstance(tree[section], dict):
-            tree[section][name] = value
+        _put(tree, [section, *name.split(".")], value)
+
+
+def _put(table: Any, path: Sequence[str], value: Any) -> None:
+    """Set a key in a table of tables; what is no table stays as it is: the check that follows says what is wrong."""
+    for name in path[:-1]:
+        table = table.setdefault(name, {}) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table[path[-1]] = value
 
 
 def _toml_value(text: str) -> Any:

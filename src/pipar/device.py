@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pipar.compute import Compute
-from pipar.errors import LinkError, ProtocolError, TrainingError
-from pipar.events import Observer, Progress, ignore
+from pipar.errors import LinkError, ProtocolError, SessionOverError, TrainingError
+from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_json
@@ -34,6 +34,7 @@ class DevicePart(Protocol):
     def forward(self, micro_batch: int, piece: Any) -> Any: ...
     def backward(self, micro_batch: int, gradient: Any) -> None: ...
     def step(self) -> None: ...
+    def discard(self) -> None: ...
     def take_loss(self) -> float | None: ...
     def encode(self, activation: Any, piece: Any) -> Body: ...
     def decode(self, message: Message) -> Any: ...
@@ -80,14 +81,20 @@ class Device:
         self._commands: asyncio.Queue[Message | None] = asyncio.Queue()
         self._uploads: asyncio.Queue[tuple[Work, Any, Any]] = asyncio.Queue()
         self._awaits_momentum = False
+        self._training: asyncio.Task[None] | None = None  # the epoch under way
+        self._abandoned = 0  # epochs up to this one are over without this device
         self._gradients: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # by epoch, iteration, micro-batch
 
     async def train(self) -> None:
         """Take part in the training until the server says stop."""
         self._channel.post(Message(Kind.HELLO, body=json_body(self._introduction())))
-        self._orders = Orders.read(await self._expect_welcome())
+        welcome = await self._expect_welcome()
+        if welcome.kind is Kind.STOP:
+            return  # the training was over before this device came
+        self._orders = Orders.read(welcome)
         self._channel.session = self._orders.session
         self._part = self._build_part(self._orders)
+        self._observe(Welcomed(self.name, str(self._orders.plan)))
         helpers = [self._loop.create_task(self._receive()), self._loop.create_task(self._upload())]
         try:
             await self._while_running(self._obey(), helpers)
@@ -113,14 +120,47 @@ class Device:
                 case Kind.STATE:
                     await self._take_momentum(command)
                 case Kind.ROUND:
-                    await self._train_epoch(command.epoch)
-                    await self._send_model(command.epoch)
+                    await self._take_part(command.epoch)
+                case Kind.ABANDON:
+                    await self._forget(command.epoch)
                 case Kind.REPORT:
                     trace = pack_trace(self._recorder.take(command.epoch))
                     body = Body.of(trace, encoding="trace")
                     self._channel.post(Message(Kind.TRACE, command.epoch, body=body))
                 case _:
                     raise ProtocolError(f"The server sent {command}, which a device does not take.")
+        self._channel.post(Message(Kind.STOP, command.epoch))  # goodbye: who goes without it may have lost its link
+
+    async def _take_part(self, epoch: int) -> None:
+        """Train an epoch and send the trained part, unless the server goes on without it."""
+        if epoch > self._abandoned:
+            self._training = self._loop.create_task(self._train_and_send(epoch))
+            try:
+                await asyncio.wait([self._training])
+            finally:
+                self._training.cancel()
+                await asyncio.gather(self._training, return_exceptions=True)
+            if not self._training.cancelled():
+                self._training.result()
+
+    async def _train_and_send(self, epoch: int) -> None:
+        await self._train_epoch(epoch)
+        await self._send_model(epoch)
+        self._observe(Trained(self.name, epoch, len(self._samples)))
+
+    def _abandon(self, epoch: int) -> None:
+        """The round has ended without this device: what it does of it is in vain."""
+        self._abandoned = epoch
+        if self._training is not None:
+            self._training.cancel()
+
+    async def _forget(self, epoch: int) -> None:
+        while not self._uploads.empty():
+            self._uploads.get_nowait()
+        self._gradients.clear()
+        # On its lane: behind work on the same part that could not be stopped.
+        await self._compute.run((Work("install", epoch), self._part.discard))
+        self._recorder.take(epoch)
 
     async def _train_epoch(self, epoch: int) -> None:
         batches = self._cut(epoch)
@@ -222,7 +262,10 @@ class Device:
             if message.kind is Kind.GRADIENT:
                 await self._take_gradient(message)
             elif message.kind is Kind.FAULT:
-                raise TrainingError(f"The server ended the session: {read_json(message).get('reason', 'no reason')}")
+                raise _fault(message, "ended the session")
+            elif message.kind is Kind.ABANDON:
+                self._abandon(message.epoch)
+                self._commands.put_nowait(message)
             else:
                 self._commands.put_nowait(message)
 
@@ -230,6 +273,8 @@ class Device:
         place = (message.epoch, message.iteration, message.micro_batch)
         decode = Work("decode", *place, size_bytes=message.body.size_bytes)
         gradient = await self._io.run((decode, partial(self._part.decode, message)))
+        if message.epoch <= self._abandoned:
+            return
         waiting = self._gradients.get(place)
         if waiting is None or waiting.done():
             raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
@@ -262,8 +307,8 @@ class Device:
     async def _expect_welcome(self) -> Message:
         message = await self._channel.receive()
         if message.kind is Kind.FAULT:
-            raise TrainingError(f"The server refused this device: {read_json(message).get('reason', 'no reason')}")
-        if message.kind is not Kind.WELCOME:
+            raise _fault(message, "refused this device")
+        if message.kind not in (Kind.WELCOME, Kind.STOP):
             raise ProtocolError(f"The server answered with {message} where a welcome belongs.")
         return message
 
@@ -287,6 +332,12 @@ class Device:
             if helper.done():
                 helper.result()
         raise LinkError("The connection to the server was lost.")
+
+
+def _fault(message: Message, what: str) -> TrainingError | SessionOverError:
+    content = read_json(message)
+    text = f"The server {what}: {content.get('reason', 'no reason')}"
+    return SessionOverError(text) if content.get("again") is True else TrainingError(text)
 
 
 def _size_bytes(activation: Any) -> int:

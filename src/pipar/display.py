@@ -21,6 +21,8 @@ from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
 #: How often the live part is drawn; more is a cost without a gain.
 REFRESH_HZ = 4.0
+#: Without a terminal, a preparation that takes long says so this often.
+_SAY_EVERY_S = 10.0
 #: How many reports of one owner a lane's utilisation is taken over.
 _WINDOW = 4
 
@@ -113,8 +115,9 @@ def _mean(values: Sequence[float]) -> float | None:
 class Display:
     """Watches runs: a live part at the bottom of a terminal, and a line for each finished epoch anywhere.
 
-    Without a terminal only the lines are written; `quiet` writes nothing. Nothing is written before a run begins: a
-    mistake that is found until then is the only line. The folders of the runs are remembered.
+    Without a terminal only the lines are written; `quiet` writes nothing. Nothing is written before a run begins, but
+    a line every ten seconds of a long preparation: a mistake that is found until then is the only line. The folders of
+    the runs are remembered.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -124,8 +127,9 @@ class Display:
         self._quiet = quiet
         self._gauges = Gauges()
         self._preparing: Preparing | None = None
-        self._since = time.monotonic()
+        self._since = self._said = time.monotonic()
         self._live: Live | None = None
+        self._replanned: Replanned | None = None  # for an epoch whose predecessor has no line yet
 
     def __enter__(self) -> Display:
         if not self._quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -150,17 +154,40 @@ class Display:
         self._gauges.take(event)
         if isinstance(event, Preparing):
             self._preparing = event
+            self._say_how_far(event)
         elif isinstance(event, Started):
-            self._preparing, self._since = None, time.monotonic()
+            self._preparing, self._replanned, self._since = None, None, time.monotonic()
             self._introduce(event)
             self.folders.append(Path(event.folder))
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
+            self._tell_new_plans()
         elif isinstance(event, Replanned):
-            plans = plans_text(str(Plan(**plan)) for plan in event.plans.values())
-            self._print(Text(f"A link has changed: {plans} from epoch {event.epoch} on", style="dim"))
+            self._replanned = event
+            self._tell_new_plans()
         elif isinstance(event, ReplanFailed):
             self._print(Text(event.reason, style="dim"))
+
+    def _say_how_far(self, preparing: Preparing) -> None:
+        """Write how far a preparation is, now and then, where no terminal shows it all the time."""
+        if self._live is None and time.monotonic() - self._said >= _SAY_EVERY_S:
+            self._said = time.monotonic()
+            self._print(Text(f"{preparing.what} ({percent(preparing.share, 0)}, {self._elapsed()})", style="dim"))
+
+    def _elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._since), 60)
+        return f"{minutes}:{seconds:02d}"
+
+    def _tell_new_plans(self) -> None:
+        """Write which plans the next epoch has, below the line of the last one that has others.
+
+        An epoch's record is complete only when its validation is, and that runs beside the next epoch.
+        """
+        new, done = self._replanned, self._gauges.last.epoch if self._gauges.last else 0
+        if new is not None and done >= new.epoch - 1:
+            plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
+            self._print(Text(f"Planned again: {plans} from epoch {new.epoch} on", style="dim"))
+            self._replanned = None
 
     def _introduce(self, started: Started) -> None:
         """Write what is emulated, once, and what the following lines are about."""
@@ -176,7 +203,8 @@ class Display:
 
     def _picture(self) -> RenderableType:
         if self._preparing is not None:
-            return _bar_line(self._preparing.what, self._preparing.share, percent(self._preparing.share, 0))
+            words = Text(f"{self._preparing.what}  {self._elapsed()}", no_wrap=True, overflow="ellipsis")
+            return Group(words, _bar_line("", self._preparing.share, percent(self._preparing.share, 0)))
         if self._gauges.started is None:
             return Text("Preparing", style="dim")
         if not self._gauges.running:
@@ -194,11 +222,8 @@ class Display:
         last, loss = self._gauges.last, self._gauges.loss
         words += [f"loss {loss:.3f}"] if loss is not None else []
         words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
-        elapsed = divmod(int(time.monotonic() - self._since), 60)
         return Group(
-            Text(
-                "  ".join([*words, f"{elapsed[0]}:{elapsed[1]:02d}"]), style="bold", no_wrap=True, overflow="ellipsis"
-            ),
+            Text("  ".join([*words, self._elapsed()]), style="bold", no_wrap=True, overflow="ellipsis"),
             _bar_line("epoch", share, percent(share, 0), style="cyan"),
         )
 

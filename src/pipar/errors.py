@@ -34,9 +34,29 @@ class ProtocolError(PiparError):
     """The peer said something that the protocol does not allow."""
 
 
+class UnusableModelError(ProtocolError):
+    """A device brought back a model that cannot be used."""
+
+    def __init__(self, device: str, message: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
 class LinkError(PiparError):
     """The connection to a peer was lost or could not be made."""
 
 
+class SessionOverError(LinkError):
+    """The server does not know this session any more, or has ended it: a device may join anew."""
+
+
+class CredentialError(LinkError):
+    """The other side does not take what identifies us, or we do not take what identifies it: trying again is no use."""
+
+
 class TrainingError(PiparError):
     """Training could not go on."""
+
+
+class CheckpointError(PiparError):
+    """A checkpoint could not be saved or read; the training can go on without it."""

@@ -39,6 +39,7 @@ class EpochResult:
     validation_s: float
     utilisation: dict[str, float] = field(default_factory=dict)  # of the four lanes: device, uplink, server, downlink
     predicted_s: float | None = None  # `seconds` as expected when the epoch began
+    devices: int = 0  # that took part
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,9 +96,163 @@ class ReplanFailed:
     reason: str
 
 
-Event = Progress | EpochResult | Preparing | Started | Listening | Joined | Replanned | ReplanFailed
+@dataclass(frozen=True)
+class Waiting:
+    """The training begins, or goes on, when enough devices are there."""
+
+    present: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class RoundOver:
+    """A round is over; these devices count in it, each with so many samples. Its EpochResult follows later."""
+
+    epoch: int
+    counted: dict[str, int]  # samples by device
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A device's round does not count; the others' does."""
+
+    device: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Away:
+    """The link to a device is lost; its place is kept for so long."""
+
+    device: str
+    seconds_allowed: float
+
+
+@dataclass(frozen=True)
+class Back:
+    """A device that was away goes on where it was."""
+
+    device: str
+    away_s: float
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A device is gone, and its place is no longer kept; it may join anew."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A device has said goodbye."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The training can be resumed from this checkpoint."""
+
+    epoch: int
+    path: str
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """A checkpoint could not be written; the training goes on, and the one before it is still there."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The training goes on from a checkpoint; this epoch was the last one in it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """This device takes part in a training, by this plan."""
+
+    device: str
+    plan: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """This device has trained its part of a round and sent it."""
+
+    device: str
+    epoch: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Reconnecting:
+    """A device has no connection to its server and tries again in `wait_s` seconds; attempts count from 1."""
+
+    address: str
+    attempt: int
+    wait_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The program was asked to end, or has come to its end, and puts everything away."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The program cannot go on and ends."""
+
+    reason: str
+
+
+Event = (
+    Progress
+    | EpochResult
+    | Preparing
+    | Started
+    | Listening
+    | Joined
+    | Replanned
+    | ReplanFailed
+    | Waiting
+    | RoundOver
+    | Dropped
+    | Away
+    | Back
+    | Lost
+    | Left
+    | Saved
+    | SaveFailed
+    | Resumed
+    | Welcomed
+    | Trained
+    | Reconnecting
+    | Stopping
+    | Failed
+)
 Observer = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
     """Watch nothing."""
+
+
+def tell_all(*observers: Observer) -> Observer:
+    """Return an observer that passes every event on to all of these, in this order."""
+
+    def observe(event: Event) -> None:
+        for observer in observers:
+            observer(event)
+
+    return observe

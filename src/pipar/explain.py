@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from pipar.config import Config
+from pipar.assemble import can_replan
+from pipar.choosing import chosen as plans_again
+from pipar.config import Config, Link, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
-from pipar.forecast import timeline
+from pipar.forecast import lane_s, timeline
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import candidates
@@ -54,7 +56,50 @@ class Row:
     machine: str | None
     plan: Plan
     predicted_s: float  # until the last of them has ended its last iteration
-    needed_bytes: int | None  # if their memory is limited
+    needed_bytes: int
+    utilisation: Mapping[str, float]  # busy shares of the epoch, of a device's own lanes and of all cores
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest lane that these devices have to do with."""
+        return max(LANES, key=lambda lane: self.utilisation[lane])
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return self.devices[0].memory_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        first, plan = self.devices[0], self.plan
+        return {
+            "devices": [member.name for member in self.devices],
+            "machine": self.machine,
+            "speed": first.costs.speed,
+            "link": first.link.model_dump(mode="json"),
+            "memory_bytes": self.memory_bytes,
+            "needed_bytes": self.needed_bytes,
+            **asdict(plan),
+            "schedule": "1f1b" if plan.window else "all-forward",
+            "predicted_s": self.predicted_s,
+            "bottleneck": self.bottleneck,
+            "utilisation": dict(self.utilisation),
+        }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a device's lanes, and the cores that work for it, do in one iteration, or in a whole epoch."""
+
+    device: str
+    spans: Sequence[Span]
+    whole_epoch: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """Links that change, when each is at the same place of its cycle, and the plans of a training at that time."""
+
+    links: tuple[Link, ...]  # in the order of the configuration, equal ones once
+    chosen: Option
 
 
 @dataclass(frozen=True)
@@ -87,6 +132,7 @@ class Explanation:
     simulations: int
     seconds: float
     exhaustive: Exhaustive | None = None
+    states: tuple[State, ...] = ()  # of links that change; all else here is about the first of them
 
     @property
     def estimate(self) -> str:
@@ -109,10 +155,11 @@ class Explanation:
         }
 
     def rows(self, plans: Plans | None = None) -> list[Row]:
-        """Return the devices, those together that are alike and have one plan."""
+        """Return the devices, those together that are alike and have one plan, in the configuration's order."""
         plans = self.chosen.plans if plans is None else plans
         together: dict[tuple[object, ...], list[Member]] = {}
-        for member in self.fleet.members:
+        place = {name: number for number, name in enumerate(device_names(self.job.config))}
+        for member in sorted(self.fleet.members, key=lambda member: place[member.name]):
             key = (id(member.costs), member.link, member.memory_bytes, plans[member.name])
             together.setdefault(key, []).append(member)
         return [self._row(tuple(members), plans[members[0].name]) for members in together.values()]
@@ -120,18 +167,29 @@ class Explanation:
     def _row(self, members: tuple[Member, ...], plan: Plan) -> Row:
         first, fleet = members[0], self.fleet
         profile, statistics = first.costs.profile, fleet.batch_statistics
-        needed = None
-        if first.memory_bytes is not None:
-            needed = training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
+        needed = training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
         machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
-        return Row(members, machine, plan, max(self.predicted_s[member.name] for member in members), needed)
+        ended_s = max(self.predicted_s[member.name] for member in members)
+        return Row(members, machine, plan, ended_s, needed, self._utilisation(members, plan))
 
-    def iteration(self) -> tuple[str, list[Span]] | None:
-        """Return the device that ends last with the spans of one iteration; None if nothing forecasts the method's."""
+    def _utilisation(self, members: tuple[Member, ...], plan: Plan) -> dict[str, float]:
+        """Return how busy the lanes of the one with most data are; the server's cores are everybody's."""
+        busiest = max(members, key=lambda member: member.samples)
+        own = {lane: s / self.timing.epoch_s for lane, s in lane_s(self.fleet, busiest, plan).items()}
+        return {lane: own.get(lane, self.utilisation[lane]) for lane in LANES}
+
+    def picture(self) -> Picture | None:
+        """Return one iteration of the device that ends last; None if nothing forecasts the method's.
+
+        Of P = Q, which uses the links and the server for nothing but the models, it is the epoch with their exchange.
+        """
         if self.job.method.shares_server_model:
             return None
         slowest = max(self.timing.device_s.items(), key=lambda item: item[1])[0]
-        return slowest, timeline(self.fleet.sampled(), self.chosen.plans, slowest, iterations=1)
+        fleet, plans = self.fleet.sampled(), self.chosen.plans
+        if plans[slowest].split_point == fleet.layers:
+            return Picture(slowest, timeline(fleet, plans, slowest, exchange=True), whole_epoch=True)
+        return Picture(slowest, timeline(fleet, plans, slowest, iterations=1), whole_epoch=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `pipar plan --json` prints."""
@@ -141,6 +199,12 @@ class Explanation:
             "model": self.job.model,
             "dataset": self.job.dataset,
             "plans": [{**entry, "predicted_s": self.predicted_s[entry["device"]]} for entry in _tree(self.chosen)],
+            "groups": [row.to_dict() for row in self.rows()],
+            "server": {
+                "machine": self.job.config.server.profile,
+                "speed": self.job.config.server.speed,
+                "cores": self.fleet.cores,
+            },
             "predicted_epoch_s": self.chosen.epoch_s,
             "bottleneck": self.timing.bottleneck,
             "utilisation": self.utilisation,
@@ -153,6 +217,15 @@ class Explanation:
             "simulations": self.simulations,
             "seconds": self.seconds,
         }
+        if self.states:
+            document["states"] = [
+                {
+                    "links": [link.model_dump(mode="json") for link in state.links],
+                    "plans": _tree(state.chosen),
+                    "epoch_s": state.chosen.epoch_s,
+                }
+                for state in self.states
+            ]
         if self.exhaustive is not None:
             found = self.exhaustive
             document |= {
@@ -228,6 +301,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
         other=other,
         simulations=choice.simulations,
         seconds=seconds,
+        states=_states(job, fleet, chosen, simulate, observe),
     )
     if not exhaustive:
         return explanation
@@ -246,6 +320,36 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     return replace(explanation, exhaustive=searched)
 
 
+def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe: Observer) -> tuple[State, ...]:
+    """Return what a training would do at each place of the links' cycles; nothing if no link changes.
+
+    Cycles of different lengths or times do not stay together as they are here, which is how they begin.
+    """
+    place = {name: number for number, name in enumerate(device_names(job.config))}
+    members = sorted(fleet.members, key=lambda member: place[member.name])
+    changing = list(dict.fromkeys(member.link for member in members if member.link.cycle))
+    count = max((len(link.cycle) for link in changing), default=0)
+    states = []
+    for number in range(count):
+        observe(Preparing("Planning for links that change", number / count))
+        there = replace(fleet, members=tuple(replace(m, link=_at(m.link, number)) for m in fleet.members))
+        option = chosen if number == 0 else _replanned(job, there, chosen.plans, simulate)
+        states.append(State(tuple(_at(link, number) for link in changing), option))
+    return tuple(states)
+
+
+def _at(link: Link, number: int) -> Link:
+    return link.cycle[number % len(link.cycle)] if link.cycle else link
+
+
+def _replanned(job: Job, fleet: Fleet, plans: Plans, simulate: Simulate) -> Option:
+    """Return the plans that a training has behind such a change: new ones if it may choose and they are better."""
+    if can_replan(job):
+        by_paper = job.config.plan.estimate == "paper"
+        plans = plans_by_estimate(job, fleet) if by_paper else plans_again(fleet, plans)
+    return Option(plans, simulate(fleet.sampled(), plans, None).epoch_s)
+
+
 def _others(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
     return tuple(sorted((o for o in options if o.plans != chosen.plans), key=lambda option: option.epoch_s))
 
@@ -260,8 +364,8 @@ def _search(
     """Return the best of all plans, or of those on a grid of N."""
     alike = _evened(fleet.sampled())
 
-    def progress(share: float) -> None:
-        observe(Preparing("Trying every plan", share))
+    def progress(done: int, most: int) -> None:
+        observe(Preparing(f"Trying every plan: {done:,} of at most {most:,} combinations", done / most))
 
     if alike.method.shares_server_model:
         best = _best_in_common(alike, simulate, progress)
@@ -304,11 +408,11 @@ def _grid(fleet: Fleet) -> tuple[int, ...] | None:
     )
 
 
-def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[float], None]) -> Best:
+def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[int, int], None]) -> Best:
     """Return the best plans with one split point, that of the shared server-side model."""
     found, every = [], plans_in_common(fleet)
     for number, by_kind in enumerate(every, start=1):
         found.append((simulate(fleet, everybodys(fleet, by_kind), None).epoch_s, by_kind))
-        progress(number / len(every))
+        progress(number, len(every))
     seconds, by_kind = min(found)
     return Best(by_kind, seconds, simulated=len(found), ruled_out=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +28,11 @@ def load_factory(spec: str) -> Callable[..., Any]:
     return function
 
 
-def call_factory(spec: str, *arguments: Any) -> Any:
+def call_factory(spec: str, *arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
     """Return what the function gives; whatever it raises becomes one sentence with its name."""
     function = load_factory(spec)
     try:
-        return function(*arguments)
+        return function(*arguments, **(keywords or {}))
     except PiparError:
         raise
     except Exception as error:

@@ -67,11 +67,22 @@ def forecast(
     return _Epoch(fleet, plans, iterations, disturb).run()
 
 
-def timeline(fleet: Fleet, plans: Mapping[str, Plan], device: str, *, iterations: int | None = None) -> list[Span]:
-    """Return the spans of one device, and of the server's cores when they work for it, in order of their starts."""
+def timeline(
+    fleet: Fleet,
+    plans: Mapping[str, Plan],
+    device: str,
+    *,
+    iterations: int | None = None,
+    exchange: bool = False,
+) -> list[Span]:
+    """Return the spans of one device, and of the server's cores when they work for it, in order of their starts.
+
+    `exchange` adds what comes behind the iterations: the trained part up, the averaging, the new part down.
+    """
     epoch = _Epoch(fleet, plans, iterations, watch=device)
     epoch.run()
-    return sorted(epoch.spans, key=lambda span: span.start)
+    shown = [span for span in epoch.spans if exchange or span.kind not in ("model", "aggregate")]
+    return sorted(shown, key=lambda span: span.start)
 
 
 def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
@@ -375,7 +386,13 @@ class _Epoch:
         server = self._fleet.server
         models = server.profile.parameter_bytes(1, self._fleet.layers) * len(self._devices)
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
-        _, installed = self._distribute(returned + server.seconds(Work("aggregate", size_bytes=models)))
+        averaged = returned + server.seconds(Work("aggregate", size_bytes=models))
+        _, installed = self._distribute(averaged)
+        for device in self._devices:
+            if device.watched:
+                self.spans.append(Span(SERVER, CORE, "aggregate", 1, 0, 0, returned, averaged))
+                seconds = transfer_s(self._part_bytes(device), device.member.link.down_bps)
+                self._span(device, DOWNLINK, "model", 0, device.down_free - seconds, device.down_free)
         return max(installed.values())
 
     def _distribute(self, now: float) -> tuple[float, dict[str, float]]:
@@ -400,7 +417,10 @@ class _Epoch:
         packed = device.ends[-1] + member.costs.seconds(Work("pack", size_bytes=size))
         seconds = transfer_s(size, member.link.up_bps)
         device.up_s += seconds
-        device.returned_at = max(max(packed, said) + seconds + device.latency, device.stepped_at)
+        sent = max(packed, said)
+        if device.watched:
+            self._span(device, UPLINK, "model", 0, sent, sent + seconds)
+        device.returned_at = max(sent + seconds + device.latency, device.stepped_at)
 
     def _part_bytes(self, device: _Device) -> int:
         return self._fleet.server.profile.parameter_bytes(1, device.plan.split_point)
@@ -459,6 +479,19 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
         crowded=each(server.crowded),
     )
+
+
+def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
+    """Return how long a device's own lanes work in one epoch: its iterations' stages, and the models on its link."""
+    batches = fleet.batches(member.samples)
+    known = {batch: batch_times(fleet, member, plan, batch) for batch in set(batches)}
+    every = [known[batch] for batch in batches]
+    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
+    return {
+        "device": sum(sum(times.fc) + sum(times.bc) + times.step for times in every),
+        "uplink": sum(sum(times.u) for times in every) + transfer_s(size, member.link.up_bps),
+        "downlink": sum(sum(times.d) for times in every) + transfer_s(size, member.link.down_bps),
+    }
 
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:

@@ -6,7 +6,7 @@ measured by the round itself and count from the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -49,13 +49,15 @@ class Foresight:
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
         before = self._links[max(self._links)] if self._links else {m.name: m.link for m in self.fleet.members}
-        self._links[epoch + 1] = {name: one.over(before[name]) for name, one in measured.items()}
+        known = {member.name: member.link for member in self.fleet.members}
+        now = {name: one.over(before.get(name, known[name])) for name, one in measured.items()}
+        self._links[epoch + 1] = {**before, **now}
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
         fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
         # From the profiles, each device with its own factor: a group's median would let single factors run away.
-        profiled, profiled_server = busy_s(self.fleet, plans)
+        profiled, profiled_server = busy_s(self.fleet.of(device_s), plans)
         expected = {name: seconds * fit.devices.get(name, 1.0) for name, seconds in profiled.items()}
         expected_server = profiled_server * fit.server
         times = {name: _times(device_s[name], seconds) for name, seconds in expected.items() if name in device_s}
@@ -79,9 +81,9 @@ class Foresight:
         self._planned_with = self._fits[max(self._fits)]
         return refitted(self.fleet, replace(self._planned_with, links=links))
 
-    def predicted_s(self, epoch: int) -> float:
-        """Return the seconds of an epoch, as expected when it began."""
-        return predict_s(self.fleet_for(epoch), _at(self._plans, epoch))
+    def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
+        """Return the seconds of an epoch of these devices, as expected when it began."""
+        return predict_s(self.fleet_for(epoch).of(devices), _at(self._plans, epoch))
 
 
 def _at(by_first: Mapping[int, T], epoch: int) -> T:

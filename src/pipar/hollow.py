@@ -58,6 +58,9 @@ class HollowDevicePart:
     def step(self) -> None:
         pass
 
+    def discard(self) -> None:
+        pass
+
     def take_loss(self) -> None:
         return None
 
@@ -124,10 +127,13 @@ class HollowLearner:
         return self._parts[split_point]
 
     def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
-        before = {device: self.part_bytes(device) for device in split_points}
+        before = {device: self.part_bytes(device) for device in split_points if device in self._split_points}
         self._split_points.update(split_points)
         sizes = {device: max(0, self.part_bytes(device) - size) for device, size in before.items()}
         return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
+
+    def forget(self, device: str) -> None:
+        pass
 
     def pack(self, device: str) -> Body:
         return Body(self.part_bytes(device), encoding="safetensors")

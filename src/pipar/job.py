@@ -69,6 +69,8 @@ class Job:
     def resolved_config(self) -> Config:
         """Return the configuration with the plans that were chosen: run again, it trains by the same ones."""
         names, groups, at = device_names(self.config), [], 0
+        if not set(names) <= set(self.plans):  # who takes part is not known before the devices come
+            return self.config
         for group in self.config.devices:
             here = names[at : at + group.count]
             # Devices of a group differ in their data only; if that gives them other plans, each is a group of its own.
@@ -93,6 +95,7 @@ class Job:
                 batch_statistics=self.batch_statistics,
                 # Split learning hands weights on to another device: their momentum stays behind.
                 keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
+                proximal=config.server.proximal,
             )
             for number, spec in enumerate(self.specs, start=1)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipar.config import Link
@@ -30,7 +30,9 @@ class _Epoch:
     bytes_up: dict[str, int] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     server: EpochTrace | None = None
-    samples: int = 0
+    awaited: set[str] = field(default_factory=set)  # devices whose traces are still to come
+    counted: Mapping[str, int] = field(default_factory=dict)  # samples of the devices that took part
+    seconds: float = 0.0  # on the server's clock, for a round of which no device is left to tell
     train_loss: float | None = None
     validated: bool = False
     val_loss: float | None = None
@@ -52,6 +54,7 @@ class Ledger:
         emit: Callable[[EpochResult, list[Span]], None],
         bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
         foresight: Foresight | None = None,
+        done: Sequence[float | None] = (),
     ) -> None:
         self._links = links
         self._bounds = {1: bounds}  # by the first epoch that they hold for
@@ -62,25 +65,45 @@ class Ledger:
         self._background = background
         self._emit = emit
         self._epochs: dict[int, _Epoch] = {}
-        self._emitted = 0
-        self._losses: list[float | None] = []
+        self._emitted = len(done)
+        self._losses = list(done)
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
     def add_trace(self, trace: EpochTrace, downlink: EpochTrace, bytes_up: int, bytes_down: int) -> None:
         """Take a device's trace of an epoch, with what the server counted of its link."""
         epoch = self._epoch(trace.epoch)
+        epoch.awaited.discard(trace.owner)
         epoch.devices[trace.owner] = trace
         epoch.downlinks.append(downlink)
         epoch.bytes_up[trace.owner] = bytes_up
         epoch.bytes_down[trace.owner] = bytes_down
         self._settle()
 
-    def add_round(self, number: int, samples: int, train_loss: float | None) -> None:
-        """Take what the server knows of a round when it is over."""
+    def add_round(
+        self,
+        number: int,
+        counted: Mapping[str, int],
+        train_loss: float | None,
+        *,
+        reporting: Iterable[str],
+        seconds: float,
+    ) -> None:
+        """Take what the server knows of a round when it is over; the traces of the `reporting` devices are to come."""
         epoch = self._epoch(number)
-        epoch.samples, epoch.train_loss = samples, train_loss
+        epoch.counted, epoch.train_loss, epoch.seconds = dict(counted), train_loss, seconds
+        epoch.awaited |= set(reporting)
         epoch.server = self._recorder.take(number)
+        self._settle()
+
+    def join(self, device: str, link: Link) -> None:
+        """A device has come that was not there before."""
+        self._links = {**self._links, device: link}
+
+    def lose(self, device: str) -> None:
+        """Nothing more will come of a device's traces."""
+        for epoch in self._epochs.values():
+            epoch.awaited.discard(device)
         self._settle()
 
     def add_validation(self, number: int, loss: float | None, accuracy: float | None) -> None:
@@ -108,6 +131,11 @@ class Ledger:
         self._failure = failure
         self._changed.set()
 
+    def check(self) -> None:
+        """Raise what the ledger has failed with."""
+        if self._failure is not None:
+            raise self._failure
+
     async def complete(self, last_epoch: int) -> None:
         """Return when the results of all epochs up to this one are out."""
         while self._emitted < last_epoch:
@@ -122,8 +150,7 @@ class Ledger:
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
     async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         self._changed.clear()
         await self._changed.wait()
 
@@ -145,14 +172,14 @@ class Ledger:
             self._foresight.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
 
     def _is_complete(self, epoch: _Epoch) -> bool:
-        return epoch.validated and epoch.server is not None and len(epoch.devices) == len(self._links)
+        return epoch.validated and epoch.server is not None and not epoch.awaited
 
     def _result(self, number: int, epoch: _Epoch) -> EpochResult:
         assert epoch.server is not None
         assert epoch.validation is not None
         traces = [epoch.devices[name] for name in sorted(epoch.devices)]
-        start = min(trace.totals[IO].first_start for trace in traces)
-        seconds = max(trace.totals[COMPUTE].last_end for trace in traces) - start
+        start = min((trace.totals[IO].first_start for trace in traces), default=0.0)
+        seconds = max((trace.totals[COMPUTE].last_end for trace in traces), default=epoch.seconds) - start
         busy = {
             "device": _mean([trace.totals[COMPUTE].busy_s for trace in traces]),
             "uplink": _mean([_busy(trace, UPLINK) for trace in traces]),
@@ -163,7 +190,7 @@ class Ledger:
         return EpochResult(
             epoch=number,
             seconds=seconds,
-            samples=epoch.samples,
+            samples=sum(epoch.counted.values()),
             train_loss=epoch.train_loss,
             val_loss=epoch.val_loss,
             val_accuracy=epoch.val_accuracy,
@@ -175,7 +202,8 @@ class Ledger:
             efficiency=bound / seconds if seconds else 0.0,
             validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
-            predicted_s=self._foresight.predicted_s(number) if self._foresight is not None else None,
+            devices=len(epoch.counted),
+            predicted_s=self._foresight.predicted_s(number, epoch.counted) if self._foresight is not None else None,
         )
 
     def _bound(self, number: int, epoch: _Epoch) -> float:
@@ -186,12 +214,13 @@ class Ledger:
         bounds = self._bounds[max(first for first in self._bounds if first <= number)]
         slowest = bounds.server_s / self._cores
         downlinks = {trace.owner: trace for trace in epoch.downlinks}
-        for name, link in self._links.items():
+        for name in epoch.devices:
+            link = self._links[name]
             # Without one configured rate, the measured one: the bytes over it are the time they were on the link.
             up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
             up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
             down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
-            slowest = max(slowest, up, down, bounds.device_s[name])
+            slowest = max(slowest, up, down, bounds.device_s.get(name, 0.0))
         return slowest
 
 
@@ -200,7 +229,7 @@ def _busy(trace: EpochTrace, lane: str) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0
 
 
 def _spans(epoch: _Epoch) -> list[Span]:

@@ -9,9 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipar.assemble import can_replan
 from pipar.chart import Chart
-from pipar.explain import Exhaustive, Explanation, Option, Plans, Row
+from pipar.explain import Exhaustive, Explanation, Option, Picture, Plans, Row
 from pipar.planner.fleet import Member
+from pipar.planner.select import TIE
 from pipar.planner.timing import LANES
 from pipar.tables import link_text, new_table, percent
 
@@ -22,10 +24,11 @@ _RUNNERS_UP = 5
 def plan_view(explained: Explanation) -> RenderableType:
     """Return everything that `pipar plan` shows."""
     parts: list[RenderableType] = [_title(explained), _choice(explained), _epoch_line(explained), _lanes(explained)]
-    picture = explained.iteration()
+    if explained.states:
+        parts += [_states_line(explained), _states(explained)]
+    picture = explained.picture()
     if picture is not None:
-        device, spans = picture
-        parts += [Text(f"\nOne iteration of {device}, {explained.chosen.plans[device]}\n", style="bold"), Chart(spans)]
+        parts += [_picture_title(explained, picture), Chart(picture.spans)]
     if explained.runners_up:
         parts += [Text("\nRunners-up", style="bold"), _runners_up(explained), *_why_not(explained)]
     parts += [Text(), _other_line(explained)]
@@ -48,12 +51,18 @@ def _title(explained: Explanation) -> Text:
 def _choice(explained: Explanation) -> Table:
     """Return one row for devices that are alike; what none of them has is no column."""
     rows = explained.rows()
-    windows, limits = any(row.plan.window for row in rows), any(row.needed_bytes is not None for row in rows)
+    windows, limits = any(row.plan.window for row in rows), any(row.memory_bytes is not None for row in rows)
     table = new_table()
     table.add_column("devices", overflow="fold")
     table.add_column("machine", no_wrap=True)
     table.add_column("up/down\nMbit/s")
-    for title in ("P", "N", *(["schedule"] if windows else []), "seconds", *(["memory\nMiB"] if limits else [])):
+    for title in (
+        "P",
+        "N",
+        *(["schedule"] if windows else []),
+        "trained\nafter s",
+        *(["memory\nMiB"] if limits else []),
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         schedule = [f"1F1B({row.plan.window})" if row.plan.window else ""] if windows else []
@@ -67,7 +76,7 @@ def _choice(explained: Explanation) -> Table:
 
 def _devices_text(members: Sequence[Member]) -> str:
     """Return a device's name, or how many there are of a group: "4 x device"."""
-    groups = sorted({member.name.rpartition("-")[0] or member.name for member in members})
+    groups = dict.fromkeys(member.name.rpartition("-")[0] or member.name for member in members)
     return members[0].name if len(members) == 1 else f"{len(members)} x {', '.join(groups)}"
 
 
@@ -78,9 +87,9 @@ def _machine_text(row: Row) -> str:
 
 
 def _memory_text(row: Row) -> str:
-    if row.needed_bytes is None:
+    if row.memory_bytes is None:
         return "no limit"
-    return f"{row.needed_bytes / 2**20:.0f} of {(row.devices[0].memory_bytes or 0) / 2**20:.0f}"
+    return f"{row.needed_bytes / 2**20:.0f} of {row.memory_bytes / 2**20:.0f}"
 
 
 def _epoch_line(explained: Explanation) -> Text:
@@ -97,6 +106,32 @@ def _lanes(explained: Explanation) -> Table:
         slowest = lane == explained.timing.bottleneck
         bar = Text.assemble(("█" * full, "yellow" if slowest else "green"), ("·" * (_BAR - full), "dim"))
         table.add_row(lane, bar, Text(percent(share, 0).rjust(5)), "<- bottleneck" if slowest else "")
+    return table
+
+
+def _picture_title(explained: Explanation, picture: Picture) -> Text:
+    plan = explained.chosen.plans[picture.device]
+    if picture.whole_epoch:
+        return Text(f"\nOne epoch of {picture.device}, {plan}, with the exchange of models\n", style="bold")
+    return Text(f"\nOne iteration of {picture.device}, {plan}\n", style="bold")
+
+
+def _states_line(explained: Explanation) -> Text:
+    every = sorted({member.link.every_s for member in explained.fleet.members if member.link.cycle})
+    times = " or ".join(f"{seconds:g}" for seconds in every)
+    plans = "plans with them" if can_replan(explained.job) else "but plans stay"
+    return Text.assemble((f"\nLinks change every {times} s", "bold"), f", {plans}; all else here is for the first row")
+
+
+def _states(explained: Explanation) -> Table:
+    """Return the plans and the epoch for each state of links that change."""
+    table = new_table()
+    table.add_column("up/down Mbit/s", overflow="fold")
+    table.add_column("plans", overflow="fold")
+    table.add_column("s/epoch", justify="right", no_wrap=True)
+    for state in explained.states:
+        links = ", ".join(link_text(link).replace(" Mbit/s", "") for link in state.links)
+        table.add_row(links, _plans_text(explained, state.chosen.plans), f"{state.chosen.epoch_s:.2f}")
     return table
 
 
@@ -124,10 +159,13 @@ def _different(options: Sequence[Option]) -> list[Option]:
 
 def _why_not(explained: Explanation) -> list[Text]:
     """Return why a plan that seems quicker was not chosen, if there is one."""
-    quicker = any(option.epoch_s < explained.chosen.epoch_s for option in explained.runners_up)
-    if not quicker or explained.estimate == "paper":
+    least = min(option.epoch_s for option in explained.runners_up) / explained.chosen.epoch_s
+    if least >= 1 or explained.estimate == "paper":
         return []
-    words = "Quicker ones here are slower than the choice on average when machines are up to 10 % slower, or as quick."
+    if least < 1 - TIE:
+        words = "Those with a minus gain nothing on average when devices or the server are 10 % slower than profiled."
+    else:
+        words = f"Up to {TIE * 100:g} % is a tie, which goes to fewer micro-batches."
     return [Text(words, style="dim")]
 
 
@@ -140,7 +178,13 @@ def _plans_text(explained: Explanation, plans: Plans) -> str:
 
 def _against(explained: Explanation, option: Option) -> str:
     """Return how much longer an epoch would take than by the choice."""
-    return f"{(option.epoch_s / explained.chosen.epoch_s - 1) * 100:+.1f} %"
+    return signed_percent(option.epoch_s / explained.chosen.epoch_s - 1)
+
+
+def signed_percent(share: float) -> str:
+    """Return a difference in per cent with its sign; what rounds to nothing has none."""
+    text = f"{share * 100:+.1f} %"
+    return text[1:] if text[1:] == "0.0 %" else text
 
 
 def _other_line(explained: Explanation) -> Text:

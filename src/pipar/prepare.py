@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from pipar.workload import Workload
 
+#: A measurement's progress behind its layers.
+_LAYERS_SHARE = 0.9
+
 
 def prepare(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
@@ -49,6 +52,7 @@ def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | Non
 
 def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
+    from pipar.nn.aggregators import make_aggregator
     from pipar.nn.models import uses_batch_statistics, uses_dropout
 
     workload.check_samples()
@@ -57,6 +61,8 @@ def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
     _check_patience(workload)
+    # Thrown away: a user's own may be wrong in ways that only building it shows.
+    make_aggregator(workload.config.server.aggregator, workload.config.server.aggregation)
     profiles = _Profiles(
         workload.config,
         workload.model_name,
@@ -150,6 +156,7 @@ def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> 
         "samples_per_device": config.run.batch_size,
     }
     tree["devices"] = [{}]
+    tree["server"] |= {"aggregator": "fedavg", "aggregation": {}}  # others need several devices
     return Workload(config_from(tree))
 
 
@@ -172,9 +179,11 @@ def check_given_plans(config: Config, layers: int, model: str) -> None:
 
 
 def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], *, dataset: str) -> Job:
+    specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
+    _check_cores(config)
+    profiles.check_given([config.server.profile, *(spec.profile for spec in specs)])
     server = profiles.of_server(config.server.profile)
     check_given_plans(config, len(server.layers), profiles.model)
-    specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
     devices = {spec.name: profiles.of(spec.profile) for spec in specs}
     config = _with_cores(config)
     return Job(
@@ -195,6 +204,17 @@ def device_memory(spec: DeviceSpec) -> int | None:
     """Return the bytes that a device's process may use: as configured, else its named machine's; None is no limit."""
     machine = MACHINES.get(spec.profile or "")
     return machine.memory_bytes if spec.memory_bytes is None and machine is not None else spec.memory_bytes
+
+
+def _check_cores(config: Config) -> None:
+    """Raise if a named machine is to serve more stages at once than it computes: each would be as fast as alone."""
+    machine, cores = MACHINES.get(config.server.profile or ""), config.server.cores
+    if machine is not None and cores is not None and cores > machine.cores:
+        once = "one stage at a time, with all of its cores" if machine.cores == 1 else f"{machine.cores} stages at once"
+        raise ConfigError(
+            f"server.cores = {cores} is more than {machine.name} has: it computes {once}. Give at most "
+            f"{machine.cores}, leave server.cores out, or take a profile that 'pipar profile' wrote on your machine."
+        )
 
 
 def _with_cores(config: Config) -> Config:
@@ -231,6 +251,12 @@ class _Profiles:
         if given not in self._made:
             self._made[given] = self._measure() if given is None else self._given(given)
         return self._made[given]
+
+    def check_given(self, profiles: Iterable[str | None]) -> None:
+        """Raise what is wrong with files and names, before this machine is measured for as long as half a minute."""
+        for given in profiles:
+            if given is not None:
+                self.of(given)
 
     def of_server(self, given: str | None) -> Profile:
         """Return the same, of all layers."""
@@ -331,6 +357,7 @@ def measured_profile(
         return kept
     shard = workload.shard(workload.names[0])
     positions = shard.order(1)
+    observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up, and reports nothing
     profile = measure_profile(
         model,
         model_name=workload.model_name,
@@ -339,7 +366,7 @@ def measured_profile(
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
         load=lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count]),
-        progress=lambda share: observe(Preparing("Measuring the layers", share)),
+        progress=lambda share: observe(Preparing(_measuring(share), share)),
         budget_s=budget_s,
         memory_bytes=memory_bytes,
     )
@@ -348,6 +375,11 @@ def measured_profile(
     elif memory_bytes is not None:  # what the system did not give today it may give tomorrow: that is not kept
         keep_profile(_cut_key(key, memory_bytes), profile)
     return profile
+
+
+def _measuring(share: float) -> str:
+    """Return what is measured when so much is: the layers within the budget of time, then what comes on top."""
+    return "Measuring the layers" if share < _LAYERS_SHARE else "Measuring loading, messages and crowded cores"
 
 
 def _kept_profile(

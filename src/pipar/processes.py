@@ -22,6 +22,7 @@ from typing import Any
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Progress
 from pipar.job import Job
+from pipar.link.security import is_loopback
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
@@ -93,6 +94,10 @@ def train_in_processes(job: Job, own: Own, folder: Path, command: str, observe: 
 
 def check_address(address: str) -> None:
     """Raise one sentence if the server cannot listen on HOST:PORT: before anything is started for it."""
+    if not is_loopback(address):
+        raise InputError(
+            f"Cannot listen on {address}: `pipar run` has no TLS and is for this machine alone, as 127.0.0.1."
+        )
     host, _, port = address.rpartition(":")
     try:
         family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
@@ -298,6 +303,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
     from pipar.assemble import assemble_server
     from pipar.choosing import Chooser
     from pipar.compute import ThreadCompute
+    from pipar.enrolment import Listed
     from pipar.link.grpc import Listener
 
     def emit(result: Any, spans: Any) -> None:
@@ -313,7 +319,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         background=partial(ThreadCompute, nice=19),
         emit=emit,
         observe=run.watching(observe),
-        plan_joined=partial(plans_of_joined, job),
+        enrolment=Listed(job, partial(plans_of_joined, job)),
         search=chooser,
     )
     listener = Listener(server.admit)
@@ -341,17 +347,15 @@ def _device_process(connection: Connection, job: Job, own: Own, name: str, addre
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
-    from pipar.assemble import run_device
+    from pipar.assemble import Equipment, run_device
     from pipar.compute import ThreadCompute
     from pipar.link.grpc import connect
     from pipar.torchside import part_builder, seed_dropout, warm_up_device
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
-    samples = workload.own_shard(name)
-    build = part_builder(workload)
+    samples, build = workload.own_shard(name), part_builder(workload)
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
-    lanes = partial(ThreadCompute, speed=speed)
-    profile = job.device_profiles[name]
-    await run_device(job, name, samples, build, transport, compute=lanes, observe=observe, profile=profile)
+    equipment = Equipment(samples, build, partial(ThreadCompute, speed=speed), job.device_profiles[name])
+    await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

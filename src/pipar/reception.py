@@ -1,137 +1,280 @@
-"""Who takes part: devices are let in, what they say is taken in, and nobody leaves without being missed."""
+"""Who takes part: devices are let in, come back over other connections, and nobody leaves without being missed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Protocol
 
 from pipar.config import Link
-from pipar.errors import LinkError, ProtocolError, TrainingError
-from pipar.events import Joined, Observer, ignore
+from pipar.errors import LinkError, ProtocolError
+from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import Kind, Message, json_body, read_json
+from pipar.protocol.messages import Kind, Message, read_json
 from pipar.protocol.orders import Orders
-from pipar.session import Session, read_profile
-from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, Recorder, unpack_trace
+from pipar.protocol.wire import Frame, body_limit, cut_message
+from pipar.session import Introduction, Session, fault, read_hello
+from pipar.trace import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
+
+#: Who connects has to say hello within this time.
+HELLO_WITHIN_S = 10.0
+#: How long everybody is waited for who has been told that the training is over.
+_FAREWELL_S = 30.0
+#: Who does not take its last message within this time does not get it.
+_LAST_WORDS_S = 2.0
+
+
+class Doorkeeper(Protocol):
+    """Knows who may take part."""
+
+    def check(self, who: Introduction) -> None:
+        """Raise ProtocolError if it may not."""
+
+    def link(self, name: str) -> Link:
+        """Return what the device's link is to be like."""
 
 
 class Reception:
-    """Where devices join. `orders` are those in force: who has none is not let in."""
+    """Where devices join, leave and come back. Who has no orders yet waits for the next round."""
 
     def __init__(
         self,
-        orders: Mapping[str, Orders],
-        links: Mapping[str, Link],
+        doorkeeper: Doorkeeper,
         ledger: Ledger,
         *,
         network: Profile | None = None,
-        welcomes_at_once: bool = True,
+        resume_window_s: float = 0.0,
+        numbers: Iterable[int] | None = None,
         keep_spans: frozenset[str] | None = None,
         observe: Observer = ignore,
     ) -> None:
         self.sessions: dict[str, Session] = {}
-        self._orders = orders
-        self._links = links
+        self._doorkeeper = doorkeeper
         self._ledger = ledger
         self._network = network
-        self._welcomes_at_once = welcomes_at_once
+        self._resume_window_s = resume_window_s
+        self._numbers = iter(numbers if numbers is not None else count(1))
         self._keep_spans = keep_spans
         self._observe = observe
-        self._all_joined = asyncio.Event()
-        self._present: set[str] = set()
-        self._left = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._lives: dict[Session, asyncio.Task[None]] = {}
+        self._away: dict[Session, tuple[asyncio.TimerHandle, float]] = {}
+        self._changed = asyncio.Event()
+        #: Until then the round waits, also for who is away for longer than the window.
+        self.waits_until = 0.0
+        self._over_at: int | None = None  # the last epoch, when the training is over
 
-    async def admit(self, transport: Transport) -> None:
-        """Let a device in and take in its messages until it leaves; one call a connection."""
-        channel = Channel(transport, Recorder(SERVER, frozenset()), DOWNLINK)
+    # --- connections
+
+    async def admit(self, transport: Transport, peer: str | None = None) -> None:
+        """Let a device in, or back in, and return when its connection is over; `peer` is its credential's name."""
         try:
-            session = self._join(channel, await channel.receive())
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                hello = await transport.read()
+            session = self._resumed(hello, transport, peer) if hello.session else self._joined(hello, transport, peer)
+        except TimeoutError:
+            await _refuse(transport, ProtocolError(f"No hello came within {HELLO_WITHIN_S:g} s."))
         except (ProtocolError, LinkError) as error:
-            channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
-            await channel.close()
+            await _refuse(transport, error, again=isinstance(error, _GoneError))
+        else:
+            await session.channel.until_lost(transport)
+
+    def _joined(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
+        if hello.message.kind is not Kind.HELLO:
+            raise ProtocolError(f"The first message is to be HELLO, but {hello.message} came.")
+        who = read_hello(hello.only(), self._network, peer)
+        self._doorkeeper.check(who)
+        self._replace(who.name, is_proved=peer is not None)
+        return self._begin(who, transport)
+
+    def _replace(self, name: str, *, is_proved: bool) -> None:
+        """End the session of a device that joins anew: it has lost its state, or it would have come back."""
+        before = self.sessions.get(name)
+        if before is None:
             return
-        try:
-            await self._take_in(session)
-        finally:
-            await channel.close()
-            self._present.discard(session.device)
-            self._left.set()
+        if before.channel.is_attached and not is_proved:
+            raise _GoneError(f"A device called '{name}' has joined already.")
+        self.end(before, LinkError("it has joined anew"))
 
-    async def everybody(self) -> list[Session]:
-        """Return the sessions of all devices, in name order, when the last one has joined."""
-        await self._all_joined.wait()
-        return [self.sessions[name] for name in sorted(self.sessions)]
-
-    async def farewell(self) -> None:
-        """Return when every device has left."""
-        while self._present:
-            self._left.clear()
-            await self._left.wait()
-
-    def welcome(self, session: Session) -> None:
-        """Tell a device its orders."""
-        session.channel.post(Message(Kind.WELCOME, body=self._orders[session.device].to_body()))
-
-    def _join(self, channel: Channel, hello: Message) -> Session:
-        content = read_json(hello) if hello.kind is Kind.HELLO else {"name": ""}
-        name = str(content.get("name"))
-        if name not in self._orders:
-            raise ProtocolError(f"'{name}' is not a device of this training.")
-        if name in self.sessions:
-            raise ProtocolError(f"A device called '{name}' has joined already.")
-        profile = read_profile(content.get("profile"), self._network)
-        session = Session(name, channel, Recorder(name, self._keep_spans), profile)
-        channel.session = self._orders[name].session
-        channel.record_on(session.recorder)
-        link = self._links[name]
+    def _begin(self, who: Introduction, transport: Transport) -> Session:
+        recorder = Recorder(who.name, self._keep_spans)
+        channel = Channel(transport, recorder, DOWNLINK, on_lost=lambda error: self._lost(session, error))
+        session = Session(who, next(self._numbers), channel, recorder)
+        channel.session = session.number
+        channel.limit(body_limit({}))  # small messages only, until its plan is known
+        link = self._doorkeeper.link(who.name)
         cycle = [other.down_bps for other in link.cycle]
         channel.shape(link.down_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
-        if self._welcomes_at_once:
-            self.welcome(session)
-        self.sessions[name] = session
-        self._present.add(name)
-        self._observe(Joined(name, len(self.sessions)))
-        if len(self.sessions) == len(self._orders):
-            self._all_joined.set()
+        self.sessions[who.name] = session
+        self._lives[session] = self._loop.create_task(self._live(session))
+        self._observe(Joined(who.name, len(self.sessions)))
+        if self._over_at is not None:
+            self._stop(session, self._over_at)
+        self._notify()
         return session
 
-    async def _take_in(self, session: Session) -> None:
-        try:
-            while True:
-                message = await session.channel.receive()
-                match message.kind:
-                    case Kind.TRACE:
-                        self._take_trace(session, message)
-                    case Kind.FAULT:
-                        raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
-                    case Kind.ACTIVATION:
-                        self._count_outstanding(session, message)
-                        session.inbox.put_nowait(message)
-                    case _:
-                        session.inbox.put_nowait(message)
-        except (LinkError, ProtocolError) as error:
-            if isinstance(error, ProtocolError):
-                session.refuse(error)
-            # Behind 'stop training' and its last trace, a device may leave.
-            if session.stopped_after is None or session.last_trace < session.stopped_after:
-                session.inbox.put_nowait(error)
-                self._ledger.fail(TrainingError(f"{session.device} was lost: {error}"))
+    def _resumed(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
+        """Go on with a session over another connection: what either side has not got is sent again."""
+        name = peer if peer is not None else str(read_json(hello.only()).get("name"))
+        session = self.sessions.get(name)
+        if hello.message.kind is not Kind.HELLO or session is None or session.number != hello.session:
+            raise _GoneError("That session is over.")
+        if not session.is_welcome:
+            raise _GoneError("That session has not begun.")
+        session.channel.attach(transport, hello.acknowledged, greeting=Message(Kind.WELCOME))  # or it stays away
+        timer, since = self._away.pop(session, (None, self._loop.time()))
+        if timer is not None:
+            timer.cancel()
+        self._observe(Back(name, self._loop.time() - since))
+        return session
 
-    def _count_outstanding(self, session: Session, message: Message) -> None:
-        allowed = self._orders[session.device].plan.micro_batches
-        session.outstanding += 1
-        if session.outstanding > allowed:
-            raise ProtocolError(f"{message} came with {allowed} micro-batches outstanding, which is all it may have.")
+    def _lost(self, session: Session, error: LinkError) -> None:
+        """A connection is gone; its device may come back over another one within the window."""
+        if session.is_over or not session.is_welcome or self._resume_window_s <= 0:
+            self.end(session, error)
+            return
+        window_s = max(self._resume_window_s, self.waits_until - self._loop.time())
+        self._observe(Away(session.device, window_s))
+        gone = LinkError(f"its link was lost for more than {window_s:g} s")
+        self._away[session] = (self._loop.call_later(window_s, self.end, session, gone), self._loop.time())
+
+    # --- sessions
+
+    async def joined(self, wanted: int) -> None:
+        """Return when so many devices are there."""
+        if len(self.sessions) < wanted:
+            self._observe(Waiting(len(self.sessions), wanted))
+        while len(self.sessions) < wanted:
+            await self._changed.wait()
+
+    def present(self) -> list[Session]:
+        """Return the sessions in name order."""
+        return [self.sessions[name] for name in sorted(self.sessions)]
+
+    def welcome(self, session: Session, orders: Orders) -> None:
+        """Tell a device its orders."""
+        session.is_welcome = True
+        session.channel.post(Message(Kind.WELCOME, body=replace(orders, session=session.number).to_body()))
+
+    def end(self, session: Session, reason: Exception) -> None:
+        """The device takes part no more; if it comes, it comes anew."""
+        if session.is_over:
+            return
+        session.is_over = True
+        reason = session.verdict or reason
+        timer, _ = self._away.pop(session, (None, 0.0))
+        if timer is not None:
+            timer.cancel()
+        if self.sessions.get(session.device) is session:
+            del self.sessions[session.device]
+        session.inbox.put_nowait(reason)
+        session.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
+        self._ledger.lose(session.device)
+        self._observe(Left(session.device) if session.stopped else Lost(session.device, str(reason)))
+        self._notify()
+
+    async def dismiss(self, session: Session, reason: Exception | str, *, again: bool = False) -> None:
+        """Tell a device why it takes part no more, and end its session."""
+        session.verdict = session.verdict or (reason if isinstance(reason, Exception) else LinkError(reason))
+        session.refuse(reason, again=again)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await session.channel.drain()
+        self.end(session, session.verdict)
+
+    def stop(self, epoch: int) -> None:
+        """Tell everybody, also who still comes, that the training is over."""
+        self._over_at = epoch
+        for session in self.present():
+            self._stop(session, epoch)
+
+    def _stop(self, session: Session, epoch: int) -> None:
+        session.stopped = True
+        session.channel.post(Message(Kind.STOP, epoch))
+
+    async def farewell(self) -> None:
+        """Return when every device has left; those that are away are not waited for longer than the window."""
+        try:
+            async with asyncio.timeout(max(_FAREWELL_S, self._resume_window_s)):
+                while self.sessions:
+                    await self._changed.wait()
+        except TimeoutError:
+            self.close()
+        await asyncio.gather(*self._lives.values(), return_exceptions=True)
+
+    def close(self) -> None:
+        """End all sessions."""
+        for session in self.present():
+            self.end(session, LinkError("the server has ended"))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _live(self, session: Session) -> None:
+        """Take in a device's messages until its session is over."""
+        try:
+            await self._take_in(session)
+        except LinkError as error:
+            self.end(session, error)
+        except ProtocolError as error:
+            await self.dismiss(session, error)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits is told
+            self._ledger.fail(error)
+            session.inbox.put_nowait(error)
+            await self.dismiss(session, error)
+        finally:
+            self._lives.pop(session, None)
+            await session.channel.close()
+
+    async def _take_in(self, session: Session) -> None:
+        while True:
+            message = await session.channel.receive()
+            if message.kind is Kind.FAULT:
+                raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
+            if message.kind is Kind.STOP and session.stopped:
+                raise LinkError("it has said goodbye")
+            if not session.is_welcome:
+                raise ProtocolError(f"{message} came before the device was welcome.")
+            if message.kind is Kind.TRACE:
+                self._take_trace(session, message)
+            elif message.kind is Kind.HELLO:
+                raise ProtocolError(f"{message} came in the middle of a session.")
+            elif message.epoch > session.abandoned or _answers_plan(message, session.abandoned):
+                if message.kind is Kind.ACTIVATION:
+                    session.count_outstanding(message)
+                session.inbox.put_nowait(message)
 
     def _take_trace(self, session: Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)
-        if not trace.epoch == message.epoch == session.last_trace + 1 <= session.asked_for:
+        if not session.asked_for or not trace.epoch == message.epoch == session.asked_for[0]:
             raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not asked for.")
         if not {COMPUTE, IO} <= trace.totals.keys():
             raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
-        session.last_trace = trace.epoch
+        session.asked_for.popleft()
         downlink = session.recorder.take(trace.epoch)
         received, sent = session.channel.received_bytes, session.channel.sent_bytes
         self._ledger.add_trace(trace, downlink, received.pop(trace.epoch, 0), sent.pop(trace.epoch, 0))
+
+
+def _answers_plan(message: Message, abandoned: int) -> bool:
+    """Return whether this is momentum that was asked for when the round was over already."""
+    return message.kind is Kind.STATE and message.epoch == abandoned
+
+
+class _GoneError(ProtocolError):
+    """A session that cannot be resumed, or a name that is still taken: joining anew may help."""
+
+
+async def _refuse(transport: Transport, reason: Exception, *, again: bool = False) -> None:
+    try:
+        for frame in cut_message(fault(reason, again=again), 0, 0):
+            await transport.write(frame)
+    except LinkError:
+        pass  # it is gone already
+    await transport.close()

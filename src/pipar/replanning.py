@@ -63,6 +63,11 @@ class Replanner:
         }
         self._start()
 
+    def join(self, device: str, link: Link) -> None:
+        """A device has come for which only a first plan was made: all plans are to be chosen with it."""
+        self._measured = {**self._measured, device: _steady(link)}
+        self._start()
+
     def take(self) -> Mapping[str, Plan] | None:
         """Return new plans if a choice has ended since the last call; never waits for one."""
         chosen, self._chosen = self._chosen, None
@@ -79,7 +84,8 @@ class Replanner:
         If one is under way, its end starts the next.
         """
         has_changed = self._learned() or any(
-            _differs(link, self._planned_for[name]) for name, link in self._measured.items()
+            name not in self._planned_for or _differs(link, self._planned_for[name])
+            for name, link in self._measured.items()
         )
         if self._choosing is None and has_changed:
             self._planned_for = self._measured

@@ -9,15 +9,15 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.config import dump_config
+from pipar.config import Config, dump_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Observer, Replanned
+from pipar.events import EpochResult, Event, Observer, Replanned, RoundOver
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.trace import Span, chrome_events
@@ -92,7 +92,9 @@ class RunFolder:
         self._job = job
         self._world = world
         self._command = command
-        self._epochs: list[EpochResult] = []
+        self.epochs: list[EpochResult] = []
+        self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
+        self.plans: Mapping[str, Plan] = job.plans  # that are in force
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
@@ -100,10 +102,42 @@ class RunFolder:
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
         """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""
-        self._epochs.append(result)
+        self.epochs.append(result)
         self._spans += spans
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(strict_json(result.to_dict())) + "\n")
+
+    def go_on(
+        self,
+        done: int,
+        metrics: Sequence[Mapping[str, Any]],
+        round_log: Sequence[Mapping[str, int]],
+        plans: Mapping[str, Plan],
+    ) -> None:
+        """Take up a run behind this round; what the files say of later ones is trained again."""
+        known = {number: row for row in (*metrics, *self._rows_on_disk()) if 1 <= (number := row["epoch"]) <= done}
+        self.round_log = [dict(counted) for counted in round_log[:done]]
+        self.epochs = [
+            _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
+        ]
+        self.plans = dict(plans)
+        _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
+        _write_lines(self.path / "rounds.jsonl", [_round_row(n, of) for n, of in enumerate(self.round_log, start=1)])
+
+    def take_job(self, job: Job) -> None:
+        """The fleet has grown."""
+        self._job = job
+
+    def _rows_on_disk(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.path / "metrics.jsonl").read_text("utf-8").splitlines()
+        except OSError:
+            return []
+        rows = []
+        for line in lines:
+            with suppress(ValueError):  # the last one may have been cut off
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
 
     def watching(self, observe: Observer) -> Observer:
         """Return an observer that passes everything on and keeps what the result tells of."""
@@ -111,6 +145,11 @@ class RunFolder:
         def watch(event: Event) -> None:
             if isinstance(event, Replanned):
                 self._replanned.append(event)
+                self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
+            elif isinstance(event, RoundOver):
+                self.round_log.append(event.counted)
+                with (self.path / "rounds.jsonl").open("a") as file:
+                    file.write(json.dumps(_round_row(event.epoch, event.counted)) + "\n")
             observe(event)
 
         return watch
@@ -135,7 +174,7 @@ class RunFolder:
 
     def _replans(self) -> list[dict[str, Any]]:
         # Plans that no epoch was finished by are not told of: the training may have ended right behind their choice.
-        return [_replan_as_json(event) for event in self._replanned if event.epoch <= len(self._epochs)]
+        return [_replan_as_json(event) for event in self._replanned if event.epoch <= len(self.epochs)]
 
     def _result(self, weights_sha256: str | None) -> dict[str, Any]:
         job = self._job
@@ -148,12 +187,31 @@ class RunFolder:
             "seed": job.config.run.seed,
             "plans": plans_as_json(job.plans),
             "replans": self._replans(),
-            "epochs": [result.to_dict() for result in self._epochs],
+            "epochs": [result.to_dict() for result in self.epochs],
+            "rounds": [_round_row(number, counted) for number, counted in enumerate(self.round_log, start=1)],
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
             "versions": versions(),
             "command": self._command,
         }
+
+
+def _round_row(number: int, counted: Mapping[str, int]) -> dict[str, Any]:
+    return {"epoch": number, "counted": dict(sorted(counted.items()))}
+
+
+def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, int]) -> EpochResult:
+    """Return an epoch from its row; from what the round log knows if a crash came before its row."""
+    known = {one.name for one in fields(EpochResult)}
+    nothing: dict[str, Any] = {one.name: math.nan for one in fields(EpochResult) if one.type == "float"}
+    nothing |= {"train_loss": None, "val_loss": None, "val_accuracy": None, "bytes_up": 0, "bytes_down": 0}
+    nothing |= {"epoch": number, "samples": sum(counted.values()), "devices": len(counted)}
+    said = {key: value for key, value in (row or {}).items() if key in known}
+    return EpochResult(**{**nothing, **said})
+
+
+def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode())
 
 
 def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
@@ -179,10 +237,9 @@ def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: 
     write_atomically(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode())
 
 
-def run_name(job: Job) -> str:
+def run_name(config: Config, model: str, dataset: str) -> str:
     """Return the name of a run: the given one, or what it trains by which method."""
-    run = job.config.run
-    return run.name or f"{_plain(job.model)}-{_plain(job.dataset)}-{run.method}"
+    return config.run.name or f"{_plain(model)}-{_plain(dataset)}-{config.run.method}"
 
 
 def _plain(text: str) -> str:

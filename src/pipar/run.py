@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
+from pipar.aggregation import check_method
 from pipar.config import Config, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
@@ -100,13 +101,18 @@ def compare(
 ) -> dict[str, Result]:
     """Train the same by several methods, one after another; return their results by method."""
     resolved = _configuration(config, options.pop("settings", ()), options.get("datasets"))
-    return {method: run(with_method(resolved, method), **options) for method in methods}
+    configs = {method: with_method(resolved, method) for method in methods}  # what is wrong with one is found at once
+    return {method: run(changed, **options) for method, changed in configs.items()}
 
 
 def with_method(config: Config, method: str) -> Config:
     """Return the configuration with another method, checked; a given name is told apart by it."""
     name = f"{config.run.name}-{method}" if config.run.name else None
     run = config.run.model_copy(update={"method": known.method(method).name, "name": name})
+    try:
+        check_method(config.server.aggregator, known.method(method))
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from None
     return config.model_copy(update={"run": run})
 
 
@@ -196,7 +202,7 @@ def _check_real_world(config: Config) -> None:
 @contextmanager
 def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
     """Make the run's folder and say that the training begins; a run that fails at once leaves no folder behind."""
-    folder = new_folder(run_name(job))
+    folder = new_folder(run_name(job.config, job.model, job.dataset))
     observe(_started(job, folder))
     try:
         yield folder

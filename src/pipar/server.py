@@ -7,29 +7,33 @@ aggregates the complete models at the end of each round and sends every device i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from pipar.compute import Compute
-from pipar.config import Link
-from pipar.errors import PiparError, ProtocolError, TrainingError
-from pipar.events import Observer, Progress, Replanned, ignore
+from pipar.compute import Compute, Step
+from pipar.errors import LinkError, PiparError, ProtocolError, UnusableModelError
+from pipar.events import Dropped, Observer, Progress, Replanned, RoundOver, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
-from pipar.link.shaping import Traffic
 from pipar.methods import Method, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import Body, Kind, Message
+from pipar.protocol.messages import LABEL_BYTES, Body, Kind, Message
 from pipar.protocol.orders import Orders, Returned, plan_body
-from pipar.reception import Reception
+from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
+from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
-from pipar.session import Pieces, Session, expect, read_end
+from pipar.schedule import cut_batch
+from pipar.session import Introduction, Pieces, Session, expect, read_end
 from pipar.stages import Work
 from pipar.trace import DOWNLINK, SERVER, Recorder
 from pipar.turns import Turns
 from pipar.validation import Validation
+
+#: What a trace takes for each micro-batch of an epoch, at most.
+_SPAN_BYTES = 1024
 
 
 class ServerPart(Protocol):
@@ -52,25 +56,52 @@ class Learner(Protocol):
     def part_bytes(self, device: str) -> int: ...
     def model_bytes(self) -> int: ...
     def aggregate(self, returned: Sequence[Returned]) -> None: ...
+    def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
     def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the server is to do: the method, for how long, and with which devices."""
+    """What the server is to do: the method, for how long, and how patient it is with its devices."""
 
     method: Method
     epochs: int
-    patience: int | None
-    orders: Mapping[str, Orders]  # by device name, with the first plans; who is not in it is not admitted
-    links: Mapping[str, Link]
+    patience: int | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # as they were before the devices came
+    min_devices: int = 1
+    round_deadline_s: float | None = None  # when somebody has ended the round, nobody is waited for any longer
+    resume_window_s: float = 0.0  # a link may be lost for so long
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: samples, and what the evaluator takes
     profile: Profile | None = None  # of the network; a device's own has to be of the same one
 
 
-#: Returns every device's plan for the profiles that the devices brought with them.
-PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
+class Keeper(Protocol):
+    """Saves the training, so that another server can go on with it."""
+
+    async def keep(self, epoch: int, *, last: bool) -> None:
+        """Save the state behind a round; returns when it is copied."""
+
+    async def finish(self) -> None:
+        """Return when all is saved."""
+
+
+class Enrolment(Doorkeeper, Protocol):
+    """Who may take part, and by which orders."""
+
+    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+        """Return the first orders of all who begin the training together."""
+
+    def join(self, who: Introduction) -> Orders:
+        """Return the orders of a device that comes later; one that was here before keeps its plan."""
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What one device brought back in a round."""
+
+    returned: Returned
+    loss_sum: float | None
 
 
 class Server:
@@ -80,38 +111,41 @@ class Server:
         self,
         training: Training,
         learner: Learner,
+        enrolment: Enrolment,
         *,
         pool: Compute,
         background: Compute,
         recorder: Recorder,
         ledger: Ledger,
         keep_spans: frozenset[str] | None = None,
-        plan_joined: PlanJoined | None = None,
+        session_numbers: Iterable[int] | None = None,
         replanner: Replanner | None = None,
+        keeper: Keeper | None = None,
         observe: Observer = ignore,
     ) -> None:
         self._training = training
-        self._orders = dict(training.orders)  # with the plans that are in force
+        self._enrolment = enrolment
+        self._orders: dict[str, Orders] = {}  # with the plans that are in force
         self._learner = learner
         self._pool = pool
         self._background = background
         self._recorder = recorder
         self._ledger = ledger
-        self._plan_joined = plan_joined
         self._replanner = replanner
+        self._keeper = keeper
         self._measured: dict[str, MeasuredLink] = {}
+        self._unmeasured: set[str] = set()  # devices of the round whose links are not measured yet
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._reception = Reception(
-            self._orders,
-            training.links,
+            enrolment,
             ledger,
             network=training.profile,
-            welcomes_at_once=plan_joined is None,
+            resume_window_s=training.resume_window_s,
+            numbers=session_numbers,
             keep_spans=keep_spans,
             observe=observe,
         )
-        self._sessions = self._reception.sessions
         self._turns: Turns | None = None
         self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
         self._samples = 0
@@ -119,12 +153,22 @@ class Server:
 
     # --- who takes part
 
-    async def admit(self, transport: Transport) -> None:
-        """Let a device in and take in its messages until it leaves; one call a connection."""
-        await self._reception.admit(transport)
+    async def admit(self, transport: Transport, peer: str | None = None) -> None:
+        """Let a device in, or back in; one call a connection. `peer` is the name in its credential."""
+        await self._reception.admit(transport, peer)
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """The sessions of all who are here, or may come back."""
+        return self._reception.present()
+
+    def plan_of(self, device: str) -> Plan:
+        """Return the plan that is in force for a device."""
+        return self._orders[device].plan
 
     def close(self) -> None:
         """Let running work end, so that nobody changes the model any more."""
+        self._reception.close()
         self._pool.close()
         self._background.close()
 
@@ -132,82 +176,189 @@ class Server:
         """Return when every device has left, after 'stop training'."""
         await self._reception.farewell()
 
-    def _welcome_all(self, sessions: list[Session], plan_joined: PlanJoined) -> None:
-        """Welcome everybody, with plans for the profiles that they have brought."""
-        brought = {session.device: session.profile for session in sessions}
-        plans = plan_joined({name: profile for name, profile in brought.items() if profile is not None})
-        changed = self._changed(plans)
-        if changed:
-            self._learner.move({name: plan.split_point for name, plan in changed.items()})
-            self._put_into_force(1, changed)
-        for session in sessions:
-            self._reception.welcome(session)
+    async def dismiss(self, reason: Exception | str) -> None:
+        """Tell all devices why the training does not go on for now; they may come again."""
+        await asyncio.gather(
+            *(self._reception.dismiss(session, reason, again=True) for session in self._reception.present())
+        )
 
     # --- the training
 
-    async def train(self) -> None:
-        """Train for all epochs, or until validation has not improved for `patience` of them."""
-        sessions = await self._reception.everybody()
+    async def train(self, done: int = 0) -> None:
+        """Train for all epochs behind those that are done, or until validation has not improved for `patience`."""
         try:
-            if self._plan_joined is not None:
-                self._welcome_all(sessions, self._plan_joined)
-            await self._train(sessions)
+            await self._reception.joined(self._training.min_devices)
+            await self._begin(done)
+            await self._train(done)
         except PiparError as error:
-            for session in sessions:
+            for session in self._reception.present():
                 session.refuse(error)
             raise
         finally:
             if self._replanner is not None:
                 self._replanner.close()
 
-    async def _train(self, sessions: list[Session]) -> None:
-        groups = [[session] for session in sessions] if self._training.method.one_device_at_a_time else [sessions]
-        for session in sessions:  # copying the layers behind the cut takes a while: before the clock starts
-            copy = Work("install", device=session.device)
-            await self._pool.run((copy, partial(self._learner.replica, session.device)))
-        await self._distribute(groups[0], epoch=0)
-        for epoch in range(1, self._training.epochs + 1):
-            await self._round(epoch, groups)
+    async def _begin(self, done: int) -> None:
+        """Take the first plans: those of before, or others for what the devices say of themselves."""
+        orders = await self._enrolment.begin([session.who for session in self._reception.present()])
+        self._orders = dict(orders)
+        before = self._training.plans
+        plans = {name: order.plan for name, order in sorted(orders.items())}
+        changed = {name: plan for name, plan in plans.items() if plan != before.get(name)}
+        if changed:
+            self._learner.move({name: plan.split_point for name, plan in changed.items()})
+            self._put_into_force(done + 1, changed)
+
+    async def _train(self, done: int) -> None:
+        epoch = done
+        while epoch < self._training.epochs:
+            group = await self._assemble_group(epoch)
+            if not await self._round(epoch + 1, group):
+                continue  # everybody was lost: the same round again, with who comes
+            epoch += 1
+            self._ledger.check()
+            if self._keeper is not None:
+                await self._keeper.keep(epoch, last=epoch == self._training.epochs)
             if epoch == self._training.epochs or await self._should_stop(epoch):
                 break
-        for session in sessions:
-            session.stopped_after = epoch
-            session.channel.post(Message(Kind.STOP, epoch))
+        self._reception.stop(epoch)
         await self._ledger.complete(epoch)
+        if self._keeper is not None:
+            await self._keeper.finish()
 
-    async def _round(self, epoch: int, groups: list[list[Session]]) -> None:
-        """One round: from the devices' first loads to their new models. Groups train one after another."""
-        samples, loss_sum = 0, 0.0
-        for number, group in enumerate(groups):
+    async def _assemble_group(self, done: int) -> list[Session]:
+        """Return who takes part in the next round, when there are enough: all that are there, with the latest model."""
+        await self._reception.joined(self._training.min_devices)
+        for session in self._reception.present():
+            if session.abandoned > done:  # the round that it was too late for is trained again
+                await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
+            elif not session.is_welcome:
+                await self._welcome(session, done)
+        first = [session for session in self._reception.present() if session.is_welcome]
+        if self._training.method.one_device_at_a_time:
+            first = first[:1]
+        await self._distribute([session for session in first if session.has_model_of != done], done)
+        return [session for session in self._reception.present() if session.is_welcome]
+
+    async def _welcome(self, session: Session, done: int) -> None:
+        """Give a device its orders and make its replica."""
+        name = session.device
+        if name not in self._orders:
+            try:
+                self._orders[name] = self._enrolment.join(session.who)
+            except ProtocolError as error:
+                await self._reception.dismiss(session, error)
+                return
+            self._learner.move({name: self._orders[name].plan.split_point})
+            self._put_into_force(done + 1, {name: self._orders[name].plan})
+            if self._replanner is not None:  # its first plan was made for it alone
+                self._replanner.join(name, self._enrolment.link(name))
+        self._limit(session)
+        self._reception.welcome(session, self._orders[name])
+        self._learner.forget(name)  # it may have been here before, and the others have trained on since
+        # Copying the layers behind the cut takes a while: before the round's clock starts.
+        await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
+
+    async def _round(self, epoch: int, group: list[Session]) -> bool:
+        """One round: from the devices' first loads to their new models; return whether anybody brought one back."""
+        began = self._loop.time()
+        one_by_one = self._training.method.one_device_at_a_time
+        served: list[_Served] = []
+        for number, sessions in enumerate([[session] for session in group] if one_by_one else [group]):
+            here = [session for session in sessions if not session.is_over]
             if number > 0:  # split learning hands the weights on
-                await self._distribute(group, epoch)
-            if self._training.method.shares_server_model:
-                self._turns = Turns(session.device for session in group)
-            for session in group:
-                session.channel.post(Message(Kind.ROUND, epoch))
-            served = await _all([self._serve(session, epoch) for session in group])
-            await self._aggregate(epoch, [returned for returned, _ in served])
-            samples += sum(returned.samples for returned, _ in served)
-            loss_sum += sum(loss or 0.0 for _, loss in served)
+                await self._distribute(here, epoch)
+            else:  # who was to be the first may have been lost meanwhile
+                await self._distribute([session for session in here if session.has_model_of != epoch - 1], epoch - 1)
+            served += await self._aggregate(epoch, await self._serve_all(here, epoch))
+        if not served:
+            return False
         if epoch < self._training.epochs:
             await self._adopt_new_plans(epoch)
-        await self._distribute(groups[0], epoch)
+        counted = {one.returned.device: one.returned.samples for one in served}
+        present = [session for session in self._reception.present() if session.is_welcome]
+        await self._distribute(present[:1] if one_by_one else present, epoch)
         # The trace of this epoch travels while the next one's first batch is computed.
-        for session in self._sessions.values():
-            session.asked_for = epoch
-            session.channel.post(Message(Kind.REPORT, epoch))
-        has_loss = any(loss is not None for _, loss in served)
-        self._ledger.add_round(epoch, samples, loss_sum / samples if has_loss else None)
+        reporting = [session for session in present if session.device in counted and not session.is_over]
+        for session in reporting:
+            session.ask_for_trace(epoch)
+        losses = [one.loss_sum for one in served if one.loss_sum is not None]
+        samples = sum(counted.values())
+        self._ledger.add_round(
+            epoch,
+            counted,
+            sum(losses) / samples if losses else None,
+            reporting=[session.device for session in reporting],
+            seconds=self._loop.time() - began,
+        )
+        self._observe(RoundOver(epoch, counted))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
+        return True
 
-    async def _serve(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
-        """Serve one device's epoch; a device that breaks the protocol ends the training."""
+    # --- one round of several devices
+
+    async def _serve_all(self, group: list[Session], epoch: int) -> list[_Served]:
+        """Serve all devices of a round; return what those brought back that were not lost and not too late."""
+        if self._training.method.shares_server_model:
+            self._turns = Turns(session.device for session in group)
+        self._measured, self._unmeasured = {}, {session.device for session in group}
+        deadline_s = self._training.round_deadline_s
+        ends_at = math.inf if deadline_s is None else self._loop.time() + deadline_s
+        self._reception.waits_until = 0.0 if deadline_s is None else ends_at
+        for session in group:
+            session.has_model_of = None  # it trains on what it has
+            session.channel.post(Message(Kind.ROUND, epoch))
+        serving = {self._loop.create_task(self._serve(session, epoch)): session for session in group}
+        brought: list[_Served] = []
+        try:
+            waiting = set(serving)
+            while waiting:
+                left_s = max(0.0, ends_at - self._loop.time()) if brought and deadline_s is not None else None
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                brought += [served for task in done if (served := task.result()) is not None]
+                if not done:
+                    break  # the deadline has passed
+            for task in waiting:
+                await self._abandon(task, serving[task], epoch)
+        finally:
+            for task in serving:
+                task.cancel()
+        return sorted(brought, key=lambda one: one.returned.device)
+
+    async def _serve(self, session: Session, epoch: int) -> _Served | None:
+        """Serve one device's epoch; None if it was lost on the way. What it does wrong ends its session only."""
         try:
             return await self._serve_epoch(session, epoch)
+        except LinkError as error:
+            await self._drop(session, epoch, str(error))
         except ProtocolError as error:
-            raise TrainingError(f"{session.device} broke the protocol: {error}") from error
+            await self._dismiss(session, epoch, error)
+        return None
 
-    async def _serve_epoch(self, session: Session, epoch: int) -> tuple[Returned, float | None]:
+    async def _dismiss(self, session: Session, epoch: int, error: ProtocolError) -> None:
+        await self._drop(session, epoch, f"it broke the protocol: {error}")
+        await self._reception.dismiss(session, error)
+
+    async def _abandon(self, task: asyncio.Task[Any], session: Session, epoch: int) -> None:
+        """End the round without a device that is too late; it takes part in the next one."""
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self._drop(session, epoch, f"it was not ready within {self._training.round_deadline_s:g} s")
+        session.abandon(epoch)
+
+    async def _drop(self, session: Session, epoch: int, reason: str) -> None:
+        """Discard all that a device has done in this round."""
+        if session.computing is not None:  # compute is never cancelled
+            await asyncio.gather(session.computing, return_exceptions=True)
+        if self._turns is None or self._turns.is_with(session.device):  # or it has left nothing in a shared model
+            self._learner.forget(session.device)
+        session.awaits_momentum = False
+        if self._turns is not None:
+            self._turns.finish(session.device)
+        self._measured_or_gone(session.device, epoch)
+        self._observe(Dropped(session.device, epoch, reason))
+
+    async def _serve_epoch(self, session: Session, epoch: int) -> _Served:
         """Serve one device until 'stop epoch'; return its trained part and its summed loss."""
         replica, orders = self._learner.replica(session.device), self._orders[session.device]
         if session.awaits_momentum:
@@ -224,17 +375,19 @@ class Server:
         end = read_end(message, epoch)
         if not pieces.whole or end.samples != (pieces.samples if splits else end.samples):
             raise ProtocolError(f"{message} says {end.samples} samples, but {pieces.samples} came in whole batches.")
-        self._measure(session, epoch, end.uplink)
+        self._measured[session.device] = MeasuredLink(end.uplink, session.channel.meter.read(epoch))
+        self._measured_or_gone(session.device, epoch)
         model = await session.next()
         expect(model, Kind.MODEL, epoch)
         known = [batch for batch in losses if batch is not None]
-        return Returned(session.device, model.body, end.samples), sum(known) if known else end.loss_sum
+        return _Served(Returned(session.device, model.body, end.samples), sum(known) if known else end.loss_sum)
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
             await self._turns.mine(session.device)
         work = self._work(session.device, message)
-        body = await self._pool.run(
+        body = await self._compute(
+            session,
             (work("decode"), partial(replica.decode, message)),
             (work("fs"), replica.forward),
             (work("bs"), replica.backward),
@@ -244,23 +397,41 @@ class Server:
         session.outstanding -= 1
         session.channel.post(Message(Kind.GRADIENT, *place, body=body))
 
+    async def _compute(self, session: Session, *steps: Step) -> Any:
+        if self._turns is None:
+            return await self._pool.run(*steps)
+        # A model that is shared may not be handed on while somebody still computes on it, wanted or not.
+        session.computing = self._loop.create_task(self._pool.run(*steps))
+        return await asyncio.shield(session.computing)
+
     async def _finish_iteration(self, session: Session, replica: ServerPart, message: Message) -> float | None:
         """Apply the gradients of a batch; return its summed loss."""
         step = self._work(session.device, message)("step")
-        await self._pool.run((step, replica.step))
+        await self._compute(session, (step, replica.step))
         loss = replica.take_loss()  # while nobody else's forward, in another thread, adds to that of a shared model
         if self._turns is not None:
             self._turns.done(session.device)
         self._report_progress(message, loss)
         return loss
 
-    async def _aggregate(self, epoch: int, returned: list[Returned]) -> None:
+    async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Served]:
+        """Make the new global model; return what counts in it: a device whose model cannot be used is dismissed."""
         await self._validation.copied()  # before the global model changes
-        work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(returned))
-        try:
-            await self._pool.run((work, partial(self._learner.aggregate, returned)))
-        except ProtocolError as error:  # it names the device whose model cannot be used
-            raise TrainingError(str(error)) from error
+        while served:
+            work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(served))
+            aggregate = partial(self._learner.aggregate, [one.returned for one in served])
+            try:
+                await self._pool.run((work, aggregate))
+            except UnusableModelError as error:
+                served = [one for one in served if one.returned.device != error.device]
+                session = self._reception.sessions.get(error.device)
+                if session is not None:
+                    await self._dismiss(session, epoch, error)
+                else:
+                    self._learner.forget(error.device)
+            else:
+                break
+        return served
 
     async def _distribute(self, group: list[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""
@@ -272,19 +443,20 @@ class Server:
                 work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device))
                 packed[split_point] = await self._pool.run((work, partial(self._learner.pack, device)))
             session.channel.post(Message(Kind.MODEL, epoch, body=packed[split_point]))
+            session.has_model_of = epoch
 
     # --- other plans between two rounds
 
-    def _measure(self, session: Session, epoch: int, uplink: Traffic) -> None:
-        """Note what an epoch's traffic says of a device's link; with the last device's, of all links."""
-        self._measured[session.device] = MeasuredLink(uplink, session.channel.meter.read(epoch))
-        if len(self._measured) < len(self._sessions):
+    def _measured_or_gone(self, device: str, epoch: int) -> None:
+        """When nobody's traffic is missing any more, see what it says of the links."""
+        self._unmeasured.discard(device)
+        if self._unmeasured or not self._measured:
             return
-        self._ledger.measure_links(epoch, self._measured)
+        measured, self._measured = self._measured, {}
+        self._ledger.measure_links(epoch, measured)
         if self._replanner is not None:
             # Before the models travel: a choice that needs no time is made when they have come.
-            self._replanner.observe_round(self._measured)
-        self._measured = {}
+            self._replanner.observe_round(measured)
 
     async def _adopt_new_plans(self, epoch: int) -> None:
         """Go on by other plans if some were chosen: devices are told theirs, and layers change sides."""
@@ -301,14 +473,18 @@ class Server:
         leaving = await self._pool.run((move, partial(self._learner.move, moved))) if moved else {}
         self._put_into_force(epoch + 1, changed)
         for name, plan in changed.items():
-            session = self._sessions[name]
+            session = self._reception.sessions.get(name)
+            if session is None or not session.is_welcome:
+                continue  # who comes later is told then
+            self._limit(session)
             session.channel.post(Message(Kind.PLAN, epoch, body=plan_body(plan)))
             if name in moved and self._orders[name].keep_momentum:
                 session.channel.post(Message(Kind.STATE, epoch, body=leaving[name]))
                 session.awaits_momentum = True
 
     def _changed(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-        return {name: plan for name, plan in sorted(plans.items()) if plan != self._orders[name].plan}
+        known = {name: plan for name, plan in sorted(plans.items()) if name in self._orders}
+        return {name: plan for name, plan in known.items() if plan != self._orders[name].plan}
 
     def _put_into_force(self, first_epoch: int, changed: Mapping[str, Plan]) -> None:
         for name, plan in changed.items():
@@ -327,6 +503,25 @@ class Server:
 
     # --- small things
 
+    def _limit(self, session: Session) -> None:
+        """Let a device send no more than its plan needs."""
+        orders, profile = self._orders[session.device], self._training.profile
+        plan = orders.plan
+        session.allowed = plan.micro_batches
+        if profile is None:
+            return
+        batch = orders.batch_size + 1  # a left-over sample may join the last one
+        piece = max(cut_batch(batch, plan.micro_batches, batch_statistics=orders.batch_statistics))
+        model = self._learner.model_bytes() + SMALL_BODY_BYTES
+        iterations = session.who.samples // orders.batch_size + 2
+        limits = {
+            Kind.ACTIVATION: piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES),
+            Kind.MODEL: model,
+            Kind.STATE: model,
+            Kind.TRACE: SMALL_BODY_BYTES + _SPAN_BYTES * iterations * (plan.micro_batches + 1),
+        }
+        session.channel.limit(body_limit(limits))
+
     async def _should_stop(self, epoch: int) -> bool:
         """Decide with the validation losses up to the epoch before: this epoch's is computed beside the next."""
         if self._training.patience is None:
@@ -344,19 +539,10 @@ class Server:
         self._samples += message.batch_samples
         self._iterations += 1
         # Once for all devices: a report adds up their downlinks, which would cost K * K for an iteration of each.
-        if self._observe is not ignore and self._iterations % len(self._sessions) == 0:
+        sessions = self._reception.sessions.values()
+        if self._observe is not ignore and sessions and self._iterations % len(sessions) == 0:
             place = (SERVER, message.epoch, message.iteration, self._samples)
-            downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in self._sessions.values()]
+            downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in sessions]
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             self._observe(Progress(*place, loss, self._loop.time(), busy))
-
-
-async def _all(coroutines: list[Any]) -> list[Any]:
-    """Return all results; the first failure ends the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

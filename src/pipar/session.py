@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from pipar.errors import ConfigError, ProtocolError, TrainingError
+from pipar.errors import ConfigError, ProtocolError
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
@@ -16,30 +17,76 @@ from pipar.protocol.messages import Kind, Message, json_body, read_json
 from pipar.trace import Recorder
 
 
-class Session:
-    """One device's connection and what the server knows of it."""
+@dataclass(frozen=True)
+class Introduction:
+    """What a device says of itself when it joins; its name comes from its credential, if it has one."""
 
-    def __init__(self, device: str, channel: Channel, recorder: Recorder, profile: Profile | None = None) -> None:
-        self.device = device
+    name: str
+    samples: int
+    profile: Profile | None = None
+
+
+class Session:
+    """One device's part in the training, from its hello to its end; connections may come and go meanwhile."""
+
+    def __init__(self, who: Introduction, number: int, channel: Channel, recorder: Recorder) -> None:
+        self.device = who.name
+        self.who = who
+        self.number = number
         self.channel = channel
         self.recorder = recorder
-        self.profile = profile  # that the device has brought with it
         self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.is_welcome = False  # it has its orders
+        self.is_over = False
+        self.verdict: Exception | None = None  # why the server ends it, whatever the device does meanwhile
+        self.has_model_of: int | None = None  # the epoch whose global model was sent to it last
         self.awaits_momentum = False  # of layers that the device has handed over
+        self.allowed = 0  # micro-batches that may be outstanding: the plan's N
         self.outstanding = 0  # micro-batches that came and are not answered yet
-        self.asked_for = 0  # the last epoch whose trace was asked for
-        self.last_trace = 0  # the last epoch whose trace came in
-        self.stopped_after: int | None = None
+        self.abandoned = 0  # what still comes of epochs up to this one counts no more
+        self.asked_for: deque[int] = deque()  # epochs whose traces are to come
+        self.stopped = False
+        self.computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
     async def next(self) -> Message:
         message = await self.inbox.get()
         if isinstance(message, Exception):
-            raise TrainingError(f"{self.device} was lost: {message}") from message
+            self.inbox.put_nowait(message)  # whoever asks again is told again
+            raise message
         return message
 
-    def refuse(self, reason: Exception) -> None:
-        """Tell the device why its session is over."""
-        self.channel.post(Message(Kind.FAULT, body=json_body({"reason": str(reason)})))
+    def count_outstanding(self, message: Message) -> None:
+        """Count a micro-batch that has come, or raise if it is one too many."""
+        self.outstanding += 1
+        if self.outstanding > self.allowed:
+            raise ProtocolError(
+                f"{message} came with {self.allowed} micro-batches outstanding, which is all it may have."
+            )
+
+    def ask_for_trace(self, epoch: int) -> None:
+        """Tell the device that a round is over; it answers with its trace."""
+        self.asked_for.append(epoch)
+        self.channel.post(Message(Kind.REPORT, epoch))
+
+    def abandon(self, epoch: int) -> None:
+        """Drop what the device does of an epoch: the round has ended without it."""
+        self.abandoned = epoch
+        self.outstanding = 0
+        waiting = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
+        for one in waiting:
+            if isinstance(one, Exception) or one.epoch > epoch:
+                self.inbox.put_nowait(one)
+        self.recorder.take(epoch)
+        self.channel.post(Message(Kind.ABANDON, epoch))
+
+    def refuse(self, reason: Exception | str, *, again: bool = False) -> None:
+        """Tell the device why its session is over, and whether it may try `again`."""
+        self.channel.post(fault(reason, again=again))
+
+
+def fault(reason: Exception | str, *, again: bool = False) -> Message:
+    """Return the message that ends a connection; `again` if joining anew may help."""
+    return Message(Kind.FAULT, body=json_body({"reason": str(reason), "again": again}))
 
 
 class Pieces:
@@ -76,6 +123,19 @@ class Pieces:
         self._trained, self._number = trained, self._number + 1
         if trained == self._batch:
             self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
+
+
+def read_hello(message: Message, network: Profile | None, peer: str | None) -> Introduction:
+    """Return who a device is; `peer` is the name in its credential, and what it says may not differ from that."""
+    content = read_json(message)
+    name, samples = content.get("name"), content.get("samples")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise ProtocolError(f"A device said {str(name)[:80]!r} where its name belongs.")
+    if peer is not None and name != peer:
+        raise ProtocolError(f"A device with the credential of '{peer}' says that it is '{name}'.")
+    if type(samples) is not int or not 1 <= samples < _MOST_BYTES:
+        raise ProtocolError(f"'{name}' says that it has {samples!r} samples; it has to have at least one.")
+    return Introduction(name, samples, read_profile(content.get("profile"), network))
 
 
 def read_profile(said: Any, network: Profile | None) -> Profile | None:
@@ -123,6 +183,7 @@ def read_end(message: Message, epoch: int) -> End:
 
 
 _MOST_BYTES = 1 << 62
+_LONGEST_NAME = 64
 
 
 def _is_time(seconds: object) -> bool:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from pipar.config import Config, DeviceSection, Link
 from pipar.events import EpochResult
+from pipar.methods import Plan
 from pipar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ def _replans(content: Mapping[str, Any]) -> list[str]:
 
 
 def _plans_of(content: Mapping[str, Any]) -> str:
-    return plans_text(f"P={plan['split_point']} N={plan['micro_batches']}" for plan in content["plans"])
+    return plans_text(
+        str(Plan(plan["split_point"], plan["micro_batches"], plan.get("window", 0))) for plan in content["plans"]
+    )
 
 
 # --- tables

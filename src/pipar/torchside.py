@@ -9,6 +9,7 @@ import torch
 
 from pipar import keyed
 from pipar.job import Job
+from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
 from pipar.nn.runtime import one_thread
 from pipar.nn.split import split_model
@@ -27,6 +28,8 @@ def make_learner(job: Job, workload: Workload) -> TorchLearner:
         classes=workload.classes,
         shares_server_model=job.method.shares_server_model,
         keep_momentum=job.keep_momentum,
+        proximal=job.config.server.proximal,
+        aggregator=make_aggregator(job.config.server.aggregator, job.config.server.aggregation),
     )
 
 
@@ -35,7 +38,7 @@ def part_builder(workload: Workload) -> Callable[[Orders], TorchDevicePart]:
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
-        return TorchDevicePart(part, workload.optimizer(), has_loss=len(rest) == 0)
+        return TorchDevicePart(part, workload.optimizer(), has_loss=len(rest) == 0, proximal=orders.proximal)
 
     return build
 

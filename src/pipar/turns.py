@@ -32,6 +32,10 @@ class Turns:
         heapq.heapreplace(self._next, (iteration + 1, device))
         self._call_next()
 
+    def is_with(self, device: str) -> bool:
+        """Return whether it is this device's turn."""
+        return bool(self._next) and self._next[0][1] == device
+
     def finish(self, device: str) -> None:
         """Take a device out of the round."""
         self._finished.add(device)

@@ -18,6 +18,8 @@ def _parse(text: str | float, units: dict[str, float], what: str, example: str) 
     # What comes from a TOML file can be anything, whatever the annotation says.
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     folded = {unit.lower(): factor for unit, factor in units.items()}
+    if match is not None and not match[2]:
+        raise ConfigError(f"'{text}' has no unit; write a {what} like '{example}' (units: {', '.join(units)}).")
     if match is None or match[2].lower() not in folded:
         raise ConfigError(f"'{text}' is not a {what}; write it like '{example}' (units: {', '.join(units)}).")
     return float(match[1]) * folded[match[2].lower()]

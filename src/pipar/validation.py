@@ -36,29 +36,30 @@ class Validation:
 
     def start(self, epoch: int) -> None:
         """Validate the global model that an epoch ended with."""
-        self._copied.clear()
-        self._running = asyncio.get_running_loop().create_task(self._validate(epoch, self._running))
+        self._copied = asyncio.Event()
+        validate = self._validate(epoch, self._running, self._copied)
+        self._running = asyncio.get_running_loop().create_task(validate)
 
     async def copied(self) -> None:
         """Return when the last validation has its copy of the global model, which may then change."""
         if self._running is not None:
             await self._copied.wait()
 
-    async def _validate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
+    async def _validate(self, epoch: int, before: asyncio.Task[None] | None, copied: asyncio.Event) -> None:
         try:
-            await self._evaluate(epoch, before)
+            await self._evaluate(epoch, before, copied)
         except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
             self._ledger.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
         finally:
-            self._copied.set()
+            copied.set()
 
-    async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None) -> None:
+    async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None, copied: asyncio.Event) -> None:
         if not self._batches:
             self._ledger.add_validation(epoch, None, None)
             return
         copy = Work("validate", epoch, samples=0)
         evaluate = await self._background.run((copy, self._evaluator))
-        self._copied.set()
+        copied.set()
         if before is not None:
             await before
         loss_sum, correct, total = 0.0, 0, 0

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipar.assemble import MakeCompute, assemble_server, run_device
+from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.choosing import Search, search_at_once
 from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.device import DevicePart, Samples
+from pipar.enrolment import Listed
 from pipar.events import EpochResult, Observer
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
@@ -83,6 +84,7 @@ async def _train(
         job,
         learner,
         validation,
+        enrolment=Listed(job),
         pool=server_lanes,
         background=server_lanes,
         emit=emit,
@@ -97,15 +99,8 @@ async def _train(
                 near, far = memory_pair()
                 group.create_task(server.admit(far))
                 device_lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
-                life = run_device(
-                    job,
-                    spec.name,
-                    samples(spec.name),
-                    builder(spec.name),
-                    near,
-                    compute=device_lanes,
-                    observe=observe,
-                )
+                equipment = Equipment(samples(spec.name), builder(spec.name), device_lanes)
+                life = run_device(spec.name, spec.link, equipment, near, keep_spans=job.traced_devices, observe=observe)
                 group.create_task(life)
             group.create_task(server.train())
     except ExceptionGroup as failures:

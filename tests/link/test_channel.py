@@ -41,7 +41,7 @@ class GrpcWorld:
         async def main() -> T:
             arrived: asyncio.Queue[Transport] = asyncio.Queue()
 
-            async def accept(transport: Transport) -> None:
+            async def accept(transport: Transport, _: str | None) -> None:
                 ending = _Ending(transport)
                 arrived.put_nowait(ending)
                 await ending.closed.wait()
@@ -236,9 +236,9 @@ def test_both_sides_count_the_same_bytes_by_epoch(world: World) -> None:
         return [device.sent_bytes, server.received_bytes, server.sent_bytes, device.received_bytes]
 
     up, up_counted, down, down_counted = world.run(scenario)
-    # 45 bytes of header a frame; a trace travels in the epoch behind its own.
-    assert up == up_counted == {1: (45 + 16) + (2 * 45 + 1_500_000), 2: 45 + 5}
-    assert down == down_counted == {7: 45}
+    # 49 bytes of header a frame; a trace travels in the epoch behind its own.
+    assert up == up_counted == {1: (49 + 16) + (2 * 49 + 1_500_000), 2: 49 + 5}
+    assert down == down_counted == {7: 49}
 
 
 @pytest.mark.parametrize("rate_bps", [None, 80e6])
@@ -273,7 +273,7 @@ def test_several_can_wait_for_the_same_drain(world: World) -> None:
         await asyncio.gather(device.drain(), device.drain(), server.receive())
         return sum(device.sent_bytes.values())
 
-    assert world.run(scenario) == 2 * 45 + 1_200_000
+    assert world.run(scenario) == 2 * 49 + 1_200_000
 
 
 # --- exact times, in virtual time only
@@ -286,7 +286,7 @@ def test_a_message_ends_exactly_when_its_frame_has_gone_through_at_the_rate() ->
         await server.receive()
         return asyncio.get_running_loop().time()
 
-    assert MemoryWorld().run(scenario) == (45 + 1_000_000) * 8 / 8e6 == 1.000045
+    assert MemoryWorld().run(scenario) == (49 + 1_000_000) * 8 / 8e6 == 1.000049
 
 
 def test_frames_go_one_behind_the_other_and_leave_their_spans() -> None:
@@ -298,12 +298,12 @@ def test_frames_go_one_behind_the_other_and_leave_their_spans() -> None:
         device.shape(800.0, 10.0)  # 100 bytes a second
         loop = asyncio.get_running_loop()
         arrivals = []
-        device.post(activation(1, size=55))
-        device.post(activation(2, size=155))
+        device.post(activation(1, size=51))
+        device.post(activation(2, size=151))
         for _ in range(2):
             await server.receive()
             arrivals.append(loop.time())
-        device.post(replace(activation(3, size=55), kind=Kind.GRADIENT))
+        device.post(replace(activation(3, size=51), kind=Kind.GRADIENT))
         await server.receive()
         arrivals.append(loop.time())
         await device.drain()
@@ -324,8 +324,8 @@ def test_the_two_directions_do_not_slow_each_other_down() -> None:
             await channel.receive()
             return asyncio.get_running_loop().time()
 
-        device.post(activation(1, size=155))
-        server.post(activation(1, size=155))
+        device.post(activation(1, size=151))
+        server.post(activation(1, size=151))
         up, down = await asyncio.gather(arrival(server), arrival(device))
         return up, down
 
@@ -349,7 +349,7 @@ def test_a_hollow_message_takes_as_long_as_a_full_one() -> None:
         await server.receive()
         return asyncio.get_running_loop().time()
 
-    assert MemoryWorld().run(scenario) == pytest.approx((3 * 45 + 2_500_000) * 8 / 8e6, rel=1e-15)
+    assert MemoryWorld().run(scenario) == pytest.approx((3 * 49 + 2_500_000) * 8 / 8e6, rel=1e-15)
 
 
 def test_a_fault_goes_out_between_two_chunks() -> None:
@@ -365,9 +365,9 @@ def test_a_fault_goes_out_between_two_chunks() -> None:
         return fault_at, loop.time()
 
     fault_at, model_at = MemoryWorld().run(scenario)
-    fault_s = (45 + FAULT.body.size_bytes) * 8 / 8e6
-    assert fault_at == pytest.approx(1.000045 + fault_s, rel=1e-12)
-    assert model_at == pytest.approx(3 * 1.000045 + fault_s, rel=1e-12)
+    fault_s = (49 + FAULT.body.size_bytes) * 8 / 8e6
+    assert fault_at == pytest.approx(1.000049 + fault_s, rel=1e-12)
+    assert model_at == pytest.approx(3 * 1.000049 + fault_s, rel=1e-12)
 
 
 def test_a_message_that_no_frame_can_carry_is_refused_by_post() -> None:

@@ -13,6 +13,7 @@ from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.protocol.messages import Kind, Message
+from pipar.protocol.wire import cut_message, pack_frame
 from pipar.trace import Recorder
 
 Outcome = asyncio.Queue[BaseException | Message]
@@ -24,7 +25,7 @@ def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
     async def main() -> None:
         outcome: Outcome = asyncio.Queue()
 
-        async def accept(transport: Transport) -> None:
+        async def accept(transport: Transport, _: str | None) -> None:
             channel = Channel(transport, Recorder("server"), "downlink")
             try:
                 while True:
@@ -60,7 +61,7 @@ def test_a_device_that_leaves_in_order_is_a_link_error_behind_its_last_message()
     serve(good_connection)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1", b"PP\x01" + bytes(200)], ids=["empty", "http", "header"])
+@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1", b"PP\x02" + bytes(200)], ids=["empty", "http", "header"])
 def test_garbage_is_a_protocol_error_for_its_connection_and_the_next_device_is_served(garbage: bytes) -> None:
     async def scenario(address: str, outcome: Outcome) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -89,7 +90,7 @@ def test_a_device_that_is_gone_without_a_word_is_a_link_error() -> None:
     async def scenario(address: str, outcome: Outcome) -> None:
         channel = grpc.aio.insecure_channel(address)
         call = channel.stream_stream("/pipar.Link/Connect")()
-        await call.write(bytes.fromhex("5050010a0000000000000001") + bytes(23) + b"\x01" + bytes(9))
+        await call.write(pack_frame(next(cut_message(Message(Kind.STOP), 0, 1))))
         assert isinstance(await outcome.get(), Message)
         await channel.close()  # cancels the call, as the end of a process does
         assert isinstance(await outcome.get(), LinkError)
@@ -134,5 +135,5 @@ def test_connecting_to_nobody_is_a_link_error_after_the_timeout() -> None:
     asyncio.run(main())
 
 
-async def _nobody(transport: Transport) -> None:
+async def _nobody(transport: Transport, _: str | None) -> None:
     raise AssertionError(transport)

@@ -77,7 +77,7 @@ def test_a_cycle_begins_when_the_channel_is_shaped() -> None:
         device.shape(800.0, 0.0, cycle=[800.0, 80.0], every_s=10.0)  # 100 bytes a second, then 10
         await asyncio.sleep(8.0)
         for _ in range(2):
-            device.post(Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body(205)))  # 250 bytes with the header
+            device.post(Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body(201)))  # 250 bytes with the header
             await server.receive()
             arrivals.append(loop.time())
         await device.close()
@@ -142,5 +142,5 @@ def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
         return device.meter.read(1)
 
     traffic = run_virtually(main())
-    assert traffic.size_bytes == 3 * (400_000 + 45)
+    assert traffic.size_bytes == 3 * (400_000 + 49)
     assert traffic.rate_bps == pytest.approx(8e6, rel=1e-12)

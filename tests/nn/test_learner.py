@@ -27,7 +27,9 @@ def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
 
 
-def learner(split_points: dict[str, int], *, shared: bool = False, keep_momentum: bool = False) -> TorchLearner:
+def learner(
+    split_points: dict[str, int], *, shared: bool = False, keep_momentum: bool = False, proximal: float = 0.0
+) -> TorchLearner:
     return TorchLearner(
         network(),
         split_points,
@@ -35,6 +37,7 @@ def learner(split_points: dict[str, int], *, shared: bool = False, keep_momentum
         classes=3,
         shares_server_model=shared,
         keep_momentum=keep_momentum,
+        proximal=proximal,
     )
 
 
@@ -126,6 +129,48 @@ def test_without_sharing_each_device_has_a_replica_of_its_own() -> None:
     assert one.state()["2.weight"].abs().sum() > 0
 
 
+def test_what_a_device_that_is_lost_has_trained_is_forgotten() -> None:
+    one = learner({"a": 1, "b": 1}, keep_momentum=True)
+    step_with(one.replica("a"), 1.0)
+    step_with(one.replica("b"), 1.0)
+    of_b = copy.deepcopy(one.replica("b").state())
+    one.forget("a")
+    assert same({**read_state(one.pack("a")), **one.replica("a").state()}, one.state())
+    assert same(one.replica("b").state(), of_b)
+    before = copy.deepcopy(one.replica("a").state())
+    step_with(one.replica("a"), 0.0)
+    assert same(one.replica("a").state(), before)  # its momentum, too
+
+
+def test_a_shared_model_keeps_whole_batches_of_a_device_that_is_lost_and_no_half_ones() -> None:
+    one = learner({"a": 1, "b": 1}, shared=True)
+    step_with(one.replica("a"), 1.0)
+    after_a_batch = copy.deepcopy(one.replica("b").state())
+    for parameter in one.replica("a").module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one.forget("a")
+    assert same(one.replica("b").state(), after_a_batch)
+    assert all(parameter.grad is None for parameter in one.replica("b").module.parameters())
+
+
+def test_a_device_that_has_left_nothing_behind_takes_no_momentum_to_another_cut() -> None:
+    one = learner({"a": 1, "b": 1}, keep_momentum=True)
+    step_with(one.replica("a"), 1.0)
+    one.forget("a")
+    leaving = one.move({"a": 2, "b": 2})
+    assert {name: read_state(body) for name, body in leaving.items()} == {"a": {}, "b": {}}
+    one.replica("a").take_momentum(state_body({}))  # as a device answers that has forgotten its own
+
+
+def test_another_device_may_come_to_a_shared_model_at_the_same_cut() -> None:
+    one = learner({"a": 1}, shared=True)
+    replica = one.replica("a")
+    one.move({"b": 1})
+    assert one.replica("b") is replica
+    with pytest.raises(AssertionError):
+        one.move({"b": 2})
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> None:
     one = learner({"a": 1}, keep_momentum=keep)
@@ -139,6 +184,30 @@ def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> 
         parameter.grad = torch.zeros_like(parameter)
     replica.step()  # without a gradient, only momentum moves a weight
     assert same(replica.state(), before) is not keep
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_replica_is_pulled_to_the_global_model_of_its_round(shared: bool) -> None:
+    one = learner({"a": 1, "b": 1}, shared=shared, proximal=0.5)
+
+    def pull() -> torch.Tensor:
+        """Return the gradient that a step without a loss has, of a weight that is 2 off the global one."""
+        replica = one.replica("a")
+        weight = replica.module[-1].weight
+        with torch.no_grad():
+            weight.copy_(one.state()["2.weight"] + 2)
+        before = weight.detach().clone()
+        weight.grad = torch.zeros_like(weight)
+        replica._torch_optimizer = Optimizer(learning_rate=1.0, momentum=0.0).over(replica.module)
+        replica.step()
+        return before - weight.detach()
+
+    assert torch.allclose(pull(), torch.ones(3, 5, dtype=torch.float64))  # mu times 2
+    one.aggregate([bring_back(one, name, 1, seed, 1)[0] for seed, name in enumerate("ab", start=1)])
+    assert torch.allclose(pull(), torch.ones(3, 5, dtype=torch.float64))
+    if not shared:
+        one.move({"a": 2})
+        assert torch.allclose(pull(), torch.ones(3, 5, dtype=torch.float64))
 
 
 def step_with(part: Part, value: float) -> None:
@@ -219,6 +288,26 @@ def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_nam
     with pytest.raises(ProtocolError, match=r"^a brought back"):
         one.aggregate([Returned("a", body, 1), bring_back(one, "b", 1, 2, 1)[0]])
     assert one.sha256() == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_is_not_finite_is_refused_with_its_device_and_averaged_with_nobodys(value: float) -> None:
+    one = learner({"a": 1, "b": 1})
+    state = read_state(bring_back(one, "a", 1, 1, 1)[0].body)
+    state["0.bias"][0] = value
+    before = one.sha256()
+    with pytest.raises(ProtocolError, match=r"^The model that a brought back has values that are infinite or not a"):
+        one.aggregate([Returned("a", state_body(state), 1), bring_back(one, "b", 1, 2, 1)[0]])
+    assert one.sha256() == before
+
+
+def test_momentum_that_is_not_finite_is_refused() -> None:
+    one = learner({"a": 2}, keep_momentum=True)
+    one.replica("a")
+    one.move({"a": 1})
+    moved = {name: torch.full_like(value, float("nan")) for name, value in one.replica("a")._new.items()}
+    with pytest.raises(ProtocolError, match=r"momentum .* has values that are infinite"):
+        one.replica("a").take_momentum(state_body(moved))
 
 
 def test_devices_with_one_split_point_share_the_packed_bytes() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pipar.errors import ProtocolError
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
-from pipar.nn.tensors import read_state, state_body
+from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.protocol.messages import Body, Kind, Message
 
 SGD = Optimizer(learning_rate=0.1, momentum=0.9)
@@ -228,6 +228,15 @@ def test_activations_that_the_layers_do_not_take_are_refused(shape: tuple[int, .
     with pytest.raises(ProtocolError, match="do not take activations of"):
         server.forward(server.decode(activation_of(shape, dtype)))
     server.forward(server.decode(activation_of((2, 12))))  # the replica is as good as before
+
+
+def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
+    _, server = parts(network(), 3)
+    values = torch.zeros(2, 12, dtype=torch.float64)
+    values[1, 3] = float("nan")
+    piece = Piece(values, torch.zeros(2, dtype=torch.int64), 2)
+    with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1, iteration 1, micro-batch 4\) has values that are"):
+        server.decode(message(tensor_body(values, piece.labels), 4, piece))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 3), (2, 3, 1, 4), (2, 12), (2, 6, 2, 2)], ids=str)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipar.errors import ProtocolError
-from pipar.nn.tensors import TORCH_DTYPES, read_labels, read_state, read_tensor, state_body, tensor_body
+from pipar.nn.tensors import TORCH_DTYPES, check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
 from pipar.protocol import wire
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.wire import Assembler, cut_message, pack_frame, unpack_frame
@@ -55,6 +55,24 @@ def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape
 def test_what_is_no_number_comes_back_too(dtype: torch.dtype) -> None:
     values = torch.tensor([[float("nan"), float("inf"), -0.0, 5e-324]], dtype=dtype)
     assert same_bits(read_tensor(over_the_wire(activation(values, torch.tensor([0])))), values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 500, 999])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(value: float, place: int, dtype: torch.dtype) -> None:
+    values = torch.zeros(10, 100, dtype=dtype)
+    check_finite([values], "it")
+    values.view(-1)[place] = value
+    with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1.* has values that are infinite.* has diverged"):
+        check_finite([torch.zeros(3), values], str(activation(values, torch.zeros(10))))
+
+
+def test_infinities_that_cancel_are_found_and_huge_values_whose_sum_overflows_are_not() -> None:
+    with pytest.raises(ProtocolError):
+        check_finite([torch.tensor([float("inf"), -float("inf")])], "it")
+    check_finite([torch.full((4,), torch.finfo(torch.float32).max)], "it")
+    check_finite([torch.tensor([2**40]), torch.tensor([True]), torch.zeros(0, 4)], "it")
 
 
 def test_a_tensor_that_is_not_contiguous_is_sent_in_its_own_order() -> None:
@@ -127,6 +145,26 @@ def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> 
     except ProtocolError:
         return
     assert all(isinstance(tensor, torch.Tensor) for tensor in read.values())
+
+
+SIZES = st.sampled_from([0, 1, 2, 3, 10, 2**31, 2**32 - 1])
+
+
+@given(
+    st.sampled_from([Kind.ACTIVATION, Kind.GRADIENT]),
+    st.lists(SIZES, max_size=8).map(tuple),
+    SIZES,
+    st.sampled_from([0, 4, 8, 12, 24, 48, 100]),
+    st.sampled_from(["", "float32", "float64"]),
+)
+@example(Kind.GRADIENT, (1, 2**32 - 1, 2**32 - 1, 0), 1, 0, "float32")
+def test_any_header_over_any_bytes_is_a_tensor_or_a_protocol_error(
+    kind: Kind, shape: tuple[int, ...], samples: int, size: int, dtype: str
+) -> None:
+    message = Message(kind, 1, 1, 1, samples, 99, Body.of(bytes(size), dtype=dtype, shape=shape))
+    with contextlib.suppress(ProtocolError):
+        assert read_tensor(message).shape == shape
+        read_labels(message, classes=10)
 
 
 @given(st.binary(max_size=60))

@@ -82,14 +82,44 @@ def test_every_plan_fits_into_memory_and_no_plan_that_fits_without_a_window_is_m
     assert set(fitting) <= set(found)
 
 
-def test_a_device_for_which_nothing_fits_gives_one_sentence_that_says_what_would() -> None:
+MIB = 2**20
+#: As PHONE's layers, but in MiB: a sample keeps 10 and works with 1, in each of four layers.
+LARGE = replace(
+    PROFILE, layers=(replace(LAYER, saved_bytes=10 * MIB, working_bytes=MIB, parameter_bytes=MIB // 10),) * 4
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "memory", "given", "says"),
+    [
+        ("pipar", 360.7, {}, "phone has 360 MiB of memory, but the smallest plan that it may have, P=1 N=12 1f1b(1), "),
+        ("pipar", 360, {}, "needs 380 MiB, 368 of them for Python and torch: give devices.memory at least 380MiB."),
+        ("pipar", 390, {"split_point": 3}, "P=3 N=12 1f1b(1), needs 400 MiB"),
+        ("pipar", 390, {"split_point": 3}, "at least 400MiB, or leave split_point to 'auto'."),
+        ("pipar", 390, {"window": 3}, "or leave schedule to 'auto'."),
+        ("pipar", 390, {"split_point": 1, "micro_batches": 2}, "or a smaller run.batch_size, or leave split_point and"),
+        ("fl", 420, {}, "P=4 N=1, needs 862 MiB"),
+        ("fl", 420, {}, "at least 862MiB, or a smaller run.batch_size, or take the method pipar."),
+        ("sfl", 370, {}, "P=1 N=1, needs 501 MiB, 368 of them for Python and torch: give devices.memory at least"),
+        ("sfl", 370, {}, "at least 501MiB."),
+    ],
+)
+def test_a_device_for_which_nothing_fits_is_told_what_is_needed_and_only_what_would_help(
+    method: str, memory: float, given: dict[str, object], says: str
+) -> None:
     with pytest.raises(PlanError) as raised:
-        plans(memory_bytes=BASE_BYTES)
+        plans(with_method(method), costs=Costs(LARGE), memory_bytes=int(memory * MIB), **given)
     text = str(raised.value)
-    assert text.startswith("phone has ")
-    assert "no plan fits in it" in text
-    assert "Give more memory" in text
+    assert says in text
+    assert "MB" not in text.replace("MiB", "")
     assert "\n" not in text
+
+
+def test_what_is_said_to_be_needed_is_enough_and_more_than_there_is() -> None:
+    needs = training_bytes(PROFILE, Plan(1, 12, 1), 12)  # a few bytes more than the base
+    with pytest.raises(PlanError, match=r"has 368 MiB of memory, but .* needs 369 MiB"):
+        plans(memory_bytes=needs - 1)
+    assert plans(memory_bytes=369 * MIB)
 
 
 def test_a_device_that_was_profiled_with_its_first_layers_holds_no_more_of_them() -> None:

@@ -24,8 +24,8 @@ from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, training_bytes
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.planner.select import ESTIMATE_TIE, check_given, choose, choose_by_estimate
-from pipar.planner.timing import Timing
+from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate
+from pipar.planner.timing import Timing, steady_epoch_s
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]
@@ -296,6 +296,25 @@ def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> N
     assert simulate(fleet, alone, None).epoch_s > 1.2 * simulate(fleet, together.plans, None).epoch_s
 
 
+def test_a_tie_goes_to_the_smaller_n_of_each_kind() -> None:
+    layers = tuple(LayerProfile(name, (0.05, 1.2), (0.1, 2.4), 20_000, 100) for name in "abcd")
+    profile = Profile("any", "float32", (1, 24), layers)
+    near, far = Costs(profile, 1.0), Costs(profile, 0.9)
+    members = [Member(f"near-{n}", near, WIFI, 48, split_point=2) for n in range(3)]
+    members += [Member(f"far-{n}", far, Link(up_bps=1e6, down_bps=1e6), 48, split_point=2) for n in range(2)]
+    fleet = Fleet(METHODS["pipar"], tuple(members), Costs(profile, 200.0), 1, 24)
+    choice = choose(fleet, simulate)
+
+    def with_far(n: int) -> float:
+        plans = {name: Plan(2, n) if name.startswith("far") else plan for name, plan in choice.plans.items()}
+        return steady_epoch_s(simulate, fleet, plans)
+
+    # From 4 on, the far devices' computing hides their links: what more pieces gain is no more than a tie.
+    assert choice.plans["far-0"] == Plan(2, 4)
+    assert all(abs(with_far(n) / choice.epoch_s - 1) < TIE for n in range(4, 20))
+    assert with_far(3) > choice.epoch_s * (1 + TIE)
+
+
 class Counted:
     """A simulation that counts how often it is asked."""
 
@@ -351,7 +370,10 @@ def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -
 @given(st.integers(0, 10**6))
 def test_no_chosen_plan_needs_more_memory_than_the_device_has(seed: int) -> None:
     fleet = small_fleet(seed, memory=True)
-    plans = choose(fleet, simulate).plans
+    try:
+        plans = choose(fleet, simulate).plans
+    except PlanError:  # some draws leave room for nothing
+        return
     for member in fleet.members:
         assert member.memory_bytes is not None
         assert training_bytes(member.costs.profile, plans[member.name], 12) <= member.memory_bytes

@@ -22,6 +22,7 @@ ORDERS = Orders(
     batch_size=100,
     batch_statistics=False,
     keep_momentum=True,
+    proximal=0.25,
 )
 
 
@@ -120,6 +121,12 @@ def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) ->
 def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
     with pytest.raises(ProtocolError, match="below 1"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, key: 0})))
+
+
+@pytest.mark.parametrize("proximal", [-0.1, float("nan"), float("inf")])
+def test_a_welcome_with_a_proximal_weight_that_is_none_is_refused(proximal: float) -> None:
+    with pytest.raises(ProtocolError, match="proximal weight"):
+        Orders.read(Message(Kind.WELCOME, body=replace(ORDERS, proximal=proximal).to_body()))
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 1), Plan(5, 7, 3)])

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import click
 
-from pipar.cli import data, plan, profile, train
-from pipar.cli.options import Group, Interrupted, example, help_if_alone
+from pipar.cli import certs, data, deploy, faults, plan, profile, train
+from pipar.cli.options import Group, Interrupted, as_setting, example, help_if_alone
 from pipar.errors import InputError, PiparError
 
 
@@ -33,7 +33,11 @@ def cli(context: click.Context) -> None:
     help_if_alone(context)
 
 
-for command in (train.run, train.compare, plan.plan, profile.profile, data.data):
+_COMMANDS = (
+    train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, profile.profile, data.data,
+    faults.faults,
+)  # fmt: skip
+for command in _COMMANDS:
     cli.add_command(command)
 
 
@@ -71,6 +75,8 @@ def _say(message: str, code: int) -> int:
 
 def _message(error: Exception) -> str:
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    if isinstance(error, click.NoSuchOption):
+        text += as_setting(error)
     # A sentence of a library may start in the middle; names of keys and datasets stay as they are.
     first = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if first in ("the", "there", "a", "an", "item") else text

@@ -122,6 +122,20 @@ def load(config: Path | None, settings: Sequence[str]) -> Config:
     return load_config(config, [*settings, *click.get_current_context().meta.get(_SETTINGS, [])])
 
 
+def as_setting(error: click.NoSuchOption) -> str:
+    """Return how an unknown option is said that has the name of a key: " It is a key of the configuration: ..."."""
+    takes_settings = error.ctx is not None and not isinstance(error.ctx.command, click.Group)
+    word = error.option_name.lstrip("-").replace("-", "_").replace(".", "_")
+    sections = {name: type(getattr(_DEFAULT, name)) for name in Config.model_fields} | {"devices": type(_GROUP)}
+    keys = [
+        f"--set {section}.{key}=VALUE"
+        for section, model in sections.items()
+        for key in model.model_fields
+        if word in (key, f"{section}_{key}")
+    ]
+    return f" It is a key of the configuration: write {' or '.join(keys)}." if keys and takes_settings else ""
+
+
 def command_line() -> str:
     """Return what was typed."""
     return str(click.get_current_context().obj or "pipar")

@@ -1,6 +1,6 @@
 """A channel sends messages to one peer and receives its messages; the same in both worlds.
 
-Sending is a lane: one frame at a time, at the link's rate, control before data. Latency lies behind the lane.
+Sending is a lane: one frame at a time, at the link's rate. Latency lies behind the lane.
 What carries the frames, memory or gRPC, is a `Transport`.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from pipar.clock import sleep_until
-from pipar.errors import LinkError
+from pipar.errors import LinkError, ProtocolError
 from pipar.link.shaping import Meter, Pacer, Rates
-from pipar.protocol.messages import OVERTAKING, Kind, Message
-from pipar.protocol.wire import Assembler, Frame, cut_message
+from pipar.protocol.messages import UNNUMBERED, Kind, Message
+from pipar.protocol.wire import Assembler, BodyLimit, Frame, check_fits, cut_message
 from pipar.trace import Recorder
 
 #: What a frame on the link is called in the trace, and which work brings it forth.
@@ -38,26 +38,62 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class Channel:
-    """Messages to and from one peer over a transport, shaped in the direction that this side sends."""
+class _Posted:
+    """A message that waits for its turn, or for its acknowledgement."""
 
-    def __init__(self, transport: Transport, recorder: Recorder, lane: str) -> None:
+    __slots__ = ("_frames", "message", "ready_at", "sequence")
+
+    def __init__(self, message: Message, sequence: int, ready_at: float) -> None:
+        self.message = message
+        self.sequence = sequence
+        self.ready_at = ready_at
+        self._frames: Iterator[Frame] | None = None
+
+    def next_frame(self, session: int, acknowledged: int) -> Frame:
+        if self._frames is None:
+            self._frames = cut_message(self.message, session, self.sequence, acknowledged)
+        return next(self._frames)
+
+
+class Channel:
+    """Messages to and from one peer: in order, each once, shaped in the direction that this side sends.
+
+    A lost transport loses no message. What the peer has not acknowledged is kept, and goes again over the transport
+    that is attached next. Without `on_lost` nobody attaches another one, and the loss is the end.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        recorder: Recorder,
+        lane: str,
+        *,
+        on_lost: Callable[[LinkError], None] | None = None,
+    ) -> None:
         self.session = 0
+        self.received = 0  # the number of the last message of the peer that came in whole
         self.sent_bytes: dict[int, int] = {}  # by epoch
         self.received_bytes: dict[int, int] = {}
         self.meter = Meter()  # of what is sent
-        self._transport = transport
         self._recorder = recorder
         self._lane = lane
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._pacer = Pacer(free_at=self._loop.time())
-        self._control: deque[tuple[Iterator[Frame], float]] = deque()
-        self._data: deque[tuple[Iterator[Frame], float]] = deque()
+        self._latency_s = 0.0
+        self._unnumbered: deque[_Posted] = deque()
+        self._numbered: deque[_Posted] = deque()
+        self._unacknowledged: deque[_Posted] = deque()
         self._sequence = 0
         self._posted: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
         self._stretch: tuple[Message, float] | None = None  # the message under way, and since when
+        self._link: Transport = transport  # as it was given
+        self._transport: Transport | None = transport  # behind its latency
+        self._failure: LinkError | None = None
+        self._changed = asyncio.Event()  # another transport, none, or the end
+        self._closing: set[asyncio.Task[None]] = set()
         self._sender = self._loop.create_task(self._send_all())
 
     def shape(
@@ -65,7 +101,13 @@ class Channel:
     ) -> None:
         """Send at this rate from now on, or at each rate of a cycle for `every_s`; frames arrive so much later."""
         self._pacer.rates = Rates(tuple(cycle), every_s, self._loop.time()) if cycle else Rates((rate_bps,))
-        self._transport = delayed(self._transport, latency_s)
+        self._latency_s = latency_s
+        if self._transport is not None:
+            self._transport = delayed(self._link, latency_s)
+
+    def limit(self, limit: BodyLimit) -> None:
+        """Take no messages larger than this from now on."""
+        self._assembler.limit = limit
 
     def record_on(self, recorder: Recorder) -> None:
         """Leave the spans of what is sent with another recorder: a server learns late whose channel this is."""
@@ -73,56 +115,176 @@ class Channel:
 
     def post(self, message: Message) -> None:
         """Queue a message for sending; returns at once."""
-        self._sequence += 1
-        frames = cut_message(message, self.session, self._sequence)
-        queue = self._control if message.kind in OVERTAKING else self._data
-        queue.append((frames, self._loop.time()))
+        check_fits(message)
+        if message.kind in UNNUMBERED:
+            self._unnumbered.append(_Posted(message, 0, self._loop.time()))
+        else:
+            self._sequence += 1
+            posted = _Posted(message, self._sequence, self._loop.time())
+            self._unacknowledged.append(posted)
+            self._numbered.append(posted)
         if self._posted is not None and not self._posted.done():
             self._posted.set_result(None)
 
     async def receive(self) -> Message:
-        """Return the next whole message of the peer; raise LinkError if it is gone."""
+        """Return the next whole message of the peer; raise LinkError if it is gone for good."""
         while True:
-            frame = await self._transport.read()
-            _count(self.received_bytes, frame)
-            message = self._assembler.feed(frame)
-            if message is not None:
-                return message
+            transport = await self._attached()
+            try:
+                frame = await transport.read()
+            except LinkError as error:
+                self._lose(transport, error)
+                continue
+            if transport is self._transport:  # what comes late over a former one comes again over this one
+                message = self._take(frame)
+                if message is not None:
+                    return message
+
+    def _take(self, frame: Frame) -> Message | None:
+        _count(self.received_bytes, frame)
+        self._forget_acknowledged(frame.acknowledged)
+        if (frame.sequence == 0) != (frame.message.kind in UNNUMBERED):
+            raise ProtocolError(f"{frame.message} has number {frame.sequence}; only what opens or ends a link has 0.")
+        if frame.sequence == 0:
+            return self._assembler.feed(frame)
+        if frame.sequence <= self.received:
+            return None  # the peer did not know yet that we have it
+        if frame.sequence > self.received + 1:
+            raise ProtocolError(
+                f"{frame.message} has number {frame.sequence}, but {self.received + 1} is to come next."
+            )
+        message = self._assembler.feed(frame)
+        if message is not None:
+            self.received = frame.sequence
+        return message
+
+    def _forget_acknowledged(self, number: int) -> None:
+        if number > self._sequence:
+            raise ProtocolError(f"The peer says that it has message {number}, but only {self._sequence} were sent.")
+        while self._unacknowledged and self._unacknowledged[0].sequence <= number:
+            self._unacknowledged.popleft()
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many messages are kept because the peer may not have them."""
+        return len(self._unacknowledged)
+
+    @property
+    def half_received(self) -> int:
+        """Of how many messages only a part has come."""
+        return self._assembler.half_received
+
+    # --- one transport after another
+
+    @property
+    def is_attached(self) -> bool:
+        return self._transport is not None
+
+    def attach(self, transport: Transport, acknowledged: int, greeting: Message | None = None) -> None:
+        """Go on over another transport to the same peer, which has our messages up to this number.
+
+        The greeting goes first and tells the peer how far we have its own.
+        """
+        self._forget_acknowledged(acknowledged)
+        self._retire()
+        self._link, self._transport = transport, delayed(transport, self._latency_s)
+        self._assembler.reset()
+        self._stretch = None
+        now = self._loop.time()
+        self._unnumbered = deque([_Posted(greeting, 0, now)] if greeting is not None else [])
+        self._numbered = deque(_Posted(posted.message, posted.sequence, now) for posted in self._unacknowledged)
+        self._unacknowledged = deque(self._numbered)
+        self._pacer.free_at = now  # whatever was on the lane is on it no more
+        self._posted = None
+        self._sender = self._loop.create_task(self._send_all())
+        self._change()
+
+    def fail(self, reason: LinkError) -> None:
+        """Nobody waits for another transport any more: whoever receives is told."""
+        if self._failure is None:
+            self._failure = reason
+            self._retire(politely=True)
+            self._change()
+
+    async def until_lost(self, transport: Transport) -> None:
+        """Return when this transport is no longer the one in use, and its last frames have left."""
+        while self._link is transport and self._transport is not None:
+            await self._changed.wait()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    async def _attached(self) -> Transport:
+        while self._transport is None:
+            if self._failure is not None:
+                raise self._failure
+            await self._changed.wait()
+        return self._transport
+
+    def _lose(self, transport: Transport, error: LinkError) -> None:
+        if transport is not self._transport:
+            return
+        if self._on_lost is None:
+            self.fail(error)
+            return
+        self._retire()
+        self._change()
+        self._on_lost(error)
+
+    def _retire(self, *, politely: bool = False) -> None:
+        if self._transport is not None:
+            if isinstance(self._transport, DelayLine) and not politely:
+                self._transport.drop()
+            self._sender.cancel()  # it may be in the middle of a frame that goes nowhere any more
+            for ending in (self._sender, self._loop.create_task(self._transport.close())):
+                self._closing.add(ending)
+                ending.add_done_callback(self._closing.discard)
+            self._transport = None
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- sending
 
     async def drain(self) -> None:
         """Return when all that was posted has left (or the peer is gone)."""
-        while (self._control or self._data or self._posted is None) and not self._sender.done():
+        while (self._unnumbered or self._numbered or self._posted is None) and self._transport is not None:
             if self._drained is None or self._drained.done():
                 self._drained = self._loop.create_future()
-            await asyncio.wait([self._drained, self._sender], return_when=asyncio.FIRST_COMPLETED)
+            changed = self._loop.create_task(self._changed.wait())
+            waiting: list[asyncio.Future[None] | asyncio.Task[Any]] = [self._drained, changed, self._sender]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if self._sender.done():
+                return
 
     async def close(self) -> None:
         """Send what was posted, then end the connection."""
         await self.drain()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-        await self._transport.close()
+        self._on_lost = None
+        self.fail(LinkError("The connection is closed."))
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _send_all(self) -> None:
-        try:
-            while True:
-                frame, ready_at = await self._next_frame()
-                await self._send(frame, ready_at)
-        except LinkError:
-            return  # whoever receives on this channel is told
+        """Send over one transport until it is retired; what it may have lost goes again over the next one."""
+        link = self._link
+        while self._link is link and self._transport is not None:
+            await self._send(*await self._next_frame())
 
     async def _next_frame(self) -> tuple[Frame, float]:
         while True:
-            # Between two chunks of a large message the queue of control messages is looked at again.
-            for queue in (self._control, self._data):
-                while queue:
-                    frames, ready_at = queue[0]
-                    frame = next(frames, None)
-                    if frame is not None:
-                        if frame.chunk == frame.chunks - 1:
-                            queue.popleft()
-                        return frame, ready_at
-                    queue.popleft()
+            # Between two chunks of a large message the queue of those that overtake is looked at again.
+            for queue in (self._unnumbered, self._numbered):
+                if queue:
+                    posted = queue[0]
+                    frame = posted.next_frame(self.session, self.received)
+                    if frame.chunk == frame.chunks - 1:
+                        queue.popleft()
+                    return frame, posted.ready_at
             if self._drained is not None and not self._drained.done():
                 self._drained.set_result(None)
             self._posted = self._loop.create_future()
@@ -133,9 +295,16 @@ class Channel:
         free_at = self._pacer.free_at
         start, end = self._pacer.reserve(ready_at, frame.size_bytes)
         await sleep_until(end)
+        transport = self._transport
+        if transport is None:
+            return
         # Without a limit it counts as no time: how long a busy machine takes for a frame says nothing of the link.
         self.meter.count(_travels_in(frame.message), frame.size_bytes, end - start)
-        await self._transport.write(frame)
+        try:
+            await transport.write(frame)
+        except LinkError as error:
+            self._lose(transport, error)
+            return
         if self._pacer.rates.at(end) is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
             end = self._pacer.free_at = max(end, self._loop.time())
@@ -150,7 +319,7 @@ class Channel:
         self._recorder.waited(self._lane, cause, *place, free_at, start)
         going_on = self._stretch is not None and self._stretch[0] is message
         began = self._stretch[1] if self._stretch is not None and going_on else start
-        if frame.chunk < frame.chunks - 1 and not self._control:
+        if frame.chunk < frame.chunks - 1 and not self._unnumbered:
             self._stretch = (message, began)
         else:
             self._stretch = None
@@ -184,6 +353,10 @@ class DelayLine:
 
     async def read(self) -> Frame:
         return await self._transport.read()
+
+    def drop(self) -> None:
+        """Forget what is under way: the peer takes nothing over this transport any more."""
+        self._pump.cancel()
 
     async def close(self) -> None:
         if not self._pump.done():

@@ -16,6 +16,14 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
     Sums are taken in float64 in the order given (by device name), so the result does not depend on arrival.
     Floating buffers are averaged like weights; integer counters take the largest value.
     """
+    average, dtypes = exact_average(models)
+    return {name: tensor.to(dtypes[name]) for name, tensor in average.items()}
+
+
+def exact_average(
+    models: Iterable[tuple[State, int]],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
+    """Return the same before it is rounded, everything floating in float64, and the dtypes of the models."""
     total = 0
     sums: dict[str, torch.Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -30,10 +38,8 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
                 sums[name].add_(tensor.to(torch.float64), alpha=samples)
             else:
                 sums[name] = torch.maximum(sums[name], tensor)
-    return {
-        name: (tensor.div_(total) if tensor.is_floating_point() else tensor).to(dtypes[name])
-        for name, tensor in sums.items()
-    }
+    average = {name: tensor.div_(total) if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
+    return average, dtypes
 
 
 def weights_sha256(state: State) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipar.errors import ProtocolError
-from pipar.nn.aggregate import federated_average, weights_sha256
+from pipar.errors import InputError, ProtocolError, UnusableModelError
+from pipar.nn.aggregate import weights_sha256
+from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
-from pipar.nn.tensors import read_state, state_body
+from pipar.nn.tensors import check_finite, read_state, state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
 
@@ -33,13 +36,17 @@ class TorchLearner:
         classes: int,
         shares_server_model: bool,
         keep_momentum: bool,
+        proximal: float = 0.0,
+        aggregator: Aggregator | None = None,
     ) -> None:
         self.model = model
+        self.aggregator = aggregator or FedAvg()
         self._split_points = dict(split_points)
         self._optimizer = optimizer
         self._classes = classes
         self._shared = shares_server_model
         self._keep_momentum = keep_momentum
+        self._proximal = proximal
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[int, Body] = {}
 
@@ -48,7 +55,13 @@ class TorchLearner:
         key = "" if self._shared else device
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
-            self._replicas[key] = TorchServerPart(copy.deepcopy(module), self._optimizer, classes=self._classes)
+            replica = TorchServerPart(
+                copy.deepcopy(module), self._optimizer, classes=self._classes, proximal=self._proximal
+            )
+            # The global model changes at the aggregation only: no replica needs a copy of it, not even the shared one,
+            # which nothing is installed into.
+            replica.stay_near(module.state_dict())
+            self._replicas[key] = replica
         return self._replicas[key]
 
     def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
@@ -56,15 +69,26 @@ class TorchLearner:
 
         Their replicas are made anew from the global model: between two rounds nothing else is in them.
         """
-        assert not self._shared or not self._replicas
+        assert not (self._shared and self._replicas) or set(split_points.values()) <= set(self._split_points.values())
         self._split_points.update(split_points)
-        leaving = {}
+        leaving = {device: state_body({}) for device in split_points} if self._keep_momentum else {}
         for device in [name for name in split_points if name in self._replicas]:
             before = self._replicas.pop(device)
             replica = self.replica(device)
             if self._keep_momentum:
                 leaving[device] = replica.take_over(before)
         return leaving
+
+    def forget(self, device: str) -> None:
+        """Discard what a device's replica has learned since the last aggregation.
+
+        A model that all share keeps what it has learned of whole batches; only gradients of half ones are discarded.
+        """
+        if self._shared:
+            for replica in self._replicas.values():
+                replica.discard()
+        else:
+            self._replicas.pop(device, None)
 
     def pack(self, device: str) -> Body:
         """Return the device's part of the global model; devices with one split point share the bytes."""
@@ -78,15 +102,20 @@ class TorchLearner:
         """Make the new global model of what the devices brought back and of their replicas, in device-name order."""
         ordered = sorted(returned, key=lambda back: back.device)
         if self._shared:
-            average = _average(len(ordered), ((self._device_state(back), back.samples) for back in ordered))
-            self._load(join_states(average, self.replica(ordered[0].device).state()))
+            part, _ = split_model(self.model, self._split_points[ordered[0].device])
+            aggregated = self._aggregated(part, _Brought(ordered, self._device_state))
+            self._load(join_states(aggregated, self.replica(ordered[0].device).state()))
         else:
-            # One after another: K decoded models at once would need K times the memory.
-            self._load(_average(len(ordered), ((self._whole(back), back.samples) for back in ordered)))
+            self._load(self._aggregated(self.model, _Brought(ordered, self._whole)))
             for back in ordered:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module)
                 replica.install(state, keep_momentum=self._keep_momentum)
+
+    def _aggregated(self, module: nn.Module, brought: _Brought) -> dict[str, torch.Tensor]:
+        # A weight that two layers share has two names in a state.
+        parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+        return self.aggregator.aggregate(module.state_dict(), brought, parameters)
 
     def _whole(self, back: Returned) -> dict[str, torch.Tensor]:
         return join_states(self._device_state(back), self.replica(back.device).state())
@@ -95,11 +124,17 @@ class TorchLearner:
         try:
             state = read_state(back.body)
         except ProtocolError as error:
-            raise ProtocolError(f"{back.device} brought back no model: {error}") from None
+            raise UnusableModelError(back.device, f"{back.device} brought back no model: {error}") from None
         part, _ = split_model(self.model, self._split_points[back.device])
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in part.state_dict().items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:
-            raise ProtocolError(f"{back.device} brought back a model that is not the part it was given.")
+            raise UnusableModelError(
+                back.device, f"{back.device} brought back a model that is not the part it was given."
+            )
+        try:
+            check_finite(state.values(), f"The model that {back.device} brought back")
+        except ProtocolError as error:
+            raise UnusableModelError(back.device, str(error)) from None
         return state
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -130,10 +165,67 @@ class TorchLearner:
     def sha256(self) -> str:
         return weights_sha256(self.state())
 
+    # --- to go on from later
 
-def _average(count: int, models: Iterator[tuple[dict[str, torch.Tensor], int]]) -> dict[str, torch.Tensor]:
-    # n * x / n may differ from x in the last bit: one model is its own average.
-    return next(models)[0] if count == 1 else federated_average(models)
+    def snapshot(self) -> Body:
+        """Return copies of all that training goes on from: the global model, momentum of replicas, random numbers.
+
+        To be called when a round is aggregated and before a replica serves the next one, in whichever thread: nothing
+        may change while this runs. Afterwards everything may, also the global model, whose tensors are overwritten in
+        place; the copies are nobody else's.
+        """
+        momentum = {}
+        if self._momentum_stays:
+            momentum = {key: state for key, replica in self._replicas.items() if (state := replica.momentum())}
+        return Snapshot(self.state(), torch.get_rng_state(), momentum, self.aggregator.state()).pack()
+
+    def restore(self, body: Body) -> None:
+        """Go on from what `snapshot` gave of a learner of the same network, cut in the same places.
+
+        Replicas are made anew from the global model: between two rounds there is nothing else in them but momentum.
+        That of layers which are on a device now is left out. If the body is of another network, an InputError says so
+        and nothing is changed.
+        """
+        snapshot = Snapshot.read(body)
+        _refuse_another_network(snapshot.model, self.state())
+        self._load(snapshot.model)
+        self._replicas.clear()
+        for key, momentum in snapshot.momentum.items() if self._momentum_stays else ():
+            device = next(iter(self._split_points)) if self._shared else key
+            if device in self._split_points:
+                self.replica(device).restore_momentum(momentum)
+        self.aggregator.load_state(snapshot.aggregator)
+        torch.set_rng_state(snapshot.random)
+
+    @property
+    def _momentum_stays(self) -> bool:
+        # That of a shared model always does: its weights are never replaced by an average.
+        return self._keep_momentum or self._shared
+
+
+def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    for name in (*own, *given):
+        if name not in given or name not in own:
+            raise InputError(f"The checkpoint is of another network: only one of the two has {name!r}.")
+        if (given[name].shape, given[name].dtype) != (own[name].shape, own[name].dtype):
+            there, here = (f"{tuple(state[name].shape)} in {state[name].dtype}" for state in (given, own))
+            raise InputError(f"The checkpoint is of another network: there {name!r} is {there}, here it is {here}.")
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What the devices brought back, in device-name order; each model is decoded when its turn comes."""
+
+    ordered: Sequence[Returned]
+    read: Callable[[Returned], dict[str, torch.Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.ordered)
+
+    def __iter__(self) -> Iterator[DeviceModel]:
+        # One after another: K decoded models at once would need K times the memory.
+        for back in self.ordered:
+            yield DeviceModel(back.device, self.read(back), back.samples)
 
 
 @torch.no_grad()

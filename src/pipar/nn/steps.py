@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipar.errors import ProtocolError
-from pipar.nn.tensors import read_labels, read_state, read_tensor, state_body, tensor_body
+from pipar.errors import InputError, ProtocolError
+from pipar.nn.tensors import check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
 from pipar.protocol.messages import Body, Message, joined
 
 
@@ -63,8 +63,10 @@ def cut_pieces(inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int]) -> 
 class Part:
     """The layers on one side of the cut with their optimiser: what a step and an exchange of models need."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer) -> None:
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0) -> None:
         self.module = module.train()
+        self._proximal = proximal
+        self._global: dict[str, torch.Tensor] = {}  # w_global by name, where there is a proximal term
         self._optimizer = optimizer
         self._torch_optimizer = optimizer.over(module)
         self._new: dict[str, nn.Parameter] = {}  # of layers that came from the other side of the cut
@@ -72,8 +74,29 @@ class Part:
     def step(self) -> None:
         """Apply the accumulated gradients."""
         if self._torch_optimizer is not None:
+            self._add_proximal_gradient()
             self._torch_optimizer.step()
             self._torch_optimizer.zero_grad(set_to_none=True)
+
+    def discard(self) -> None:
+        """Forget gradients that no step has applied yet."""
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _add_proximal_gradient(self) -> None:
+        """Add mu (w - w_global) to each gradient: that of FedProx's term mu/2 |w - w_global|^2."""
+        for name, parameter in self.module.named_parameters() if self._global else ():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - self._global[name], alpha=self._proximal)
+
+    def stay_near(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take these for the global weights that the proximal term pulls to.
+
+        They are not copied, so whoever gives them must not change them within a round.
+        """
+        if self._proximal > 0:
+            self._global = {name: state[name].detach() for name, _ in self.module.named_parameters()}
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.module.state_dict()
@@ -86,6 +109,7 @@ class Part:
             raise ProtocolError(f"The peer's model does not fit this part of the network: {error}.") from None
         if not keep_momentum:
             self._torch_optimizer = self._optimizer.over(self.module)
+        self.stay_near(state)
 
     def take_over(self, before: Part) -> Body:
         """Take over the momentum of the layers that stay on this side of the cut; return that of those that leave it.
@@ -93,7 +117,7 @@ class Part:
         What comes from the other side is taken by `take_momentum`, as this body is there.
         """
         own = dict(self.module.named_parameters())
-        was = before._momentum()
+        was = before.momentum()
         self._set_momentum({name: momentum for name, momentum in was.items() if name in own})
         known = dict(before.module.named_parameters())
         self._new = {name: parameter for name, parameter in own.items() if name not in known}
@@ -106,10 +130,21 @@ class Part:
             parameter = self._new.get(name)
             if parameter is None or (momentum.shape, momentum.dtype) != (parameter.shape, parameter.dtype):
                 raise ProtocolError(f"The peer sent momentum of {name!r}, which does not fit the layers that moved.")
+        check_finite(state.values(), "The momentum of the layers that moved")
         self._set_momentum(state)
         self._new = {}
 
-    def _momentum(self) -> dict[str, torch.Tensor]:
+    def restore_momentum(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `momentum` gave of such a part; that of layers which are not in this one is left out."""
+        own = dict(self.module.named_parameters())
+        fitting = {name: momentum for name, momentum in state.items() if name in own}
+        for name, momentum in fitting.items():
+            if (momentum.shape, momentum.dtype) != (own[name].shape, own[name].dtype):
+                raise InputError(f"The checkpoint has momentum of {name!r} that does not fit this network.")
+        self._set_momentum(fitting)
+
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """Return the momentum of every parameter that has some, by name; the tensors are the optimiser's own."""
         known = self._torch_optimizer.state if self._torch_optimizer is not None else {}
         named = ((name, known.get(parameter, {})) for name, parameter in self.module.named_parameters())
         return {name: kept[_MOMENTUM] for name, kept in named if kept.get(_MOMENTUM) is not None}
@@ -124,8 +159,8 @@ class Part:
 class TorchDevicePart(Part):
     """M^c_k: layers 1..P on the device; with P = Q the loss, too."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, has_loss: bool) -> None:
-        super().__init__(module, optimizer)
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, has_loss: bool, proximal: float = 0.0) -> None:
+        super().__init__(module, optimizer, proximal=proximal)
         self._has_loss = has_loss
         self.last_loss: float | None = None  # the mean over the last batch, where the device computes it
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
@@ -154,6 +189,13 @@ class TorchDevicePart(Part):
         loss, self.loss_sum = self.loss_sum, 0.0
         return loss
 
+    def discard(self) -> None:
+        """Forget an epoch that does not count; the weights come anew, and so does the momentum."""
+        super().discard()
+        self._outputs.clear()
+        self.loss_sum = 0.0
+        self._torch_optimizer = self._optimizer.over(self.module)
+
     def encode(self, activation: torch.Tensor, piece: Piece) -> Body:
         return tensor_body(activation, piece.labels)
 
@@ -170,8 +212,8 @@ class TorchDevicePart(Part):
 class TorchServerPart(Part):
     """M^s_k: layers P+1..Q on the server, with the loss."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, classes: int) -> None:
-        super().__init__(module, optimizer)
+    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, classes: int, proximal: float = 0.0) -> None:
+        super().__init__(module, optimizer, proximal=proximal)
         self._classes = classes
         # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
         # and so would one with a view of its input, as nn.Flatten makes it, in between.
@@ -184,6 +226,7 @@ class TorchServerPart(Part):
         activation = read_tensor(message)
         if self._takes not in (None, (activation.shape[1:], activation.dtype)):
             raise ProtocolError(f"{message} has another shape or dtype than the activations before it.")
+        check_finite([activation], str(message))
         return activation, read_labels(message, self._classes), message.batch_samples
 
     def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,6 +256,10 @@ class TorchServerPart(Part):
         torch.autograd.backward(loss)
         assert activation.grad is not None
         return activation.grad
+
+    def discard(self) -> None:
+        super().discard()
+        self.loss_sum = 0.0
 
     def encode(self, gradient: torch.Tensor) -> Body:
         return tensor_body(gradient)

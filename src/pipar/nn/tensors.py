@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import safetensors
@@ -32,6 +33,21 @@ def read_tensor(message: Message) -> torch.Tensor:
     size = tensor_bytes(message)
     values = np.frombuffer(message.body.contiguous()[:size], dtype=message.body.dtype)
     return torch.from_numpy(values.reshape(message.body.shape).copy())
+
+
+def check_finite(tensors: Iterable[torch.Tensor], of: str) -> None:
+    """Raise if a value is infinite or no number at all: one of them, averaged, would be everybody's."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and not _is_finite(tensor):
+            raise ProtocolError(
+                f"{of} has values that are infinite or not a number. Unless the device is broken, the training has "
+                "diverged: a smaller optimizer.learning_rate may help."
+            )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # What is not finite stays in a sum, and a sum needs no memory. That of huge values may overflow: look at each.
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def read_labels(message: Message, classes: int) -> torch.Tensor:

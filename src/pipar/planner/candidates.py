@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipar.errors import PlanError
-from pipar.methods import Plan
+from pipar.methods import METHODS, Plan
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.memory import fitting_window, training_bytes
+from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
 from pipar.stages import Work
-from pipar.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -176,14 +175,50 @@ def _too_few_layers(fleet: Fleet, member: Member) -> str | None:
 
 
 def _too_little_memory(fleet: Fleet, member: Member) -> str:
+    """Return what the smallest plan needs, and what would help; MiB rounded so that what is needed is always more."""
     assert member.memory_bytes is not None
-    least = training_bytes(
-        member.costs.profile, Plan(1, fleet.batch_size, 1), fleet.batch_size, batch_statistics=fleet.batch_statistics
-    )
-    given = f"P={member.split_point} N={member.micro_batches}"
-    asked = f" with {given}" if {member.split_point, member.micro_batches} != {"auto"} else ""
+    plan, needed = _smallest(fleet, member)
+    ways = [f"give devices.memory at least {_at_least_mib(needed)}MiB", *_ways_to_fit(fleet, member)]
     return (
-        f"{member.name} has {format_bytes(member.memory_bytes)} of memory, and no plan{asked} fits in it; one layer in "
-        f"micro-batches of one sample needs {format_bytes(least)}. Give more memory, a smaller P or batch, or let the "
-        "schedule be auto."
+        f"{member.name} has {member.memory_bytes // 2**20} MiB of memory, but the smallest plan that it may have, "
+        f"{plan}, needs {_at_least_mib(needed)} MiB, {BASE_BYTES // 2**20} of them for Python and torch: "
+        f"{', or '.join(ways)}."
     )
+
+
+def _at_least_mib(size_bytes: int) -> int:
+    return -(-size_bytes // 2**20)
+
+
+def _smallest(fleet: Fleet, member: Member) -> tuple[Plan, int]:
+    """Return the allowed plan that needs the least memory, and its bytes."""
+    profile, statistics = member.costs.profile, fleet.batch_statistics
+
+    def needed(plan: Plan) -> int:
+        return training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
+
+    def window(p: int, n: int) -> int:
+        return (1 if n > 1 and p < fleet.layers else 0) if member.window == "auto" else member.window
+
+    plans = [Plan(p, n, window(p, n)) for p, n in _pairs(fleet, member)]
+    plan = min(plans, key=lambda plan: (needed(plan), plan))
+    return plan, needed(plan)
+
+
+def _ways_to_fit(fleet: Fleet, member: Member) -> list[str]:
+    """Return what else would make a plan fit: a smaller batch, or what was given left open."""
+
+    def fits(fleet: Fleet, member: Member) -> bool:
+        return _smallest(fleet, member)[1] <= (member.memory_bytes or 0)
+
+    pieces = member.micro_batches if fleet.method.pipelines and member.micro_batches != "auto" else 1
+    least = replace(fleet, batch_size=min(fleet.batch_size, pieces * (2 if fleet.batch_statistics else 1)))
+    free = replace(member, split_point="auto", micro_batches="auto", window="auto")
+    named = {"split_point": member.split_point, "micro_batches": member.micro_batches, "schedule": member.window}
+    given = [name for name, value in named.items() if value != "auto"]
+    ways = ["a smaller run.batch_size"] if fits(least, member) else []
+    if given and fits(fleet, free):
+        ways.append(f"leave {' and '.join(given)} to 'auto'")
+    elif not fleet.method.pipelines and fits(replace(fleet, method=METHODS["pipar"]), free):
+        ways.append("take the method pipar")
+    return ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,18 +29,20 @@ def search_all(
     *,
     micro_batches: Sequence[int] | None = None,
     slack: float = 0.0,
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Best:
     """Return the best of all plans of all kinds, or of those with these N.
 
     One steady iteration of the whole fleet is simulated. A plan is left out only if its busiest lane alone takes longer
-    than the best plan found; `slack` is how much shorter than its costs a simulated stage may be.
+    than the best plan found; `slack` is how much shorter than its costs a simulated stage may be. `progress` is told
+    how many plans are simulated, and how many there will be at most: the better the best, the fewer.
     """
     kinds = fleet.kinds()
     options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
     bound = LowerBound(fleet)
     combined = enumerate(product(*options))
     everything = sorted((bound.lanes_s(chosen) * (1 - slack), n, chosen) for n, chosen in combined)
+    bounds = [least_s for least_s, _, _ in everything]
     best: tuple[float, ByKind] | None = None
     for tried, (least_s, _, chosen) in enumerate(everything):
         if best is not None and least_s >= best[0]:
@@ -48,7 +51,7 @@ def search_all(
         seconds = steady_epoch_s(simulate, fleet, everybodys(fleet, by_kind))
         best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
         if progress is not None:
-            progress((tried + 1) / len(everything))
+            progress(tried + 1, max(tried + 1, bisect_left(bounds, best[0])))
     assert best is not None
     return Best(best[1], best[0], len(everything), 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -78,6 +79,12 @@ class Fleet:
                 known[id(member.costs)] = member.costs.slower(devices)
         members = tuple(replace(member, costs=known[id(member.costs)]) for member in self.members)
         return replace(self, members=members, server=self.server.slower(server))
+
+    def of(self, names: Collection[str]) -> Fleet:
+        """Return the fleet of these devices alone."""
+        if len(names) == len(self.members):
+            return self
+        return replace(self, members=tuple(member for member in self.members if member.name in names))
 
     def sampled(self, most: int = _SAMPLE) -> Fleet:
         """Return a fleet of at most about so many devices, of every kind its share, with as many cores for each."""

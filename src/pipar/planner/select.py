@@ -55,7 +55,7 @@ class Effort:
 
 
 #: Seconds, before a training: its plans may stay for hours.
-THOROUGH = Effort(devices=128, pieces=250_000)
+THOROUGH = Effort(devices=128, pieces=500_000)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
 QUICK = Effort(devices=24, pieces=10_000)
 
@@ -365,8 +365,33 @@ class _Search:
         for kind in range(len(best)):
             if self.spent < self.budget:
                 best = self._nearby(best, kind)
-        tied = [by_kind for by_kind, s in self.expected.items() if s <= self.expected_s(best) * (1 + TIE)]
-        return min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
+        within_s = self.expected_s(best) * (1 + TIE)
+        tied = [by_kind for by_kind, s in self.expected.items() if s <= within_s]
+        best = min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
+        for kind in range(len(best)):
+            best = self._with_fewer(best, kind, within_s)
+        return best
+
+    def _with_fewer(self, best: ByKind, kind: int, within_s: float) -> ByKind:
+        """Return the plans with a smaller N of this kind that take no longer than a tie allows, by halving.
+
+        Devices for which the others are waited for anyway were left with whatever N was tried first.
+        """
+        plans = self._with_every_n(best, kind, best[kind].split_point)
+        fewer = [n for n in plans if n < best[kind].micro_batches and n in _COARSE]
+        low, high = 0, len(fewer)
+        while low < high and self.spent < self.budget:
+            middle = (low + high) // 2
+            if self._is_within(plans[fewer[middle]], within_s):
+                best, high = plans[fewer[middle]], middle
+            else:
+                low = middle + 1
+        return best
+
+    def _is_within(self, by_kind: ByKind, within_s: float) -> bool:
+        """Return whether plans are expected to take no longer; what slower machines take is asked for last."""
+        asked: tuple[Callable[[ByKind], float], ...] = (self.bound_s, self.epoch_s, self.expected_s)
+        return all(seconds(by_kind) <= within_s for seconds in asked)
 
     def _nearby(self, best: ByKind, kind: int) -> ByKind:
         """Return the best with an N of this kind that lies around, going on in the direction that is better."""

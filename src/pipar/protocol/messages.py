@@ -15,6 +15,8 @@ STATE         <->                        momentum of layers that change sides wi
                <-          REPORT        the round is over: how was it?
 TRACE          ->                        the epoch's spans
                <-          ROUND | STOP
+STOP           ->                        goodbye
+               <-          ABANDON       drop this epoch: it is over without you
 FAULT         <->                        why the sender closes the connection
 """
 
@@ -45,10 +47,11 @@ class Kind(IntEnum):
     FAULT = 11
     PLAN = 12
     STATE = 13
+    ABANDON = 14
 
 
-#: These do not wait behind what is queued for the link already.
-OVERTAKING = frozenset({Kind.FAULT})
+#: These open and end a connection. They have no number, go before what is queued, and are not sent again.
+UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT})
 
 DTYPES = {"": 0, "float32": 1, "float64": 2}
 ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
@@ -144,6 +147,6 @@ def tensor_bytes(message: Message) -> int:
             f"{message} carries {body.size_bytes} bytes, but its header says {body.dtype or 'no dtype'} "
             f"of shape {body.shape} and {message.samples} samples."
         )
-    if not body.shape or body.shape[0] != message.samples or message.samples < 1:
+    if size == 0 or not body.shape or body.shape[0] != message.samples:
         raise ProtocolError(f"{message} says {message.samples} samples, but its shape is {body.shape}.")
     return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 from pipar.errors import ProtocolError
@@ -19,6 +20,7 @@ class Orders:
     batch_size: int
     batch_statistics: bool
     keep_momentum: bool
+    proximal: float = 0.0  # the weight mu of FedProx's term; 0 without one
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
@@ -31,6 +33,9 @@ class Orders:
             raise ProtocolError("The server's welcome is not what this version of pipar takes.")
         if min(content[key] for key in _COUNTS) < 1 or content["window"] < 0:
             raise ProtocolError("The server's welcome has a count below 1.")
+        proximal = content["proximal"]
+        if not (math.isfinite(proximal) and proximal >= 0):
+            raise ProtocolError(f"The server's welcome has a proximal weight of {proximal}, not a number from 0 on.")
         plan = Plan(content.pop("split_point"), content.pop("micro_batches"), content.pop("window"))
         return cls(plan=plan, **content)
 
@@ -51,6 +56,7 @@ _CONTENT = {
     **dict.fromkeys((*_COUNTS, "session", "window"), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
+    "proximal": float,
 }
 
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pipar.errors import ProtocolError
-from pipar.protocol.messages import DTYPES, ENCODINGS, Body, Kind, Message
+from pipar.protocol.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PP"
 CHUNK_BYTES = 1_000_000
 #: As much as the header can count in chunks: more than any model we know of.
 MAX_BODY_BYTES = 65535 * CHUNK_BYTES
+MAX_DIMENSIONS = 8
+#: A sender has one message under way, and one that overtakes it.
+MAX_HALF_RECEIVED = 4
+#: Enough for what is neither a tensor nor a model.
+SMALL_BODY_BYTES = 1_000_000
 
-_FIXED = struct.Struct("!2sBBIIIIHIIBBHHBQ")
+_FIXED = struct.Struct("!2sBBIIIIIHIIBBHHBQ")
 #: Of every frame; four more for each dimension of a tensor.
 HEADER_BYTES = _FIXED.size
 _KINDS = {int(kind): kind for kind in Kind}
@@ -34,7 +39,8 @@ class Frame:
 
     message: Message  # its body describes the whole: size, dtype, shape, encoding
     session: int
-    sequence: int
+    sequence: int  # of the sender's numbered messages; 0 if it has no number
+    acknowledged: int  # up to here the sender has the receiver's numbered messages
     chunk: int
     chunks: int
     payload: tuple[memoryview, ...]
@@ -45,28 +51,44 @@ class Frame:
         """What this frame puts on the wire."""
         return _FIXED.size + 4 * len(self.message.body.shape) + self.payload_bytes
 
+    def only(self) -> Message:
+        """Return the message that this frame alone carries."""
+        if self.chunks != 1 or self.payload_bytes != self.message.body.size_bytes:
+            raise ProtocolError(f"{self.message} came in pieces where one frame is to hold it.")
+        return _with_buffers(self.message, self.payload)
 
-def cut_message(message: Message, session: int, sequence: int) -> Iterator[Frame]:
-    """Return the frames of a message; buffers are shared, not copied."""
-    # Here and not where bytes are made: whoever sends the message is told, not a task behind a queue.
-    if message.micro_batch > 65535 or message.body.size_bytes > MAX_BODY_BYTES or len(message.body.shape) > 255:
+
+def check_fits(message: Message) -> None:
+    """Raise if a message does not fit frames: where it is posted, not in a task behind a queue."""
+    body = message.body
+    if message.micro_batch > 65535 or body.size_bytes > MAX_BODY_BYTES or len(body.shape) > MAX_DIMENSIONS:
         raise ProtocolError(
-            f"{message} does not fit a frame: at most 65535 micro-batches and {MAX_BODY_BYTES} bytes can be sent."
+            f"{message} does not fit a frame: at most 65535 micro-batches, {MAX_BODY_BYTES} bytes and "
+            f"{MAX_DIMENSIONS} dimensions can be sent."
         )
-    return _cut(message, session, sequence)
 
 
-def _cut(message: Message, session: int, sequence: int) -> Iterator[Frame]:
+def cut_message(message: Message, session: int, sequence: int, acknowledged: int = 0) -> Iterator[Frame]:
+    """Yield the frames of a message that fits; buffers are shared, not copied."""
     size = message.body.size_bytes
-    chunks = max(1, math.ceil(size / CHUNK_BYTES))
+    chunks = _chunks(size)
     if chunks == 1:
-        yield Frame(message, session, sequence, 0, 1, message.body.buffers, size)
+        yield Frame(message, session, sequence, acknowledged, 0, 1, message.body.buffers, size)
         return
     for chunk in range(chunks):
-        start = chunk * CHUNK_BYTES
-        length = min(CHUNK_BYTES, size - start)
-        payload = () if message.body.hollow else _slice(message.body.buffers, start, length)
-        yield Frame(message, session, sequence, chunk, chunks, payload, length)
+        length = _share(size, chunk)
+        payload = () if message.body.hollow else _slice(message.body.buffers, chunk * CHUNK_BYTES, length)
+        yield Frame(message, session, sequence, acknowledged, chunk, chunks, payload, length)
+
+
+def _chunks(size: int) -> int:
+    """Return into how many chunks a body of so many bytes is cut."""
+    return max(1, -(-size // CHUNK_BYTES))
+
+
+def _share(size: int, chunk: int) -> int:
+    """Return how many bytes of a body one of its chunks carries."""
+    return min(CHUNK_BYTES, size - chunk * CHUNK_BYTES)
 
 
 def _slice(buffers: tuple[memoryview, ...], start: int, length: int) -> tuple[memoryview, ...]:
@@ -90,6 +112,7 @@ def pack_frame(frame: Frame) -> bytes:
         message.kind,
         frame.session,
         frame.sequence,
+        frame.acknowledged,
         message.epoch,
         message.iteration,
         message.micro_batch,
@@ -109,9 +132,20 @@ def unpack_frame(data: bytes) -> Frame:
     """Return the frame that the bytes say, its payload a view of them; a breach of the format is a ProtocolError."""
     if len(data) < _FIXED.size or data[:2] != MAGIC:
         raise ProtocolError("The peer sent bytes that are not a pipar frame.")
-    (_, version, kind, session, sequence, epoch, iteration, micro_batch, samples, batch_samples, *rest) = (
-        _FIXED.unpack_from(data)
-    )
+    (
+        _,
+        version,
+        kind,
+        session,
+        sequence,
+        acknowledged,
+        epoch,
+        iteration,
+        micro_batch,
+        samples,
+        batch_samples,
+        *rest,
+    ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
         raise ProtocolError(f"The peer speaks version {version} of the protocol; this is version {VERSION}.")
@@ -120,43 +154,94 @@ def unpack_frame(data: bytes) -> Frame:
             f"The peer sent a frame of kind {kind}, dtype {dtype}, encoding {encoding}: one is unknown."
         )
     start = _FIXED.size + 4 * dimensions
-    if len(data) < start or not chunk < chunks or body_bytes > MAX_BODY_BYTES:
-        raise ProtocolError(f"The peer sent a frame with a damaged header (chunk {chunk} of {chunks}).")
+    if len(data) < start or dimensions > MAX_DIMENSIONS or not chunk < chunks or body_bytes > MAX_BODY_BYTES:
+        raise ProtocolError(
+            f"The peer sent a frame with a damaged header (chunk {chunk} of {chunks}, {dimensions} dimensions, "
+            f"{body_bytes} bytes)."
+        )
     shape = struct.unpack_from(f"!{dimensions}I", data, _FIXED.size)
+    _check_shape(shape, dtype, encoding, body_bytes)
     view = memoryview(data)[start:]
     payload = (view,) if view.nbytes else ()
     body = Body(body_bytes, (), _DTYPE_NAMES[dtype], shape, _ENCODING_NAMES[encoding])
     message = Message(_KINDS[kind], epoch, iteration, micro_batch, samples, batch_samples, body)
-    return Frame(message, session, sequence, chunk, chunks, payload, view.nbytes)
+    return Frame(message, session, sequence, acknowledged, chunk, chunks, payload, view.nbytes)
+
+
+def _check_shape(shape: tuple[int, ...], dtype: int, encoding: int, body_bytes: int) -> None:
+    """Raise if a tensor of this shape is empty, or cannot be in the body; that it fills it is checked by its reader."""
+    if not shape:
+        return
+    needed = math.prod(shape) * ITEM_BYTES[_DTYPE_NAMES[dtype]]
+    if needed == 0 or (encoding == ENCODINGS["raw"] and needed > body_bytes):
+        raise ProtocolError(f"The peer announces a tensor of shape {shape} in a body of {body_bytes} bytes.")
+
+
+#: Returns how many bytes the body of a message may have, from what its header says.
+BodyLimit = Callable[[Message], int]
+
+
+def body_limit(by_kind: Mapping[Kind, int], others: int = SMALL_BODY_BYTES) -> BodyLimit:
+    """Return a limit for each kind of message; those that are not named are small."""
+    limits = dict(by_kind)
+    return lambda message: limits.get(message.kind, others)
 
 
 class Assembler:
-    """Frames in, messages out; the chunks of one message may have others between them."""
+    """Frames in, messages out; the chunks of one message may have others between them.
 
-    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    What it holds of half-received messages is bounded, and looked at before anything is kept: in number, and together
+    by `max_body_bytes`. `limit`, which may be set at any time, bounds each message by its header.
+    """
+
+    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES, limit: BodyLimit | None = None) -> None:
+        self.limit = limit
         self._max_body_bytes = max_body_bytes
         self._begun: dict[int, _Begun] = {}  # by sequence number
 
+    @property
+    def half_received(self) -> int:
+        return len(self._begun)
+
+    def reset(self) -> None:
+        """Forget messages of which only a part has come: they come again from their beginning."""
+        self._begun.clear()
+
     def feed(self, frame: Frame) -> Message | None:
         """Return the message that this frame completes, or None if chunks are still to come."""
+        self._check_size(frame.message)
         size = frame.message.body.size_bytes
-        if size > self._max_body_bytes:
-            raise ProtocolError(f"{frame.message} announces {size} bytes; at most {self._max_body_bytes} are taken.")
-        begun = self._begun.pop(frame.sequence, None)
-        if frame.chunks == 1 and begun is None and frame.payload_bytes == size:
-            return _with_buffers(frame.message, frame.payload)
-        begun = begun or _Begun(frame.message, frame.chunks)
-        begun.received += frame.payload_bytes
-        last = frame.chunk == frame.chunks - 1
-        belongs = (frame.chunk, frame.chunks, frame.message) == (begun.chunk, begun.chunks, begun.message)
-        if not belongs or begun.received > size or (last and begun.received != size):
+        begun = self._begun.pop(frame.sequence, None) or _Begun(frame.message)
+        in_place = (frame.chunk, frame.message) == (begun.chunk, begun.message)
+        if not in_place or frame.chunks != _chunks(size) or frame.payload_bytes != _share(size, frame.chunk):
             raise ProtocolError(f"{frame.message} came with chunk {frame.chunk} of {frame.chunks} out of place.")
+        if frame.chunks == 1:
+            return _with_buffers(frame.message, frame.payload)
         begun.parts.extend(frame.payload)
-        if last:
+        if frame.chunk == frame.chunks - 1:
             return _with_buffers(frame.message, tuple(begun.parts))
+        self._check_room(frame.message)
         begun.chunk += 1
         self._begun[frame.sequence] = begun
         return None
+
+    def _check_size(self, message: Message) -> None:
+        size = message.body.size_bytes
+        most = self._max_body_bytes if self.limit is None else min(self._max_body_bytes, self.limit(message))
+        if size > most:
+            raise ProtocolError(f"{message} announces {size} bytes; at most {most} are taken.")
+
+    def _check_room(self, message: Message) -> None:
+        if len(self._begun) >= MAX_HALF_RECEIVED:
+            raise ProtocolError(
+                f"{message} was begun with {MAX_HALF_RECEIVED} others half received, which is the most."
+            )
+        announced = sum(begun.message.body.size_bytes for begun in self._begun.values()) + message.body.size_bytes
+        if announced > self._max_body_bytes:
+            raise ProtocolError(
+                f"{message} and those half received announce {announced} bytes; "
+                f"at most {self._max_body_bytes} are held."
+            )
 
 
 @dataclass(slots=True)
@@ -164,9 +249,7 @@ class _Begun:
     """A message of which some chunks have come."""
 
     message: Message
-    chunks: int
     chunk: int = 0  # the next one
-    received: int = 0
     parts: list[memoryview] = field(default_factory=list)
 
 

@@ -1,0 +1,159 @@
+"""`pipar server` and `pipar device`: training across real machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import click
+
+from pipar.cli.options import CONFIG, EPOCHS, METHOD, SET, command_line, example, load, options
+from pipar.errors import ConfigError, InputError, PiparError
+from pipar.events import Failed, Observer, tell_all
+from pipar.units import parse_duration
+
+_LOGS = [
+    click.option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        help="Lines for people, or one JSON object a line.",
+    ),
+    click.option(
+        "--metrics", metavar="HOST:PORT", help="Serve /healthz and Prometheus /metrics there.  [default: not at all]"
+    ),
+]
+_CERTS = click.option(
+    "--certs",
+    type=click.Path(path_type=Path),
+    help="The folder that `pipar certs` made.  [default: no TLS, loopback only]",
+)
+_INSECURE = click.option("--insecure", is_flag=True, help="Allow an address beyond loopback without TLS.")
+
+
+@click.command(
+    short_help="Be the server of a deployment.",
+    epilog=example("pipar server train.toml --listen 0.0.0.0:7700 --certs certs", "pipar server train.toml --resume"),
+)
+@options(
+    CONFIG,
+    click.option("--listen", metavar="HOST:PORT", help="Where devices connect.  [default: server.listen]"),
+    click.option("--resume", is_flag=True, help="Go on behind the last round that was saved, if one was."),
+    _CERTS,
+    click.option("--tokens", is_flag=True, help="Devices show tokens of the folder instead of certificates."),
+    _INSECURE,
+    METHOD,
+    EPOCHS,
+    *_LOGS,
+    SET,
+)
+def server(
+    config: Path | None,
+    listen: str | None,
+    resume: bool,
+    certs: Path | None,
+    tokens: bool,
+    insecure: bool,
+    log_format: str,
+    metrics: str | None,
+    settings: Sequence[str],
+) -> int:
+    """Wait for devices, train with them, save, and exit.
+
+    Devices may come and go while it trains. SIGTERM and Ctrl-C save and stop; --resume goes on behind the last round.
+    """
+    loaded = load(config, settings)
+    from pipar.link.security import ServerSecurity
+
+    security = ServerSecurity(insecure=insecure)
+    if certs is not None:
+        from dataclasses import replace
+
+        security = replace(ServerSecurity.from_folder(certs, tokens=tokens), insecure=insecure)
+    elif tokens:
+        raise InputError("--tokens needs the folder that they are in: give it with --certs.")
+    with _observed(log_format, metrics) as observe:
+        from pipar.deployment import ServerOptions, serve
+
+        asked = ServerOptions(listen or loaded.server.listen, security, resume, command_line())
+        return serve(loaded, asked, observe)
+
+
+@click.command(
+    short_help="Be a device of a deployment.",
+    epilog=example("pipar device train.toml --server 192.168.0.5:7700 --name pi-1 --certs certs"),
+)
+@options(
+    CONFIG,
+    click.option("--server", "address", metavar="HOST:PORT", required=True, help="Where the server listens."),
+    click.option("--name", required=True, help="Whose device this is; with a credential, the name in it."),
+    click.option("--data", metavar="PATH", help="A folder with the data of this device, all of it its own."),
+    _CERTS,
+    click.option("--token-file", type=click.Path(path_type=Path), help="A file with the token of this device."),
+    click.option("--server-name", metavar="NAME", help="The name in the server's certificate, if it is another one."),
+    _INSECURE,
+    click.option(
+        "--give-up-after", metavar="DURATION", help="Stop trying to reach the server, as in 10min.  [default: never]"
+    ),
+    *_LOGS,
+    SET,
+)
+def device(
+    config: Path | None,
+    address: str,
+    name: str,
+    data: str | None,
+    certs: Path | None,
+    token_file: Path | None,
+    server_name: str | None,
+    insecure: bool,
+    give_up_after: str | None,
+    log_format: str,
+    metrics: str | None,
+    settings: Sequence[str],
+) -> int:
+    """Join a training with this machine's data, and take part to its end.
+
+    A server that cannot be reached is tried again, for ever or for as long as --give-up-after says.
+    """
+    loaded = load(config, settings)
+    from pipar.link.security import DeviceSecurity
+
+    security = DeviceSecurity(insecure=insecure, server_name=server_name)
+    if certs is not None:
+        from dataclasses import replace
+
+        from pipar.deployment import read_token
+
+        own = DeviceSecurity.from_folder(certs, name)
+        if token_file is not None:
+            own = replace(own, certificate=None, key=None, token=read_token(token_file))
+        security = replace(own, insecure=insecure, server_name=server_name)
+    elif token_file is not None:
+        raise InputError("--token-file needs the folder with the server's authority: give it with --certs.")
+    try:
+        give_up_after_s = None if give_up_after is None else parse_duration(give_up_after)
+    except (ConfigError, ValueError) as error:
+        raise InputError(f"--give-up-after {give_up_after} is not a duration: {error}") from None
+    with _observed(log_format, metrics) as observe:
+        from pipar.deployment import DeviceOptions, take_part
+
+        return take_part(loaded, DeviceOptions(name, address, security, data, give_up_after_s), observe)
+
+
+@contextmanager
+def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
+    """Give an observer that logs and counts; a failure is logged, too, before the command ends with it."""
+    from pipar.logs import LogFormat, logged
+    from pipar.monitor import monitored
+
+    with logged(cast(LogFormat, log_format)) as log, monitored(metrics) as monitor:
+        observe = tell_all(log, monitor.observe)
+        try:
+            yield observe
+        except PiparError as error:
+            observe(Failed(str(error)))
+            raise

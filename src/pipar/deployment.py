@@ -1,0 +1,371 @@
+"""The two programs of a real deployment: a server on one machine, a device on each of many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipar.assemble import Equipment, assemble_server, run_device
+from pipar.backoff import Backoff
+from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
+from pipar.choosing import Chooser
+from pipar.compute import ThreadCompute
+from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
+from pipar.data.catalog import dataset_info
+from pipar.data.datasets import Images
+from pipar.enrolment import Open
+from pipar.errors import ConfigError, DataError, InputError
+from pipar.events import EpochResult, Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.job import Job
+from pipar.keeper import CheckpointKeeper
+from pipar.lifeline import Lifeline
+from pipar.link.grpc import Listener, connect
+from pipar.link.limits import Keepalive
+from pipar.link.security import DeviceSecurity, ServerSecurity
+from pipar.nn.learner import Batches, TorchLearner
+from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.nn.runtime import keep_freed_memory
+from pipar.prepare import check_given_plans, measured_profile
+from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
+from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
+from pipar.trace import SERVER, Recorder, Span
+from pipar.workload import Own, Workload
+
+_NO_LINK = Link()
+#: A server that has not answered for so long is tried anew.
+_DIAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server's command line says beside the configuration."""
+
+    listen: str
+    security: ServerSecurity = field(default_factory=ServerSecurity)
+    resume: bool = False
+    command: str = "pipar server"
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What a device's command line says beside the configuration."""
+
+    name: str
+    server: str
+    security: DeviceSecurity = field(default_factory=DeviceSecurity)
+    data: str | None = None  # a folder with the device's own data
+    give_up_after_s: float | None = None
+
+
+# --- the server
+
+
+def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
+    """Train with the devices that come; return the exit code: 0 at the end or on SIGTERM, 130 on SIGINT."""
+    _prepare_process()
+    workload = server_workload(config)
+    folder_path = runs_folder() / run_name_of(config, workload)
+    checkpoints = folder_path / "checkpoint"
+    found = _checkpoint(config, checkpoints, options, observe)
+    job = _empty_job(workload, observe)
+    if found is not None:
+        job = replace(job, plans=found.plans, sizes=found.samples)
+    learner = make_learner(job, workload)
+    if found is not None:
+        learner.restore(found.tensors)
+    else:
+        seed_dropout(config.run.seed, SERVER)
+    folder = _open_folder(folder_path, job, found, options.command)
+    program = _ServerProgram(workload, learner, folder, options, observe, Checkpoints(checkpoints, _keep(config)))
+    stopped = _until_signal(program.run(_empty(job), found))
+    with uninterrupted():
+        folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+        if stopped is None:
+            folder.add_test_accuracy(_test_accuracy(learner, workload))
+    return 130 if stopped == signal.SIGINT else 0
+
+
+class _ServerProgram:
+    """Everything around the server's own program that a deployment needs."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        learner: TorchLearner,
+        folder: RunFolder,
+        options: ServerOptions,
+        observe: Observer,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._workload = workload
+        self._learner = learner
+        self._folder = folder
+        self._options = options
+        self._observe = folder.watching(observe)
+        self._checkpoints = checkpoints
+
+    async def run(self, job: Job, found: Checkpoint | None) -> None:
+        config, done = job.config, 0 if found is None else found.round
+        enrolment = Open(job, {spec.name: spec for spec in _listed(config)}, unlisted_spec)
+        if found is not None:
+            enrolment.keep_plans(found.plans)
+        enrolment.changed = self._folder.take_job
+        chooser = Chooser()
+        saving = ThreadCompute(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
+        keeper = CheckpointKeeper(
+            self._checkpoints,
+            self._learner,
+            self._folder,
+            config=config,
+            job=lambda: enrolment.job,
+            lane=saving,
+            observe=self._observe,
+        )
+        server = assemble_server(
+            job,
+            self._learner,
+            held_out(self._workload, "validation"),
+            enrolment=enrolment,
+            pool=partial(ThreadCompute, speed=config.server.speed),
+            background=partial(ThreadCompute, nice=19),
+            emit=self._emit,
+            observe=self._observe,
+            search=chooser,
+            session_numbers=_random_numbers(),
+            keeper=keeper,
+            done=[result.val_loss for result in self._folder.epochs][:done] if found is not None else (),
+        )
+        keepalive = Keepalive.every(config.server.keepalive)
+        listener = Listener(server.admit, security=self._options.security, keepalive=keepalive)
+        host, _, _ = self._options.listen.rpartition(":")
+        port = await listener.start(self._options.listen)
+        self._observe(Listening(f"{host}:{port}"))
+        if found is not None:
+            self._observe(Resumed(done))
+        try:
+            await server.train(done)
+            await server.farewell()
+        except asyncio.CancelledError:
+            self._observe(Stopping("The server was asked to stop."))
+            await server.dismiss("The server stops for now.")
+            raise
+        finally:
+            await keeper.finish()
+            await chooser.close()
+            await listener.stop()
+            server.close()
+            saving.close()
+
+    def _emit(self, result: EpochResult, spans: list[Span]) -> None:
+        self._folder.add_epoch(result, spans)
+        self._observe(result)
+
+
+def server_workload(config: Config) -> Workload:
+    """Return the workload of a server, which knows of the data only what the network has to fit."""
+    data = config.data
+    if data.factory is None:
+        info = dataset_info(data.name)
+        shape, classes = data.shape or info.shape, data.classes or info.classes
+        return Workload(config, Own(input_shape=tuple(shape), classes=classes))
+    if data.shape is None or data.classes is None:
+        raise ConfigError(
+            "A server has none of the devices' data: with data.factory, give data.shape and data.classes, too."
+        )
+    return Workload(config, Own(input_shape=tuple(data.shape), classes=data.classes))
+
+
+def held_out(workload: Workload, which: str) -> Batches:
+    """Return a held-out set; none if the server does not have it."""
+    try:
+        return workload.held_out_batches(which)
+    except DataError:
+        return []
+
+
+def _test_accuracy(learner: TorchLearner, workload: Workload) -> float | None:
+    try:
+        return measure_test_accuracy(learner, workload)
+    except DataError:  # the server does not have that set, either
+        return None
+
+
+def _to_measure(workload: Workload) -> Workload:
+    """Return a workload to profile the network with: blank samples where the server has none of the devices' data."""
+    name = workload.names[0]
+    if workload.config.data.factory is None:
+        with contextlib.suppress(DataError):
+            workload.shard(name)
+            return workload
+    blank = Images(torch.zeros((1, *workload.input_shape)), torch.zeros(1, dtype=torch.int64))
+    return Workload(workload.config, replace(workload.own, training={name: blank}))
+
+
+def unlisted_spec(name: str) -> DeviceSpec:
+    """Return a device of its own speed on a link of its own."""
+    return DeviceSpec(name, _NO_LINK, 1.0, None, "auto", "auto")
+
+
+def _listed(config: Config) -> list[DeviceSpec]:
+    """Return the devices of the configuration; a link or a speed is emulated only where it is written down."""
+    given = config.model_copy(update={"devices": tuple(_as_given(group) for group in config.devices)})
+    return list(device_specs(given))
+
+
+def _as_given(group: DeviceSection) -> DeviceSection:
+    update: dict[str, Any] = {}
+    if "link" not in group.model_fields_set:
+        update["link"] = _NO_LINK
+    if "speed" not in group.model_fields_set:
+        update["speed"] = 1.0
+    return group.model_copy(update=update)
+
+
+def _empty_job(workload: Workload, observe: Observer) -> Job:
+    """Return a job without devices: they come."""
+    config, model = workload.config, workload.checked_model()
+    check_given_plans(config, len(model), workload.model_name)
+    return Job(
+        config=config,
+        specs=(),
+        sizes={},
+        server_profile=measured_profile(_to_measure(workload), model, observe),
+        device_profiles={},
+        batch_statistics=uses_batch_statistics(model),
+        dropout=uses_dropout(model),
+        plans={},
+        dataset=workload.data_name,
+        model=workload.model_name,
+    )
+
+
+def _empty(job: Job) -> Job:
+    return replace(job, plans={}, sizes={})
+
+
+def run_name_of(config: Config, workload: Workload) -> str:
+    return run_name(config, workload.model_name, workload.data_name)
+
+
+def _checkpoint(config: Config, folder: Path, options: ServerOptions, observe: Observer) -> Checkpoint | None:
+    if not options.resume:
+        refuse_to_overwrite(folder)
+        return None
+    return latest(folder, identity_of(config), lambda sentence: observe(SaveFailed(0, sentence)))
+
+
+def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -> RunFolder:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot make the run's folder {path}: {error.strerror}.") from None
+    folder = RunFolder(path, job, world="real", command=command)
+    if found is not None:
+        folder.go_on(found.round, found.metrics, found.round_log, found.plans)
+    return folder
+
+
+def _keep(config: Config) -> int:
+    return config.server.checkpoint_keep
+
+
+def _random_numbers() -> Iterator[int]:
+    """Give session numbers that no other server, nor this one before a crash, has given."""
+    while True:
+        yield 1 + secrets.randbelow(2**32 - 1)
+
+
+# --- a device
+
+
+def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
+    """Take part in a training to its end; return the exit code."""
+    _prepare_process()
+    spec = next((spec for spec in _listed(config) if spec.name == options.name), unlisted_spec(options.name))
+    workload = device_workload(config, options)
+    samples = workload.own_shard(options.name)
+    profile = measured_profile(workload, workload.checked_model(), observe, memory_bytes=spec.memory_bytes)
+    seed_dropout(config.run.seed, options.name)
+    equipment = Equipment(samples, part_builder(workload), partial(ThreadCompute, speed=spec.speed), profile)
+    stopped = _until_signal(_live(config, options, spec, equipment, observe))
+    return 130 if stopped == signal.SIGINT else 0
+
+
+async def _live(
+    config: Config, options: DeviceOptions, spec: DeviceSpec, equipment: Equipment, observe: Observer
+) -> None:
+    clock = asyncio.get_running_loop().time
+    backoff = Backoff.of_device(config.run.seed, options.name, clock, options.give_up_after_s)
+    patience_s = min(_DIAL_S, options.give_up_after_s or _DIAL_S)
+    keepalive = Keepalive.every(config.server.keepalive)
+    dial = partial(connect, options.server, security=options.security, timeout_s=patience_s, keepalive=keepalive)
+    lifeline = Lifeline(options.name, options.server, dial, backoff, observe)
+    await lifeline.live(
+        lambda transport: run_device(options.name, spec.link, equipment, transport, lifeline=lifeline, observe=observe)
+    )
+
+
+def device_workload(config: Config, options: DeviceOptions) -> Workload:
+    """Return the workload of one device: its share of a known dataset, or data of its own."""
+    names = [spec.name for spec in _listed(config)]
+    if config.data.factory is None and options.data is None:
+        if options.name in names:
+            return Workload(config)
+        raise ConfigError(
+            f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
+            "[[devices]], or give its own data with --data."
+        )
+    alone = DeviceSection(name=options.name)
+    data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
+    own = config.model_copy(update={"devices": (alone,), "data": data})
+    return Workload(own)
+
+
+# --- both
+
+
+def _prepare_process() -> None:
+    import torch._dynamo  # the first optimiser would import it, for more than a second, while the server waits
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def _until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
+    """Run a coroutine to its end; SIGTERM and SIGINT cut it short, and the one that did is returned."""
+
+    async def supervised() -> signal.Signals | None:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
+        received: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not received:
+                raise
+        return received[0] if received else None
+
+    return asyncio.run(supervised())
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file."""
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"The token file {path} cannot be read: {error}.") from None

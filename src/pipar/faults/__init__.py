@@ -1,0 +1,1 @@
+"""Deterministic simulation: the two programs of a deployment in virtual time, in a world where everything breaks."""

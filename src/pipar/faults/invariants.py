@@ -1,0 +1,174 @@
+"""What must be true in every simulated world, whatever breaks: one function each, which raises a Violation if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipar.checkpoint import latest, read
+from pipar.data.shard import Shard
+from pipar.errors import CheckpointError, PiparError, ProtocolError, TrainingError
+from pipar.faults.plan import BATCH
+from pipar.nn.snapshot import Snapshot
+from pipar.nn.steps import Optimizer
+
+State = Mapping[str, torch.Tensor]
+#: Rounding in float64, relative to the largest weight, and nothing else.
+EXACT = 1e-12
+
+
+class Violation(Exception):  # noqa: N818 - it is what was looked for
+    """Something that must never be was seen."""
+
+    def __init__(self, invariant: str, sentence: str) -> None:
+        super().__init__(f"{invariant}: {sentence}")
+        self.invariant = invariant
+        self.sentence = sentence
+
+
+def training_ends(now_s: float, limit_s: float, doing: str) -> None:
+    """Whatever happens to links and machines that come back, the training comes to its end."""
+    if now_s > limit_s:
+        raise Violation("training ends", f"after {limit_s:g} s of virtual time, {doing}.")
+
+
+def programs_do_not_fail(
+    who: str, error: BaseException, *, expected: type[BaseException] | tuple[Any, ...] = ()
+) -> None:
+    """A server survives whatever its devices and links do; a device ends by no error but those that say why."""
+    if not isinstance(error, expected):
+        raise Violation("programs do not fail", f"{who} ended by {type(error).__name__}: {error}")
+
+
+def breaches_have_a_cause(who: str, error: BaseException, *, excused: bool) -> None:
+    """Lost links and crashes alone let nobody break the protocol: a peer that did got or sent something damaged."""
+    if isinstance(error, ProtocolError | TrainingError) and not excused:
+        raise Violation("breaches have a cause", f"{who} ended by {type(error).__name__}: {error}")
+
+
+def samples_count_once(device: str, *, own: int, said: int, stepped: int | None, begun: int) -> None:
+    """A device counts in a round with each of its samples once, and its replica was trained on these and no others."""
+    if said != own:
+        raise Violation("samples count once", f"{device} counts with {said} samples, but it has {own}.")
+    if stepped is not None and stepped != own:
+        raise Violation(
+            "samples count once", f"the replica of {device} was trained on {stepped} samples, but it has {own}."
+        )
+    if begun:
+        raise Violation("samples count once", f"{device} counts with {begun} samples of a batch that has no step.")
+
+
+def counted_once_each(devices: Sequence[str]) -> None:
+    """Nobody counts twice in an aggregation."""
+    if len(set(devices)) != len(devices):
+        raise Violation("samples count once", f"of {', '.join(devices)}, one counts twice.")
+
+
+def aggregate_is_the_mean(epoch: int, after: State, expected: State) -> None:
+    """A round's model is the mean, by samples, of what those who counted come to by plain training."""
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    error = max(float((after[name] - tensor).abs().max()) for name, tensor in expected.items()) / largest
+    if not error <= EXACT:
+        raise Violation("aggregate is the mean", f"the model of round {epoch} is {error:.1e} from that of its devices.")
+
+
+def weights_are_finite(epoch: int, state: State) -> None:
+    """No model has a weight that is infinite or no number."""
+    bad = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if bad:
+        raise Violation("weights are finite", f"{bad[0]} of round {epoch} is not.")
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What the checkpoints of a folder may be."""
+
+    identity: Mapping[str, Any]
+    models: Mapping[int, State]  # the model of each round
+    counted: Mapping[int, Mapping[str, int]]
+    least: int  # the round of the last checkpoint that was reported as saved
+    most: int  # the last round that is over
+    failed: int  # saves, since the last that was reported
+
+
+def checkpoint_is_whole(folder: Path, may_be: OnDisk) -> None:
+    """The newest checkpoint is that of the last round or the one before, whole, and so are all others."""
+    name = "checkpoint is whole"
+    for path in sorted(folder.glob("round-*.pipar")):
+        try:
+            read(path)
+        except CheckpointError as error:
+            raise Violation(name, str(error)) from None
+    try:
+        found = latest(folder, may_be.identity, lambda _: None)
+    except PiparError as error:
+        raise Violation(name, str(error)) from None
+    number = 0 if found is None else found.round
+    if not max(may_be.least, may_be.most - 1 - may_be.failed) <= number <= may_be.most:
+        raise Violation(
+            name, f"round {may_be.most} is over and {may_be.least} was saved, but the newest checkpoint is of {number}."
+        )
+    if found is None:
+        return
+    model = Snapshot.read(found.tensors).model
+    if not all(torch.equal(tensor, model[name]) for name, tensor in may_be.models[number].items()):
+        raise Violation(name, f"the checkpoint of round {number} has another model than the round ended with.")
+    if [dict(of) for of in found.round_log] != [dict(may_be.counted[n]) for n in range(1, number + 1)]:
+        raise Violation(name, f"the checkpoint of round {number} tells of other rounds than were trained.")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a program holds on to, counted now and then."""
+
+    who: str
+    unacknowledged: int = 0
+    waiting: int = 0  # messages in the inbox
+    half_received: int = 0
+    sessions: int = 0
+    tasks: int = 0
+
+
+def memory_is_bounded(held: Held, most: Held) -> None:
+    """Nothing that a program holds on to grows with the number of rounds, faults or messages."""
+    for what in ("unacknowledged", "waiting", "half_received", "sessions", "tasks"):
+        number, bound = getattr(held, what), getattr(most, what)
+        if number > bound:
+            raise Violation("memory is bounded", f"{held.who} has {number} {what.replace('_', ' ')}, at most {bound}.")
+
+
+# --- the training written down once more, with torch alone
+
+
+def plain_round(
+    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+) -> State:
+    """Return the mean, weighted by samples, of what each of these devices trains the model of before to."""
+    total = sum(len(shard) for shard in shards.values())
+    mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    for shard in shards.values():
+        for name, tensor in plain_epoch(model, before, shard, epoch, rules).items():
+            mean[name] += tensor * (len(shard) / total)
+    return mean
+
+
+def plain_epoch(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Optimizer) -> State:
+    """Return what one device trains the model of before to: v = mu v + g and w = w - lr v, batch by batch."""
+    model.load_state_dict(before)
+    weights = dict(model.named_parameters())
+    velocity = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    order = shard.order(epoch)
+    for start in range(0, len(order), BATCH):
+        inputs, labels = shard.batch(epoch, order[start : start + BATCH])
+        gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
+        with torch.no_grad():
+            for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                velocity[name].mul_(rules.momentum).add_(gradient)
+                weight.sub_(rules.learning_rate * velocity[name])
+    return model.state_dict()

@@ -1,0 +1,227 @@
+"""A network in memory on which links are cut, frames are late, doubled, damaged or lost, and peers fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from pipar.errors import LinkError
+from pipar.link.channel import Transport
+from pipar.protocol.wire import HEADER_BYTES, Frame, pack_frame, unpack_frame
+
+UP, DOWN = 0, 1  # directions; the side that sends
+#: A frame takes this long when nothing is wrong.
+_TRAVEL_S = 0.001
+#: A peer that is silent for so long is gone: what gRPC's keepalive finds out.
+KEEPALIVE_S = 3.0
+#: A server that cannot be reached is waited for so long.
+_CONNECT_WITHIN_S = 3.0
+
+Admit = Callable[[Transport, str | None], Awaitable[None]]
+
+
+@dataclass
+class Weather:
+    """What the link of one device is like now."""
+
+    cut_until: float = 0.0
+    one_way_until: float = 0.0
+    slow_until: float = 0.0
+    slow_s: float = 0.0
+    late_s: deque[float] = field(default_factory=deque)  # of the next frames, one each
+    doubled: int = 0  # of the next frames
+    damaged: deque[int] = field(default_factory=deque)  # how the next frames are
+
+
+class Network:
+    """Connections between devices and the server that listens, if one does."""
+
+    def __init__(self, names: list[str], note: Callable[[str, str], None], *, is_proved: bool) -> None:
+        self.weather = {name: Weather() for name in names}
+        self.frames = 0
+        self.excused: set[str] = set()  # devices of which something has gone damaged, or twice what must not
+        self._digest = hashlib.blake2b(digest_size=16)  # of every frame and its moment
+        self._note = note
+        self._is_proved = is_proved
+        self._loop = asyncio.get_running_loop()
+        self._connections: list[_Connection] = []
+        self._listening: tuple[Admit, contextvars.Context, Callable[[asyncio.Task[None]], None]] | None = None
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._connections)
+
+    def listen(
+        self, admit: Admit, context: contextvars.Context, admitted: Callable[[asyncio.Task[None]], None]
+    ) -> None:
+        """Let a server take connections; each is a task in its context, which `admitted` gets when it is over."""
+        self._listening = (admit, context, admitted)
+
+    def hang_up(self, *, silently: bool) -> None:
+        """The server is gone: nobody listens, and its connections are dead or fall silent."""
+        self._listening = None
+        for connection in list(self._connections):
+            connection.lose_side(DOWN, silently=silently)
+
+    def lose_device(self, name: str, *, silently: bool) -> None:
+        """The device is gone with all its connections."""
+        for connection in [one for one in self._connections if one.device == name]:
+            connection.lose_side(UP, silently=silently)
+
+    async def dial(self, name: str) -> Transport:
+        """Return a connection to the server, or say that there is none."""
+        weather = self.weather[name]
+        await asyncio.sleep(_TRAVEL_S)
+        if weather.one_way_until > self._loop.time():
+            await asyncio.sleep(_CONNECT_WITHIN_S)
+            raise LinkError("The server did not answer.")
+        if self._listening is None or weather.cut_until > self._loop.time():
+            raise LinkError("The server cannot be reached.")
+        connection = _Connection(name, self)
+        self._connections.append(connection)
+        admit, context, admitted = self._listening
+        admission = admit(connection.ends[DOWN], name if self._is_proved else None)
+        self._loop.create_task(admission, context=context).add_done_callback(admitted)  # type: ignore[arg-type]
+        return connection.ends[UP]
+
+    # --- what goes wrong
+
+    def cut(self, name: str, seconds: float) -> None:
+        """Both ends lose their connection now, and there is no other one for so long."""
+        self.weather[name].cut_until = self._loop.time() + seconds
+        for connection in [one for one in self._connections if one.device == name]:
+            connection.die()
+
+    def lose_one_way(self, name: str, seconds: float, direction: int) -> None:
+        """Frames of one direction vanish; both ends find out when nothing has come for the time of a keepalive."""
+        self.weather[name].one_way_until = self._loop.time() + max(seconds, KEEPALIVE_S)
+        for connection in [one for one in self._connections if one.device == name]:
+            connection.swallow(direction)
+            self._loop.call_later(KEEPALIVE_S, connection.die)
+
+    # --- for the ends
+
+    def forget(self, connection: _Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+
+    def weathered(self, device: str, frame: Frame, direction: int) -> tuple[float, list[Frame | bytes]]:
+        """Return how long a frame travels and what arrives of it."""
+        self.frames += 1
+        where = (frame.message.kind, frame.message.epoch, frame.message.iteration, frame.message.micro_batch)
+        self._digest.update(
+            repr(
+                (self._loop.time(), device, direction, where, frame.sequence, frame.acknowledged, frame.chunk)
+            ).encode()
+        )
+        weather = self.weather[device]
+        travel_s = _TRAVEL_S + (weather.slow_s if weather.slow_until > self._loop.time() else 0.0)
+        if weather.late_s:
+            travel_s += weather.late_s.popleft()
+        if weather.damaged and weather.damaged[0] & 1 == direction:
+            self.excused.add(device)
+            damaged = damage(frame, random.Random(weather.damaged.popleft()))
+            self._note(device, f"{frame.message} was damaged on its way {'down' if direction else 'up'}")
+            return travel_s, [damaged]
+        if weather.doubled:
+            weather.doubled -= 1
+            if frame.sequence == 0 or frame.chunks > 1:
+                self.excused.add(device)  # only whole messages with a number are known when they come again
+            return travel_s, [frame, frame]
+        return travel_s, [frame]
+
+
+def damage(frame: Frame, rng: random.Random) -> bytes:
+    """Return the bytes of a frame, cut short or with a few bytes of its header changed."""
+    data = bytearray(pack_frame(frame))
+    if rng.random() < 0.3:
+        return bytes(data[: rng.randrange(len(data))])
+    for _ in range(rng.randint(1, 3)):
+        data[rng.randrange(HEADER_BYTES)] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+
+class _Connection:
+    """One connection of a device: two ends, each of which may go away without a word."""
+
+    def __init__(self, device: str, network: Network) -> None:
+        self.device = device
+        self.network = network
+        self.ends = (End(self, UP), End(self, DOWN))
+        self._swallowed: set[int] = set()  # directions that lead nowhere
+
+    def die(self) -> None:
+        """Both ends are told that the connection is lost; what was under way is lost with it."""
+        self._swallowed |= {UP, DOWN}
+        for end in self.ends:
+            end.lose()
+        self.network.forget(self)
+
+    def swallow(self, direction: int) -> None:
+        self._swallowed.add(direction)
+
+    def lose_side(self, side: int, *, silently: bool) -> None:
+        """One side is gone at once; the other one hears of it, or notices that it hears nothing."""
+        self._swallowed |= {UP, DOWN}
+        self.ends[side].lose()
+        self.network._loop.call_later(KEEPALIVE_S if silently else _TRAVEL_S, self.die)
+
+    def send(self, direction: int, items: list[Frame | bytes | None], arrives_at: float) -> None:
+        if direction not in self._swallowed:
+            self.network._loop.call_at(arrives_at, self._arrive, direction, items)
+
+    def _arrive(self, direction: int, items: list[Frame | bytes | None]) -> None:
+        if direction not in self._swallowed:
+            for item in items:
+                self.ends[1 - direction].take(item)
+
+
+class End:
+    """A transport over this network."""
+
+    def __init__(self, connection: _Connection, side: int) -> None:
+        self._connection = connection
+        self._side = side
+        self._inbox: asyncio.Queue[Frame | bytes | None] = asyncio.Queue()
+        self._is_over = False
+        self._last_arrival = 0.0
+
+    async def write(self, frame: Frame) -> None:
+        if self._is_over:
+            raise LinkError("The connection is lost.")
+        network = self._connection.network
+        travel_s, items = network.weathered(self._connection.device, frame, self._side)
+        self._last_arrival = max(self._last_arrival, network._loop.time() + travel_s)  # none overtakes another
+        self._connection.send(self._side, list(items), self._last_arrival)
+
+    async def read(self) -> Frame:
+        item = await self._inbox.get()
+        if item is None:
+            self._is_over = True
+            self._inbox.put_nowait(None)
+            raise LinkError("The connection is lost.")
+        return unpack_frame(item) if isinstance(item, bytes) else item
+
+    async def close(self) -> None:
+        if not self._is_over:
+            now = self._connection.network._loop.time()
+            self._connection.send(self._side, [None], max(self._last_arrival, now + _TRAVEL_S))
+            self.lose()
+        self._connection.network.forget(self._connection)
+
+    def take(self, item: Frame | bytes | None) -> None:
+        self._inbox.put_nowait(item)
+
+    def lose(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._inbox.put_nowait(None)

@@ -1,0 +1,81 @@
+"""Saving a training behind its rounds, and finding it again: what a server needs to go on after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
+from pipar.compute import Compute
+from pipar.config import Config
+from pipar.errors import CheckpointError
+from pipar.events import Observer, Saved, SaveFailed
+from pipar.job import Job
+from pipar.protocol.messages import Body
+from pipar.results import RunFolder
+from pipar.stages import Work
+
+
+class Snapshots(Protocol):
+    """A learner whose state can be copied."""
+
+    def snapshot(self) -> Body: ...
+
+
+class CheckpointKeeper:
+    """Saves a checkpoint every few rounds. The copy is taken between two rounds, and written beside the next one."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        learner: Snapshots,
+        folder: RunFolder,
+        *,
+        config: Config,
+        job: Callable[[], Job],
+        lane: Compute,
+        observe: Observer,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._learner = learner
+        self._folder = folder
+        self._config = config
+        self._job = job
+        self._lane = lane
+        self._observe = observe
+        self._saving: asyncio.Task[None] | None = None
+
+    async def keep(self, epoch: int, *, last: bool) -> None:
+        """Save the state behind a round if that is due; returns when it is copied."""
+        every = self._config.server.checkpoint_every
+        if not is_due(epoch, every) and not (last and every):
+            return
+        await self.finish()
+        tensors = await self._lane.run((Work("save", epoch), self._learner.snapshot))
+        job = self._job()
+        checkpoint = Checkpoint(
+            round=epoch,
+            tensors=tensors,
+            identity=identity_of(self._config),
+            plans=dict(self._folder.plans),
+            samples=dict(job.sizes),
+            metrics=[result.to_dict() for result in self._folder.epochs],
+            round_log=self._folder.round_log,
+        )
+        self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))
+
+    async def finish(self) -> None:
+        """Return when what was copied is saved."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+
+    async def _save(self, checkpoint: Checkpoint) -> None:
+        work = Work("save", checkpoint.round, size_bytes=checkpoint.tensors.size_bytes)
+        try:
+            path: Path = await self._lane.run((work, lambda: self._checkpoints.save(checkpoint)))
+        except CheckpointError as error:  # the training is worth more than its checkpoint
+            self._observe(SaveFailed(checkpoint.round, str(error)))
+        else:
+            self._observe(Saved(checkpoint.round, str(path)))

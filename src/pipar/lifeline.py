@@ -1,0 +1,106 @@
+"""A device's connection to its server: made with patience, and made again when it is lost.
+
+Within the server's window a session goes on over the new connection as if nothing had been; behind it, the device joins
+anew and takes part from the next round on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pipar.backoff import Backoff
+from pipar.errors import CredentialError, LinkError, PiparError, ProtocolError, SessionOverError
+from pipar.events import Observer, Reconnecting
+from pipar.link.channel import Channel, Transport
+from pipar.protocol.messages import Kind, Message, json_body, read_json
+from pipar.protocol.wire import cut_message
+
+#: An answer to a hello that wants to go on with a session comes at once, or the server is not there.
+_ANSWER_WITHIN_S = 10.0
+
+
+class Lifeline:
+    """Dials the server until it answers, for as long as the backoff allows."""
+
+    def __init__(
+        self, name: str, address: str, dial: Callable[[], Awaitable[Transport]], backoff: Backoff, observe: Observer
+    ) -> None:
+        self._name = name
+        self._address = address
+        self._dial = dial
+        self._backoff = backoff
+        self._observe = observe
+        self._lost: asyncio.Queue[LinkError] = asyncio.Queue()
+        self._channel: Channel | None = None
+
+    async def live(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
+        """Take part in the training to its end, in as many sessions as that takes."""
+        pauses = self._backoff.pauses()
+        while True:
+            self._lost, self._channel = asyncio.Queue(), None
+            try:
+                return await take_part(await self._dial())
+            except CredentialError:
+                raise  # trying again is no use
+            except LinkError as error:
+                reason = error
+            if self._channel is not None and self._channel.session:  # it was let in: not one more failed attempt
+                pauses = self._backoff.pauses()
+            pause = next(pauses, None)
+            if pause is None:
+                raise LinkError(f"Gave up {self._address}: {reason}") from None
+            self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason)))
+            await asyncio.sleep(pause.wait_s)
+
+    def lost(self, error: LinkError) -> None:
+        """The channel's transport is gone."""
+        self._lost.put_nowait(error)
+
+    async def keep(self, channel: Channel) -> None:
+        """Give the channel another transport whenever it has lost one; runs until it is cancelled."""
+        self._channel = channel
+        while True:
+            error = await self._lost.get()
+            if channel.session == 0:
+                channel.fail(error)  # nothing has begun that could go on
+                continue
+            try:
+                await self._resume(channel, error)
+            except PiparError as failure:
+                channel.fail(failure if isinstance(failure, LinkError) else LinkError(str(failure)))
+
+    async def _resume(self, channel: Channel, reason: LinkError) -> None:
+        for pause in self._backoff.pauses():
+            self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason)))
+            await asyncio.sleep(pause.wait_s)
+            try:
+                return await resume(channel, self._name, await self._dial())
+            except (SessionOverError, CredentialError):
+                raise
+            except LinkError as error:
+                reason = error
+        raise LinkError(f"Gave up {self._address}: {reason}")
+
+
+async def resume(channel: Channel, name: str, transport: Transport) -> None:
+    """Go on with the channel's session over this transport, or raise SessionOverError if the server does not."""
+    hello = Message(Kind.HELLO, body=json_body({"name": name}))
+    try:
+        async with asyncio.timeout(_ANSWER_WITHIN_S):
+            for frame in cut_message(hello, channel.session, 0, channel.received):
+                await transport.write(frame)
+            answer = await transport.read()
+        if answer.message.kind is not Kind.WELCOME:
+            reason = read_json(answer.only()).get("reason", "no reason")
+            raise SessionOverError(f"The server ended the session: {reason}")
+        channel.attach(transport, answer.acknowledged)
+    except TimeoutError:
+        await transport.close()
+        raise LinkError("The server did not answer.") from None
+    except ProtocolError as error:
+        await transport.close()
+        raise SessionOverError(str(error)) from None
+    except LinkError:
+        await transport.close()
+        raise

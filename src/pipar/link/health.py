@@ -1,0 +1,40 @@
+"""gRPC's standard health service: whether the server listens, for whoever supervises it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """The state of the server and of its service. Watching is for few at once: it needs no credential."""
+
+    def __init__(self, server: Any, service: str, *, watchers: int) -> None:
+        super().__init__()
+        self._service = service
+        self._free = watchers
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def serving(self, is_serving: bool) -> None:
+        """Say from now on whether devices are served."""
+        for name in ("", self._service):
+            await self.set(name, _SERVING if is_serving else _NOT_SERVING)
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the service's own name
+        if self._free <= 0:
+            await context.abort(_exhausted(), "Too many watch already; use Check.")
+        self._free -= 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._free += 1
+
+
+def _exhausted() -> Any:
+    import grpc
+
+    return grpc.StatusCode.RESOURCE_EXHAUSTED

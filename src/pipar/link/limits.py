@@ -1,0 +1,42 @@
+"""How much one peer may take of a server before it is known, and how soon a dead peer is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: A device has said HELLO, all of it, so long after its stream was taken, or is sent away.
+HELLO_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """A silent peer is asked whether it lives after `every_s`, and is gone if it does not answer within `timeout_s`.
+
+    The answer waits behind up to 2.4 MB that are under way: with 20 s a link of 1 Mbit/s is slow, and not dead.
+    """
+
+    every_s: float = 30.0
+    timeout_s: float = 20.0
+
+    @classmethod
+    def every(cls, every_s: float) -> Keepalive:
+        """Return a keepalive that waits two thirds of its interval for the answer, but twenty seconds at most."""
+        return cls(every_s, min(20.0, every_s * 2 / 3))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server grants.
+
+    A device that comes back holds a stream that it has lost and a new one, so one credential has two. `connections` is
+    how many there are in all, and `newcomers` how many streams may not have said anything yet.
+    """
+
+    streams_per_credential: int = 2
+    connections: int = 4096
+    newcomers: int = 512
+    read_ahead_bytes: int = 4_000_000
+    first_frame_s: float = HELLO_TIMEOUT_S
+    handshake_s: float = 20.0
+    idle_s: float = 60.0  # a connection without a stream
+    watchers: int = 16  # of the server's health

@@ -1,0 +1,258 @@
+"""What happens, one line each, for whoever operates a server or a device: plain English, or JSON for machines.
+
+Everything goes through the standard `logging` module, to the logger "pipar", so that a program around pipar can send it
+where it likes. Each record also carries the event itself as `record.event`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from pipar.events import (
+    Away,
+    Back,
+    Dropped,
+    EpochResult,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Listening,
+    Lost,
+    Observer,
+    Preparing,
+    Progress,
+    Reconnecting,
+    ReplanFailed,
+    Replanned,
+    Resumed,
+    RoundOver,
+    Saved,
+    SaveFailed,
+    Started,
+    Stopping,
+    Trained,
+    Waiting,
+    Welcomed,
+)
+from pipar.units import format_bytes
+
+LOGGER = "pipar"
+LogFormat = Literal["text", "json"]
+
+#: What is not worth a line of every run, and what somebody may have to look into. All else is for information.
+_LEVELS: dict[type[Event], int] = {
+    Progress: logging.DEBUG,
+    Preparing: logging.DEBUG,
+    Away: logging.WARNING,
+    Lost: logging.WARNING,
+    Dropped: logging.WARNING,
+    Reconnecting: logging.WARNING,
+    ReplanFailed: logging.WARNING,
+    SaveFailed: logging.ERROR,
+    Failed: logging.ERROR,
+}
+
+
+def log_observer(logger: logging.Logger | None = None) -> Observer:
+    """Return an observer that logs every event, by default to the logger "pipar"."""
+    log = logger or logging.getLogger(LOGGER)
+    narrator = Narrator()
+
+    def observe(event: Event) -> None:
+        narrator.remember(event)
+        if log.isEnabledFor(level := level_of(event)):
+            log.log(level, "%s", narrator.sentence(event), extra={"event": event})
+
+    return observe
+
+
+@contextlib.contextmanager
+def logged(
+    log_format: LogFormat = "text", *, stream: TextIO | None = None, level: int = logging.INFO
+) -> Iterator[Observer]:
+    """Give the observer of a program of its own: lines on standard error, or another stream, until it ends.
+
+    What other libraries warn of goes there in the same format, so that every line of JSON is one.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    log, root = logging.getLogger(LOGGER), logging.getLogger()
+    previous_level = log.level
+    log.setLevel(level)
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield log_observer(log)
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        log.setLevel(previous_level)
+
+
+def level_of(event: Event) -> int:
+    """Return how much an event matters, as a level of `logging`."""
+    return _LEVELS.get(type(event), logging.INFO)
+
+
+class Narrator:
+    """Says events in plain English; remembers what one event needs to know of those before it."""
+
+    def __init__(self) -> None:
+        self._wanted = 0
+        self._counted: dict[int, int] = {}  # devices by epoch, until its result is there
+
+    def sentence(self, event: Event) -> str:
+        """Return one line about the event, without control characters: names and reasons may come from a peer."""
+        return one_line(self._about_the_training(event) or _about_devices(event) or _about_the_program(event))
+
+    def remember(self, event: Event) -> None:
+        """Take in an event, also one that nothing is said about."""
+        if isinstance(event, Started):
+            self._wanted = len(event.samples)
+        elif isinstance(event, Waiting):
+            self._wanted = event.wanted
+        elif isinstance(event, RoundOver):
+            self._counted[event.epoch] = len(event.counted)
+
+    def _about_the_training(self, event: Event) -> str:
+        match event:
+            case Started():
+                return f"training by {event.method} begins: {_count(event.epochs, 'round')}, results in {event.folder}"
+            case Progress():
+                return f"{event.owner}: round {event.epoch}, iteration {event.iteration}{_loss(event.loss)}"
+            case RoundOver():
+                samples = _count(sum(event.counted.values()), "sample")
+                return f"round {event.epoch} is over: {_count(len(event.counted), 'device')}, {samples}"
+            case EpochResult():
+                return self._result(event)
+            case Replanned():
+                return f"new plans from round {event.epoch} on: {_plans(event.plans)}"
+            case ReplanFailed():
+                return event.reason
+            case Joined():
+                of = f" of {self._wanted}" if self._wanted >= event.devices else ""
+                plural = "" if (self._wanted if of else event.devices) == 1 else "s"
+                return f"{event.device} joined ({event.devices}{of} device{plural})"
+        return ""
+
+    def _result(self, result: EpochResult) -> str:
+        devices = self._counted.pop(result.epoch, None)
+        words = [f"round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
+        words += [f"validation loss {result.val_loss:.3f}"] if result.val_loss is not None else []
+        words += [f"accuracy {result.val_accuracy:.1%}"] if result.val_accuracy is not None else []
+        words += [_count(devices, "device")] if devices is not None else []
+        words += [f"{format_bytes(result.bytes_up)} up", f"{format_bytes(result.bytes_down)} down"]
+        return ", ".join(words)
+
+
+def _about_devices(event: Event) -> str:
+    match event:
+        case Waiting():
+            return f"waiting for devices: {event.present} of {event.wanted} are there"
+        case Away():
+            return f"{event.device} is away: its link is lost, and its place is kept for {event.seconds_allowed:.0f} s"
+        case Back():
+            return f"{event.device} is back after {event.away_s:.1f} s"
+        case Lost():
+            return f"{event.device} is lost: {event.reason}"
+        case Left():
+            return f"{event.device} left"
+        case Dropped():
+            return f"round {event.epoch} does not count {event.device}: {event.reason}"
+    return ""
+
+
+def _about_the_program(event: Event) -> str:
+    match event:
+        case Preparing():
+            return f"{event.what}: {event.share:.0%}"
+        case Listening():
+            return f"listening on {event.address}"
+        case Saved():
+            return f"round {event.epoch} is saved in {event.path}"
+        case SaveFailed():
+            return f"round {event.epoch} could not be saved: {event.reason}"
+        case Resumed():
+            return f"going on after round {event.epoch}, from its checkpoint"
+        case Welcomed():
+            return f"{event.device} takes part by {event.plan}"
+        case Trained():
+            return f"{event.device} has trained its part of round {event.epoch}: {_count(event.samples, 'sample')}"
+        case Reconnecting():
+            when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
+            return f"no connection to {event.address} ({event.reason}); {when}"
+        case Stopping():
+            return f"stopping: {event.reason}"
+        case Failed():
+            return f"failed: {event.reason}"
+    return f"{event}"  # of a newer version of the core
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f", loss {loss:.3f}"
+
+
+def _plans(plans: Mapping[str, Mapping[str, int]]) -> str:
+    return ", ".join(
+        f"{device} P={plan['split_point']} N={plan['micro_batches']}" for device, plan in sorted(plans.items())
+    )
+
+
+def one_line(text: str) -> str:
+    """Return the text with everything escaped that is not printed: nobody forges a line, or moves a cursor."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+class TextLines(logging.Formatter):
+    """Local time, the level if it is more than information, and the sentence."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s  %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{record.asctime}  {level}{one_line(record.message)}"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, event, message, and the event's own fields beside them.
+
+    A record of something else than pipar has its logger's name in place of an event.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = getattr(record, "event", None)
+        content: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+        }
+        content |= {"logger": record.name} if event is None else {"event": type(event).__name__}
+        content["message"] = record.getMessage()
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        content |= {} if event is None else asdict(event)
+        return json.dumps(_finite(content), default=str)
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for what JSON has no number for: the loss of a training that diverged."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(inner) for inner in value]
+    return value

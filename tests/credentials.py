@@ -1,0 +1,47 @@
+"""A folder of credentials as `pipar certs` makes it, for tests that connect for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipar.cli import main
+from pipar.link.register import add_token
+from pipar.link.security import DeviceSecurity, ServerSecurity
+
+
+def certs(*words: str) -> None:
+    """Run `pipar certs` with these words; it must succeed."""
+    with pytest.raises(SystemExit) as ended:
+        main(["certs", *words])
+    assert ended.value.code == 0, words
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An authority, its server, the devices pi-1 and pi-2 with certificates and tokens."""
+
+    path: Path
+    tokens: dict[str, str]
+
+    @classmethod
+    def make(cls, path: Path) -> Folder:
+        certs("init", "--folder", str(path), "--host", "train.local")
+        certs("issue", "pi-1", "pi-2", "--folder", str(path))
+        return cls(path, {name: add_token(path / "tokens.json", name) for name in ("pi-1", "pi-2")})
+
+    @property
+    def by_certificate(self) -> ServerSecurity:
+        return ServerSecurity.from_folder(self.path)
+
+    @property
+    def by_token(self) -> ServerSecurity:
+        return ServerSecurity.from_folder(self.path, tokens=True)
+
+    def device(self, name: str = "pi-1") -> DeviceSecurity:
+        return DeviceSecurity.from_folder(self.path, name)
+
+    def bearer(self, name: str = "pi-1") -> DeviceSecurity:
+        return DeviceSecurity(self.path / "ca.pem", token=self.tokens[name])

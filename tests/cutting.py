@@ -1,0 +1,66 @@
+"""Links in memory that are lost in the middle of what they carry, for tests of who goes on all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+
+from pipar.errors import LinkError
+from pipar.link.memory import MemoryTransport
+from pipar.protocol.wire import Frame
+
+
+class Loss(Enum):
+    """What becomes of a link that is lost."""
+
+    CLEAN = "what was sent arrives"
+    FRAMES = "frames under way are lost"
+    SILENT = "the other side is not told"
+
+
+class CutLink:
+    """One end of a link that is lost when so many frames have gone over it, in both directions together."""
+
+    def __init__(self, link: MemoryTransport, frames: int | None = None, loss: Loss = Loss.CLEAN) -> None:
+        self.carried = 0
+        self._link = link
+        self._frames = frames
+        self._loss = loss
+
+    async def write(self, frame: Frame) -> None:
+        await self._link.write(frame)
+        await self._count()
+
+    async def read(self) -> Frame:
+        frame = await self._link.read()
+        await self._count()
+        if self._is_lost() and self._loss is not Loss.CLEAN:
+            raise LinkError("The link was cut.")
+        return frame
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def cut(self) -> None:
+        """Lose the link now."""
+        if self._loss is not Loss.CLEAN:
+            for queue in (self._link._inbox, self._link._outbox):
+                _empty(queue)
+        if self._loss is Loss.SILENT:
+            self._link._closed = True
+            self._link._inbox.put_nowait(None)
+        else:
+            await self._link.close()
+
+    async def _count(self) -> None:
+        self.carried += 1
+        if self.carried == self._frames:
+            await self.cut()
+
+    def _is_lost(self) -> bool:
+        return self._frames is not None and self.carried >= self._frames
+
+
+def _empty(queue: asyncio.Queue[Frame | None]) -> None:
+    while not queue.empty():
+        queue.get_nowait()

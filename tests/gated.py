@@ -1,0 +1,43 @@
+"""A small network whose training can be held from outside, so that a test knows when a program is in mid-epoch.
+
+Programs find it by `model.factory`. A program whose environment has GATE=NAME stops in its part of the network for as
+long as $GATES/NAME.hold exists, and says so with $GATES/NAME.held.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class Gate(nn.Module):
+    """Lets everything through, later or at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "GATE" in os.environ and torch.is_grad_enabled():
+            hold, held = (Path(os.environ["GATES"], f"{os.environ['GATE']}.{word}") for word in ("hold", "held"))
+            while hold.exists():
+                held.touch()
+                time.sleep(0.01)
+            held.unlink(missing_ok=True)
+        return x
+
+
+def network() -> nn.Sequential:
+    """Return a network of five layers for grey images of any size; its first layer and its last one are gates."""
+    return nn.Sequential(
+        Gate(),
+        nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 4)),
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)),
+        Gate(),
+    )
+
+
+def other_network() -> nn.Sequential:
+    """Return another network, for images of 4 x 4."""
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 10))

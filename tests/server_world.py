@@ -1,0 +1,347 @@
+"""A server with devices around it in virtual time: devices that are honest, played by hand, or on the move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cutting import CutLink, Loss
+
+from pipar.assemble import Equipment, run_device
+from pipar.backoff import Backoff
+from pipar.clock import run_virtually
+from pipar.compute import VirtualCompute
+from pipar.config import Link
+from pipar.errors import PiparError, ProtocolError, TrainingError
+from pipar.events import EpochResult, Event, Joined, RoundOver, ignore
+from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.ledger import Bounds, Ledger
+from pipar.lifeline import Lifeline
+from pipar.link.channel import Channel, Transport
+from pipar.link.memory import memory_pair
+from pipar.methods import METHODS, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.profile import LayerProfile, Profile
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.protocol.orders import Orders, Returned
+from pipar.replanning import Choose, Replanner
+from pipar.server import Server, Training
+from pipar.session import Introduction
+from pipar.trace import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
+
+# A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each.
+PROFILE = Profile(
+    "hand",
+    "float32",
+    (10,),
+    (LayerProfile("one", (1.0,), (2.0,), 8, 16), LayerProfile("two", (0.5,), (0.5,), 4, 16)),
+)
+LINK = Link(up_bps=8000.0, down_bps=8000.0, latency_s=0.01)
+E = TypeVar("E")
+PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
+
+
+class ScriptedLearner(HollowLearner):
+    """A hollow model whose validation losses are written down beforehand; remembers who was averaged and forgotten."""
+
+    def __init__(self, split_points: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(PROFILE, split_points)
+        self._losses = iter(losses)
+        self.averaged: list[list[str]] = []
+        self.forgotten: list[str] = []
+
+    def evaluator(self) -> Callable[[Any], tuple[float, int]]:
+        loss = next(self._losses)
+        return lambda samples: (loss * samples, samples)
+
+    def aggregate(self, returned: Sequence[Returned]) -> None:
+        self.averaged.append([back.device for back in returned])
+
+    def forget(self, device: str) -> None:
+        self.forgotten.append(device)
+
+
+class Enrolled:
+    """Some devices, by orders that are given or made when they have come."""
+
+    def __init__(self, orders: dict[str, Orders], plan_joined: PlanJoined | None) -> None:
+        self._orders = orders
+        self._plan_joined = plan_joined
+
+    def check(self, who: Introduction) -> None:
+        if who.name not in self._orders:
+            raise ProtocolError(f"'{who.name}' is not a device of this training.")
+
+    def link(self, _: str) -> Link:
+        return LINK
+
+    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+        if self._plan_joined is not None:
+            plans = self._plan_joined({who.name: who.profile for who in everybody if who.profile is not None})
+            self._orders = {
+                name: Orders(1, plans[name], 2, 10, False, one.keep_momentum) for name, one in self._orders.items()
+            }
+        return self._orders
+
+    def join(self, who: Introduction) -> Orders:
+        return self._orders[who.name]
+
+
+@dataclass
+class Outcome:
+    """What came of a training: of the server's program, and of each device in the order they were given."""
+
+    failure: BaseException | None = None
+    lives: list[BaseException | None] = field(default_factory=list)
+    results: list[EpochResult] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)  # frames, by link that was dialled
+    learner: ScriptedLearner | None = None
+    left_running: int = 0
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def counted(self) -> list[dict[str, int]]:
+        """Samples by device, round by round."""
+        return [event.counted for event in self.of(RoundOver)]
+
+
+class World:
+    """The way to the server: one call of `dial` a connection."""
+
+    def __init__(self, server: Server) -> None:
+        self.links: list[CutLink] = []
+        self.admissions: list[asyncio.Task[None]] = []
+        self._server = server
+
+    def dial(self, frames: int | None = None, loss: Loss = Loss.CLEAN, peer: str | None = None) -> CutLink:
+        near, far = memory_pair()
+        self.links.append(CutLink(near, frames, loss))
+        self.admissions.append(asyncio.create_task(self._server.admit(far, peer)))
+        return self.links[-1]
+
+
+Life = Callable[[World], Awaitable[None]]
+Named = tuple[str, Life]
+
+
+def train(
+    lives: Sequence[Named],
+    *,
+    devices: Sequence[str] = ("a", "b"),
+    begin_with: int | None = None,
+    method: str = "pipar",
+    epochs: int = 1,
+    patience: int | None = None,
+    validation: Sequence[tuple[int, Any]] = (),
+    losses: Sequence[float] = (),
+    keep_momentum: bool = False,
+    plan_joined: PlanJoined | None = None,
+    choose: Choose | None = None,
+    min_devices: int = 1,
+    round_deadline_s: float | None = None,
+    resume_window_s: float = 0.0,
+    learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
+) -> Outcome:
+    """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined."""
+    outcome = Outcome()
+    plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
+    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum) for n, name in enumerate(devices, start=1)}
+
+    def emit(result: EpochResult, spans: list[Span]) -> None:
+        outcome.results.append(result)
+        outcome.spans += spans
+
+    async def main() -> None:
+        recorder, beside, enough = Recorder(SERVER), Recorder(SERVER), asyncio.Event()
+
+        def observe(event: Event) -> None:
+            outcome.events.append(event)
+            if isinstance(event, Joined) and event.devices >= (begin_with or len(devices)):
+                enough.set()
+
+        links = dict.fromkeys(devices, LINK)
+        ledger = Ledger(
+            links, Bounds(dict.fromkeys(devices, 1.0), 1.0), 1, recorder=recorder, background=beside, emit=emit
+        )
+        costs = Costs(PROFILE)
+        outcome.learner = learner(dict.fromkeys(devices, plan.split_point), losses)
+        server = Server(
+            Training(
+                METHODS[method],
+                epochs,
+                patience,
+                plans=dict.fromkeys(devices, plan),
+                min_devices=min_devices,
+                round_deadline_s=round_deadline_s,
+                resume_window_s=resume_window_s,
+                validation=validation,
+                profile=PROFILE,
+            ),
+            outcome.learner,
+            Enrolled(orders, plan_joined),
+            pool=VirtualCompute(["core 0"], recorder, costs.seconds),
+            background=VirtualCompute(["validation"], beside, costs.seconds),
+            recorder=recorder,
+            ledger=ledger,
+            replanner=Replanner(links, choose) if choose is not None else None,
+            observe=observe,
+        )
+        world = World(server)
+        tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
+        await enough.wait()
+        outcome.failure = await _outcome(server.train())
+        await server.farewell()
+        outcome.lives = [await task for task in tasks]
+        await asyncio.gather(*world.admissions)
+        outcome.carried = [link.carried for link in world.links]
+        outcome.left_running = len(asyncio.all_tasks()) - 1
+
+    run_virtually(main())
+    return outcome
+
+
+async def _outcome(life: Awaitable[None]) -> BaseException | None:
+    try:
+        await life
+    except PiparError as error:
+        return error
+    return None
+
+
+# --- devices that run the real program
+
+
+def _equipment(samples: int, speed: float, profile: Profile | None) -> Equipment:
+    costs = Costs(PROFILE, speed)
+    return Equipment(
+        HollowSamples(samples),
+        lambda orders: HollowDevicePart(PROFILE, orders.plan.split_point),
+        lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds),
+        profile,
+    )
+
+
+def honest(
+    name: str, samples: int = 20, speed: float = 1.0, profile: Profile | None = None, *, starts_s: float = 0.0
+) -> Named:
+    """The program that devices really run, over one connection."""
+
+    async def live(world: World) -> None:
+        await asyncio.sleep(starts_s)
+        await run_device(name, LINK, _equipment(samples, speed, profile), world.dial(), observe=ignore)
+
+    return name, live
+
+
+def roaming(
+    name: str,
+    *cuts: int | None,
+    loss: Loss = Loss.CLEAN,
+    samples: int = 20,
+    speed: float = 1.0,
+    pause_s: float = 1.0,
+    gives_up_s: float | None = None,
+    proved: bool = False,
+    starts_s: float = 0.0,
+) -> Named:
+    """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
+
+    The device comes back after `pause_s`.
+    """
+
+    async def live(world: World) -> None:
+        await asyncio.sleep(starts_s)
+        left = iter(cuts)
+
+        async def dial() -> Transport:
+            return world.dial(next(left, None), loss, name if proved else None)
+
+        backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, pause_s, pause_s)
+        lifeline = Lifeline(name, "the server", dial, backoff, ignore)
+        equipment = _equipment(samples, speed, None)
+
+        async def take_part(transport: Transport) -> None:
+            await run_device(name, LINK, equipment, transport, lifeline=lifeline, observe=ignore)
+
+        await lifeline.live(take_part)
+
+    return name, live
+
+
+# --- devices that are played by hand
+
+
+def scripted(script: Callable[[Channel], Awaitable[None]], name: str = "stranger", peer: str | None = None) -> Named:
+    """Somebody who has one connection and does this with it."""
+
+    async def live(world: World) -> None:
+        channel = Channel(world.dial(peer=peer), Recorder("x"), UPLINK)
+        channel.shape(LINK.up_bps, LINK.latency_s)
+        try:
+            await script(channel)
+        finally:
+            await channel.close()
+
+    return name, live
+
+
+def hello(name: str, **more: object) -> Message:
+    return Message(Kind.HELLO, body=json_body({"name": name, "samples": 10, **more}))
+
+
+async def until(channel: Channel, kind: Kind) -> Message:
+    """Receive until a message of this kind comes."""
+    while (message := await channel.receive()).kind is not kind:
+        if message.kind is Kind.FAULT:
+            raise TrainingError(str(read_json(message)["reason"]))
+    return message
+
+
+def activation(
+    iteration: int = 1, n: int = 1, samples: int = 5, batch: int = 10, epoch: int = 1, kind: Kind = Kind.ACTIVATION
+) -> Message:
+    return Message(kind, epoch, iteration, n, samples, batch, Body(12 * samples, dtype="float32"))
+
+
+def end_epoch(epoch: int = 1, **content: object) -> Message:
+    return Message(Kind.END_EPOCH, epoch, body=json_body({"samples": 10, "loss_sum": None, **content}))
+
+
+def model(epoch: int = 1) -> Message:
+    return Message(Kind.MODEL, epoch, body=Body(16, encoding="safetensors"))
+
+
+def trace(epoch: int = 1, *lanes: str, says: int | None = None) -> Message:
+    totals = {lane: Totals(1.0, 0.0, 0.0, 1.0) for lane in lanes or (COMPUTE, IO)}
+    packed = pack_trace(EpochTrace("b", epoch if says is None else says, totals))
+    return Message(Kind.TRACE, epoch, body=Body.of(packed, encoding="trace"))
+
+
+def by_hand(*said: Message | Kind | float, name: str = "b", leaves: bool = False) -> Named:
+    """A device that joins, then says these messages; a kind among them is what it waits for, a number for how long."""
+
+    async def live(channel: Channel) -> None:
+        channel.post(hello(name))
+        for item in said:
+            if isinstance(item, Message):
+                channel.post(item)
+            elif isinstance(item, Kind):
+                await until(channel, item)
+            else:
+                await asyncio.sleep(item)
+        if not leaves:
+            await until(channel, Kind.STOP)
+
+    return scripted(live, name)
+
+
+EPOCH_BY_HAND = (
+    Kind.ROUND, activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT,
+    end_epoch(), model(), Kind.REPORT, trace(),
+)  # fmt: skip

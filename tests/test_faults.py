@@ -1,0 +1,367 @@
+"""Simulated worlds: every invariant holds in all of them, and each finds the mistake that it is there for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pipar.checkpoint import Checkpoint, Checkpoints, Disk, _content
+from pipar.cli import cli
+from pipar.clock import VirtualTimeLoop
+from pipar.errors import CheckpointError, ProtocolError
+from pipar.faults.campaign import Report, try_seed
+from pipar.faults.disk import UnreliableDisk
+from pipar.faults.invariants import Violation, aggregate_is_the_mean
+from pipar.faults.network import damage
+from pipar.faults.plan import KINDS, Fault, Scenario, draw_scenario
+from pipar.faults.world import Outcome, simulate
+from pipar.link.channel import Channel
+from pipar.methods import Plan
+from pipar.nn import learner
+from pipar.nn.learner import TorchLearner
+from pipar.protocol.messages import Kind, Message, json_body
+from pipar.protocol.orders import Returned
+from pipar.protocol.wire import Frame, cut_message, unpack_frame
+from pipar.server import Server
+from pipar.session import Session
+
+FAST, CHUNK, CHUNKS = 4, 10, 10
+ENOUGH = 40  # worlds in which a mistake has to show
+
+
+def sentence(outcome: Outcome) -> str:
+    """Return why an outcome is no good, with how to see it again."""
+    return f"pipar faults --seed {outcome.seed} --verbose\n" + "\n".join(
+        [str(outcome.violation), *outcome.events[-30:]]
+    )
+
+
+# --- every invariant holds
+
+
+@pytest.mark.parametrize("seed", range(FAST))
+def test_every_invariant_holds(seed: int) -> None:
+    outcome = simulate(draw_scenario(seed))
+    assert outcome.violation is None, sentence(outcome)
+    assert outcome.rounds == 5
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.slow
+def test_every_invariant_holds_in_many_worlds(chunk: int) -> None:
+    for seed in range(FAST + chunk * CHUNK, FAST + (chunk + 1) * CHUNK):
+        outcome = simulate(draw_scenario(seed))
+        assert outcome.violation is None, sentence(outcome)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_every_invariant_holds_when_one_kind_of_fault_comes_again_and_again(kind: str) -> None:
+    scenario = draw_scenario(7)
+    names = scenario.names
+    faults = [Fault(0.9 + 0.7 * n, kind, names[n % len(names)], 0.4 + n % 3, 4099 * n) for n in range(16)]
+    outcome = simulate(replace(scenario, faults=tuple(faults)))
+    assert outcome.violation is None, sentence(outcome)
+
+
+# --- the same world each time
+
+
+def test_a_seed_gives_the_same_world_event_for_event() -> None:
+    first, again = (simulate(draw_scenario(11)) for _ in range(2))
+    assert first.events == again.events
+    assert first.digest == again.digest
+    assert first.digest != simulate(draw_scenario(12)).digest
+
+
+@pytest.mark.slow
+def test_another_process_with_another_order_of_hashes_gives_the_same_worlds() -> None:
+    program = "from pipar.faults.campaign import try_seed; print([try_seed(s, 5, 5).digest for s in range(8)])"
+    printed = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+        printed.add(done.stdout)
+    assert len(printed) == 1
+
+
+def test_scenarios_are_drawn_from_the_seed_alone_and_have_all_there_is() -> None:
+    scenarios = [draw_scenario(seed) for seed in range(300)]
+    assert scenarios[:20] == [draw_scenario(seed) for seed in range(20)]
+    assert {scenario.method for scenario in scenarios} == {"pipar", "sfl", "fl", "sfl2", "sl"}
+    assert {fault.kind for scenario in scenarios for fault in scenario.faults} == set(KINDS)
+    cuts = [
+        (f.seconds, s.resume_window_s) for s in scenarios for f in s.faults if f.kind == "cut" and s.resume_window_s
+    ]
+    shorter = Counter(seconds < window for seconds, window in cuts)
+    assert min(shorter[True], shorter[False]) > len(cuts) // 5
+
+
+def test_a_world_without_faults_loses_nobody() -> None:
+    scenario = replace(draw_scenario(3), faults=(), min_devices=5, round_deadline_s=None)
+    outcome = simulate(scenario)
+    assert outcome.violation is None
+    assert not [event for event in outcome.events if "Lost(" in event or "Dropped(" in event or "Away(" in event]
+
+
+# --- mistakes are found
+
+
+def found(change: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> str | None:
+    """Return which invariant is violated first in a few dozen worlds."""
+    for seed in range(ENOUGH):
+        outcome = simulate(change(draw_scenario(seed)))
+        if outcome.violation is not None:
+            return outcome.violation.invariant
+    return None
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def of_pipar(scenario: Scenario) -> Scenario:
+    return scenario if scenario.is_exact else replace(scenario, faults=(), rounds=1)
+
+
+@pytest.mark.slow
+def test_replicas_that_keep_what_a_dropped_device_trained_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchLearner, "forget", nothing)
+    assert found(of_pipar) == "samples count once"
+
+
+@pytest.mark.slow
+def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abandon(self: Session, epoch: int) -> None:
+        self.outstanding = 0
+        self.channel.post(Message(Kind.ABANDON, epoch))
+
+    def expect(message: Message, kind: Kind, epoch: int) -> None:  # noqa: ARG001
+        if message.kind is not kind:
+            raise ProtocolError(f"{message} is not {kind}.")
+
+    monkeypatch.setattr(Session, "abandon", abandon)
+    monkeypatch.setattr("pipar.server.expect", expect)
+    monkeypatch.setattr("pipar.session.expect", expect)
+
+    def slow_federated(scenario: Scenario) -> Scenario:
+        name = scenario.names[0]
+        late = [Fault(0.5 + n, "delay", name, 2.5, n) for n in range(12)]
+        plans = dict.fromkeys(scenario.names, Plan(3, 1))
+        return replace(
+            scenario, method="fl", plans=plans, faults=tuple(late), round_deadline_s=1.5, keep_momentum=False
+        )
+
+    assert found(slow_federated) == "aggregate is the mean"
+
+
+@pytest.mark.slow
+def test_an_average_that_ignores_how_many_samples_were_trained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted = TorchLearner.aggregate
+
+    def equally(self: TorchLearner, returned: Sequence[Returned]) -> None:
+        weighted(self, [replace(back, samples=1) for back in returned])
+
+    monkeypatch.setattr(TorchLearner, "aggregate", equally)
+    assert found(of_pipar) == "aggregate is the mean"
+
+
+@pytest.mark.slow
+def test_messages_that_are_taken_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Channel._take
+
+    def take(self: Channel, frame: Frame) -> Message | None:
+        received, again = self.received, 0 < frame.sequence <= self.received
+        if again:
+            self.received = frame.sequence - 1
+        try:
+            return once(self, frame)
+        finally:
+            if again:
+                self.received = received
+
+    def doubled(scenario: Scenario) -> Scenario:
+        twice = [Fault(1.0 + n, "duplicate", name, 0.0, n) for n, name in enumerate(scenario.names)]
+        return replace(scenario, faults=tuple(twice), chunk_bytes=1_000_000)
+
+    monkeypatch.setattr(Channel, "_take", take)
+    assert found(doubled) == "breaches have a cause"
+
+
+@pytest.mark.slow
+def test_messages_that_are_not_sent_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = Channel.attach
+
+    def forgetful(self: Channel, transport: Any, acknowledged: int, greeting: Message | None = None) -> None:
+        attach(self, transport, acknowledged, greeting)
+        self._numbered.clear()
+
+    monkeypatch.setattr(Channel, "attach", forgetful)
+    assert found() in ("breaches have a cause", "training ends")
+
+
+@pytest.mark.slow
+def test_checkpoints_that_are_written_in_place_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(self: Checkpoints, checkpoint: Checkpoint) -> Path:
+        path = self.folder / f"round-{checkpoint.round:06d}.pipar"
+        self._disk.make_folder(self.folder)
+        content = _content(checkpoint)
+        try:
+            self._write(path, [memoryview(content), *checkpoint.tensors.buffers], len(content))
+        except OSError as error:
+            raise CheckpointError(str(error)) from None
+        return path
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    assert found() == "checkpoint is whole"
+
+
+@pytest.mark.slow
+def test_checkpoints_that_are_renamed_before_they_reach_the_disk_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnreliableDisk, "sync", nothing)
+    assert found() == "checkpoint is whole"
+
+
+@pytest.mark.slow
+def test_checkpoints_of_a_model_that_is_trained_on_meanwhile_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = TorchLearner.snapshot
+
+    def trained_on(self: TorchLearner) -> Any:
+        body = snapshot(self)
+        with torch.no_grad():
+            next(self.model.parameters()).add_(1.0)
+        return body
+
+    monkeypatch.setattr(TorchLearner, "snapshot", trained_on)
+    assert found(of_pipar) in ("aggregate is the mean", "checkpoint is whole")
+
+
+@pytest.mark.slow
+def test_acknowledged_messages_that_are_kept_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Channel, "_forget_acknowledged", nothing)
+    assert found() in ("memory is bounded", "breaches have a cause")
+
+
+@pytest.mark.slow
+def test_a_server_that_waits_for_ever_for_a_lost_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def patient(self: Session) -> Message:
+        while isinstance(message := await self.inbox.get(), Exception):
+            pass
+        return message
+
+    monkeypatch.setattr(Session, "next", patient)
+    assert found() == "training ends"
+
+
+@pytest.mark.slow
+def test_weights_that_are_no_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner, "check_finite", nothing)
+    assert found() == "weights are finite"
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_over_a_lost_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drop(self: Server, session: Session, epoch: int, reason: str) -> None:  # noqa: ARG001
+        raise KeyError(session.device)
+
+    monkeypatch.setattr(Server, "_drop", drop)
+    assert found() == "programs do not fail"
+
+
+# --- the parts
+
+
+def test_a_mean_that_is_one_bit_off_is_exact_and_one_that_is_a_millionth_off_is_not() -> None:
+    state = {"weight": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    near = {"weight": torch.nextafter(state["weight"], torch.zeros(2, dtype=torch.float64))}
+    aggregate_is_the_mean(1, near, state)
+    for wrong in (state["weight"] + 1e-6, state["weight"] * torch.nan):
+        with pytest.raises(Violation, match="the model of round 1"):
+            aggregate_is_the_mean(1, {"weight": wrong}, state)
+
+
+def test_damaged_frames_are_refused_or_read_as_frames() -> None:
+    import random
+
+    frame = next(cut_message(Message(Kind.HELLO, body=json_body({"name": "a"})), 1, 0))
+    refused = 0
+    for seed in range(200):
+        try:
+            unpack_frame(damage(frame, random.Random(seed)))
+        except ProtocolError:
+            refused += 1
+    assert 40 < refused < 200
+
+
+def test_a_leap_of_the_clock_makes_timers_late() -> None:
+    loop = VirtualTimeLoop()
+    fired: list[float] = []
+    loop.call_at(1.0, lambda: fired.append(loop.time()))
+    loop.call_soon(loop.leap, 5.0)
+    loop.call_at(6.0, loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert fired == [5.0]
+
+
+def test_a_disk_without_power_loses_what_was_not_synced(tmp_path: Path) -> None:
+    disk = UnreliableDisk(lambda: None)
+    assert isinstance(disk, Disk)
+    for name, synced in (("whole", True), ("half", False)):
+        with disk.create(tmp_path / name) as file:
+            disk.write(file, memoryview(bytes(100)))
+            if synced:
+                disk.sync(file)
+    disk.lose_unsynced()
+    assert [(tmp_path / name).stat().st_size for name in ("whole", "half")] == [100, 50]
+
+
+# --- the command
+
+
+def test_command_tells_that_every_invariant_held() -> None:
+    result = CliRunner().invoke(
+        cli, ["faults", "--seeds", "1", "--rounds", "1", "--devices", "2"], standalone_mode=False
+    )
+    assert result.return_value == 0
+    assert "1 worlds" in result.output
+    assert "every invariant held" in result.output
+
+
+def test_command_tells_which_seed_failed_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> Report:  # noqa: ARG001
+        return Report(seed, "fl", "", 1.0, ("a fault",), 0, "weights are finite", "0.weight is not.", "fl", ("last",))
+
+    monkeypatch.setattr("pipar.faults.campaign.try_seed", fails)
+    result = CliRunner().invoke(cli, ["faults", "--seeds", "2", "--first", "5"], standalone_mode=False)
+    assert result.return_value == 1
+    assert "Seed 6 violates 'weights are finite': 0.weight is not." in result.output
+    assert "pipar faults --seed 6 --verbose" in result.output
+    shown = json.loads(CliRunner().invoke(cli, ["faults", "--seed", "5", "--json"], standalone_mode=False).output)
+    assert shown["failed"] == [5]
+
+
+def test_a_verbose_seed_tells_all_events() -> None:
+    report = try_seed(1, 2, 1, verbose=True)
+    assert report.holds
+    assert any("RoundOver" in event for event in report.events)
+    assert try_seed(1, 2, 1).events == ()
+    assert try_seed(1, 2, 1).digest == report.digest
+
+
+def test_verbose_needs_a_seed() -> None:
+    result = CliRunner().invoke(cli, ["faults", "--verbose"])
+    assert result.exit_code == 2
+    assert "--verbose tells of one world" in result.output

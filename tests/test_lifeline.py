@@ -1,0 +1,264 @@
+"""A device's connection: made with patience, made again when it is lost, and given up when it is time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pipar.backoff import Backoff
+from pipar.clock import run_virtually
+from pipar.errors import InputError, LinkError, PiparError, SessionOverError
+from pipar.events import Event, Reconnecting
+from pipar.lifeline import Lifeline, resume
+from pipar.link.channel import Channel, Transport
+from pipar.link.memory import MemoryTransport, memory_pair
+from pipar.protocol.messages import Kind, Message, json_body, read_json
+from pipar.protocol.wire import cut_message
+from pipar.session import fault
+from pipar.trace import UPLINK, Recorder
+
+
+@dataclass
+class Road:
+    """The way to a server that is reached, or not, as it is written down: an error, or what the server does."""
+
+    answers: list[PiparError | Callable[[MemoryTransport], Awaitable[None]]]
+    dialled_at: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    servers: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    async def dial(self) -> Transport:
+        self.dialled_at.append(asyncio.get_running_loop().time())
+        answer = self.answers.pop(0)
+        if isinstance(answer, PiparError):
+            raise answer
+        near, far = memory_pair()
+        self.servers.append(asyncio.create_task(answer(far)))  # type: ignore[arg-type]
+        return near
+
+    def lifeline(self, gives_up_s: float | None = None) -> Lifeline:
+        backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, first_s=1.0, most_s=8.0)
+        return Lifeline("pi", "server:1", self.dial, backoff, self.events.append)
+
+    @property
+    def attempts(self) -> list[tuple[int, float]]:
+        return [(event.attempt, event.wait_s) for event in self.events if isinstance(event, Reconnecting)]
+
+
+async def nothing(_: MemoryTransport) -> None:
+    """A server that takes a connection and says nothing."""
+
+
+def says(message: Message, acknowledged: int = 0) -> Callable[[MemoryTransport], Awaitable[None]]:
+    async def answer(far: MemoryTransport) -> None:
+        heard.append(await far.read())
+        for frame in cut_message(message, 7, 0, acknowledged):
+            await far.write(frame)
+
+    heard: list[Any] = []
+    answer.heard = heard  # type: ignore[attr-defined]
+    return answer
+
+
+UNREACHABLE = LinkError("No server answered.")
+
+
+# --- the first connection
+
+
+def test_a_server_is_dialled_with_longer_and_longer_pauses_until_it_answers() -> None:
+    road = Road([UNREACHABLE] * 5 + [nothing])
+
+    async def main() -> None:
+        async def take_part(_: Transport) -> None:
+            return
+
+        await road.lifeline().live(take_part)
+
+    run_virtually(main())
+    assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)]
+    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0]
+
+
+def test_a_server_that_does_not_come_is_given_up_with_the_last_reason() -> None:
+    road = Road([UNREACHABLE] * 99)
+
+    async def main() -> None:
+        await road.lifeline(gives_up_s=10.0).live(nothing)  # type: ignore[arg-type]
+
+    with pytest.raises(LinkError, match=r"Gave up server:1: No server answered\."):
+        run_virtually(main())
+    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 10.0]
+
+
+def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() -> None:
+    road = Road([nothing] * 99)
+
+    async def main() -> None:
+        async def refused(_: Transport) -> None:
+            raise SessionOverError("A device called 'pi' has joined already.")
+
+        await road.lifeline(gives_up_s=60.0).live(refused)
+
+    with pytest.raises(LinkError, match="joined already"):
+        run_virtually(main())
+    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0, 55.0, 60.0]
+
+
+def test_what_is_not_the_links_fault_is_not_tried_again() -> None:
+    road = Road([nothing, nothing])
+
+    async def main() -> None:
+        async def take_part(_: Transport) -> None:
+            raise InputError("no such file")
+
+        await road.lifeline().live(take_part)
+
+    with pytest.raises(InputError, match="no such file"):
+        run_virtually(main())
+    assert road.dialled_at == [0.0]
+
+
+# --- a session that goes on
+
+
+def with_a_channel(road: Road, scenario: Callable[[Channel], Awaitable[Any]], *, session: int = 7, **how: Any) -> Any:
+    """Run a scenario with a channel whose first link is lost at 10 s and kept by a lifeline."""
+
+    async def main() -> Any:
+        near, far = memory_pair()
+        lifeline = road.lifeline(**how)
+        channel = Channel(near, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+        channel.session = session
+        keeping = asyncio.create_task(lifeline.keep(channel))
+        asyncio.get_running_loop().call_later(10.0, lambda: far._outbox.put_nowait(None))
+        try:
+            return await scenario(channel)
+        finally:
+            keeping.cancel()
+            await channel.close()
+            await asyncio.gather(keeping, *road.servers, return_exceptions=True)
+            assert len(asyncio.all_tasks()) == 1
+
+    return run_virtually(main())
+
+
+async def failure(channel: Channel) -> LinkError:
+    with pytest.raises(LinkError) as caught:
+        await channel.receive()
+    return caught.value
+
+
+def test_a_lost_link_is_replaced_and_what_was_posted_meanwhile_goes_over_the_new_one() -> None:
+    async def server(far: MemoryTransport) -> None:
+        hello = await far.read()
+        assert (hello.message.kind, hello.session, hello.sequence, hello.acknowledged) == (Kind.HELLO, 7, 0, 0)
+        assert read_json(hello.only()) == {"name": "pi"}
+        (welcome,) = cut_message(Message(Kind.WELCOME), 7, 0)
+        await far.write(welcome)
+        numbers.extend([(await far.read()).sequence, (await far.read()).sequence])
+        (round_,) = cut_message(Message(Kind.ROUND, 3), 7, 1, 2)
+        await far.write(round_)
+
+    async def scenario(channel: Channel) -> int:
+        channel.post(Message(Kind.ACTIVATION, 1))  # lost with the first link, which nobody reads
+        waiting = asyncio.create_task(channel.receive())
+        await asyncio.sleep(12.0)
+        channel.post(Message(Kind.ACTIVATION, 2))
+        return (await waiting).epoch
+
+    numbers: list[int] = []
+    road = Road([UNREACHABLE, UNREACHABLE, server])
+    assert with_a_channel(road, scenario) == 3
+    assert numbers == [1, 2]
+    assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0)]
+
+
+def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew() -> None:
+    road = Road([says(fault("That session is over.", again=True))])
+    error = with_a_channel(road, failure)
+    assert isinstance(error, SessionOverError)
+    assert "That session is over." in str(error)
+    assert len(road.dialled_at) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason", "is_over"),
+    [
+        ([UNREACHABLE] * 9, "Gave up server:1: No server answered.", False),
+        ([nothing] * 9, "Gave up server:1: The server did not answer.", False),
+        ([says(Message(Kind.FAULT))], "does not carry readable JSON", True),
+        ([says(Message(Kind.WELCOME), acknowledged=5)], "but only 0 were sent", True),
+        ([InputError("The certificate has expired.")], "The certificate has expired.", False),
+    ],
+    ids=["unreachable", "silent", "damaged", "miscounts", "another error"],
+)
+def test_a_link_that_cannot_be_replaced_is_the_end_of_the_channel(
+    answers: list[Any], reason: str, is_over: bool
+) -> None:
+    error = with_a_channel(Road(answers), failure, gives_up_s=20.0)
+    assert reason in str(error)
+    assert isinstance(error, SessionOverError) is is_over
+
+
+def test_before_a_session_has_begun_there_is_nothing_to_resume() -> None:
+    road = Road([])
+    assert "closed the connection" in str(with_a_channel(road, failure, session=0))
+    assert road.dialled_at == []
+
+
+def test_a_device_that_was_let_in_begins_with_short_pauses_when_it_joins_anew() -> None:
+    async def main() -> None:
+        lifeline, lives = road.lifeline(), []
+
+        async def take_part(transport: Transport) -> None:
+            lives.append(transport)
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+            keeping = asyncio.create_task(lifeline.keep(channel))
+            await asyncio.sleep(5.0)
+            try:
+                if len(lives) < 3:
+                    channel.session = len(lives)
+                    lifeline.lost(LinkError("late news of this link"))  # which the next session is not to hear
+                    raise SessionOverError("The server ended the session.")
+                assert channel.is_attached
+            finally:
+                keeping.cancel()
+                await channel.close()
+
+        await lifeline.live(take_part)
+
+    road = Road([UNREACHABLE, UNREACHABLE, nothing, nothing, nothing])
+    run_virtually(main())
+    assert road.attempts == [(1, 1.0), (2, 2.0), (1, 1.0), (1, 1.0)]
+
+
+def test_resuming_closes_a_connection_that_it_does_not_use() -> None:
+    async def main() -> None:
+        near, far = memory_pair()
+        channel = Channel(memory_pair()[0], Recorder("pi"), UPLINK, on_lost=lambda _: None)
+        answering = asyncio.create_task(says(fault("over"))(far))
+        with pytest.raises(SessionOverError, match="over"):
+            await resume(channel, "pi", near)
+        with pytest.raises(LinkError):
+            await far.read()
+        await answering
+        await channel.close()
+
+    run_virtually(main())
+
+
+def test_the_body_of_a_greeting_is_not_taken_for_orders() -> None:
+    async def scenario(channel: Channel) -> int:
+        receiving = asyncio.create_task(channel.receive())
+        await asyncio.sleep(20.0)
+        assert channel.is_attached
+        receiving.cancel()
+        return channel.received
+
+    road = Road([says(Message(Kind.WELCOME, body=json_body({"session": 9})))])
+    assert with_a_channel(road, scenario) == 0

@@ -1,0 +1,238 @@
+"""What is logged: one line an event, in plain English or as JSON, whatever a peer puts into it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import warnings
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from typing import Any, get_args
+
+import pytest
+
+from pipar.events import (
+    Away,
+    Back,
+    Dropped,
+    EpochResult,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Listening,
+    Lost,
+    Preparing,
+    Progress,
+    Reconnecting,
+    ReplanFailed,
+    Replanned,
+    Resumed,
+    RoundOver,
+    Saved,
+    SaveFailed,
+    Started,
+    Stopping,
+    Trained,
+    Waiting,
+    Welcomed,
+    tell_all,
+)
+from pipar.logs import LogFormat, Narrator, log_observer, logged
+
+STARTED = Started(
+    folder="runs/x",
+    method="pipar",
+    epochs=3,
+    cores=2,
+    plans={"pi-1": "P=2 N=3"},
+    samples={f"pi-{number}": 100 for number in range(1, 6)},
+    iterations={"pi-1": 4},
+)
+EPOCH = EpochResult(
+    epoch=7,
+    seconds=412.31,
+    samples=500,
+    train_loss=1.2344,
+    val_loss=1.5,
+    val_accuracy=0.625,
+    bytes_up=12_000_000,
+    bytes_down=3_400,
+    server_idle_s=3.5,
+    device_idle_s=0.25,
+    bound_s=3.0,
+    efficiency=0.75,
+    validation_s=0.1,
+)
+PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
+
+#: Every event once, and what is said of it.
+SAID: list[tuple[Event, str]] = [
+    (Preparing("Measuring the layers", 0.5), "debug: Measuring the layers: 50%"),
+    (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
+    (Resumed(6), "going on after round 6, from its checkpoint"),
+    (Waiting(2, 5), "waiting for devices: 2 of 5 are there"),
+    (Joined("pi-2", 3), "pi-2 joined (3 of 5 devices)"),
+    (STARTED, "training by pipar begins: 3 rounds, results in runs/x"),
+    (Progress("pi-1", 7, 4, 100, 2.25, 1.0), "debug: pi-1: round 7, iteration 4, loss 2.250"),
+    (Away("pi-2", 30.0), "warning: pi-2 is away: its link is lost, and its place is kept for 30 s"),
+    (Back("pi-2", 4.24), "pi-2 is back after 4.2 s"),
+    (Lost("pi-3", "it did not come back"), "warning: pi-3 is lost: it did not come back"),
+    (Dropped("pi-3", 7, "it was lost"), "warning: round 7 does not count pi-3: it was lost"),
+    (RoundOver(7, {"pi-1": 1000, "pi-2": 500}), "round 7 is over: 2 devices, 1,500 samples"),
+    (
+        EPOCH,
+        "round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, 3.4 KB down",
+    ),
+    (Saved(7, "runs/x/checkpoint"), "round 7 is saved in runs/x/checkpoint"),
+    (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
+    (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9"),
+    (ReplanFailed("New plans could not be chosen: no."), "warning: New plans could not be chosen: no."),
+    (
+        Reconnecting("server:50051", 3, 1.26, "connection refused"),
+        "warning: no connection to server:50051 (connection refused); attempt 3 in 1.3 s",
+    ),
+    (Left("pi-1"), "pi-1 left"),
+    (Welcomed("pi-1", "P=1 N=9"), "pi-1 takes part by P=1 N=9"),
+    (Trained("pi-1", 7, 1000), "pi-1 has trained its part of round 7: 1,000 samples"),
+    (Stopping("SIGTERM"), "stopping: SIGTERM"),
+    (Failed("Too few devices are left."), "error: failed: Too few devices are left."),
+]
+
+
+def _lines(*events: Event, log_format: LogFormat = "text", level: int = logging.DEBUG) -> list[str]:
+    stream = io.StringIO()
+    with logged(log_format, stream=stream, level=level) as observe:
+        for event in events:
+            observe(event)
+    return stream.getvalue().splitlines()
+
+
+def _objects(*events: Event) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in _lines(*events, log_format="json")]
+
+
+def test_every_event_is_said_in_plain_english() -> None:
+    assert {type(event) for event, _ in SAID} == set(get_args(Event))
+    lines = _lines(*(event for event, _ in SAID))
+    assert [line[10:] for line in lines] == [said for _, said in SAID]
+    assert all(re.match(r"\d\d:\d\d:\d\d  \S", line) for line in lines)
+
+
+def test_how_often_something_progresses_is_not_worth_a_line() -> None:
+    said = "\n".join(_lines(*(event for event, _ in SAID), level=logging.INFO))
+    assert "iteration" not in said
+    assert "412.3 s" in said
+
+
+def test_what_is_known_of_a_round_is_said_and_no_more() -> None:
+    bare = replace(EPOCH, train_loss=None, val_loss=None, val_accuracy=None)
+    assert Narrator().sentence(bare) == "round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ([], "pi-1 joined (1 device)"),
+        ([Waiting(0, 1)], "pi-1 joined (1 of 1 device)"),
+        ([Waiting(0, 5)], "pi-1 joined (1 of 5 devices)"),
+        ([STARTED, Waiting(0, 2)], "pi-1 joined (1 of 2 devices)"),
+    ],
+)
+def test_how_many_are_expected_is_said_if_it_is_known(before: list[Event], said: str) -> None:
+    assert _lines(*before, Joined("pi-1", 1))[-1].endswith(f"  {said}")
+
+
+def test_more_devices_than_were_waited_for_are_no_share() -> None:
+    assert _lines(Waiting(1, 2), Joined("pi-3", 3))[-1].endswith("pi-3 joined (3 devices)")
+
+
+def test_nobody_forges_a_line_or_moves_the_cursor() -> None:
+    evil = "no\n12:00:00  pi-9 joined\r\x1b[2J\u2028\x00"
+    (line,) = _lines(Lost("pi-1", evil))
+    assert line.isprintable()
+    assert line.endswith(r"pi-1 is lost: no\n12:00:00  pi-9 joined\r\x1b[2J\u2028\x00")
+    (content,) = _objects(Lost("pi-1", evil))
+    assert content["reason"] == evil
+
+
+def test_json_has_time_level_event_message_and_fields() -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    (content,) = _objects(Away("pi-2", 30.0))
+    at = datetime.fromisoformat(content.pop("time"))
+    assert before <= at <= datetime.now(UTC)
+    assert at.utcoffset() == UTC.utcoffset(None)
+    assert content == {
+        "level": "warning",
+        "event": "Away",
+        "message": "pi-2 is away: its link is lost, and its place is kept for 30 s",
+        "device": "pi-2",
+        "seconds_allowed": 30.0,
+    }
+
+
+def test_every_event_is_one_object_with_all_of_its_fields() -> None:
+    events = [event for event, _ in SAID]
+    contents = _objects(*events)
+    for event, content in zip(events, contents, strict=True):
+        names = {field.name for field in fields(event)}
+        assert content["event"] == type(event).__name__
+        assert set(content) == {"time", "level", "event", "message"} | names
+        # No field hides what stands on every line.
+        assert not names & {"time", "level", "event", "message", "logger", "exception"}
+
+
+def test_a_training_that_diverged_is_still_json() -> None:
+    (content,) = _objects(replace(EPOCH, train_loss=float("nan"), val_loss=float("inf")))
+    assert (content["train_loss"], content["val_loss"]) == (None, None)
+    assert "loss nan, validation loss inf" in content["message"]
+
+
+def test_warnings_of_others_come_in_the_same_format() -> None:
+    stream = io.StringIO()
+    with logged("json", stream=stream):
+        logging.getLogger("other").warning("beware of %s", "dogs")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logging.captureWarnings(True)
+            warnings.warn("old", UserWarning, stacklevel=1)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger("other").exception("it happens")
+    first, second, third = map(json.loads, stream.getvalue().splitlines())
+    assert (first["logger"], first["message"]) == ("other", "beware of dogs")
+    assert second["logger"] == "py.warnings"
+    assert third["exception"].endswith("ValueError: broken")
+
+
+def test_afterwards_logging_is_as_it_was() -> None:
+    root, log = logging.getLogger(), logging.getLogger("pipar")
+    before = (list(root.handlers), log.level)
+    with logged(stream=io.StringIO(), level=logging.DEBUG):
+        assert (list(root.handlers), log.level) != before
+    assert (list(root.handlers), log.level) == before
+
+
+def test_a_program_around_pipar_gets_the_events_by_logging_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pipar"):
+        log_observer()(Left("pi-1"))
+    (record,) = caplog.records
+    assert (record.name, record.getMessage(), record.__dict__["event"]) == ("pipar", "pi-1 left", Left("pi-1"))
+
+
+def test_a_reader_that_is_gone_does_not_end_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    stream.close()
+    with logged(stream=stream) as observe:
+        observe(Left("pi-1"))
+    assert "ValueError" in capsys.readouterr().err  # logging says so, and goes on
+
+
+def test_all_observers_hear_of_everything_in_order() -> None:
+    heard: list[tuple[str, Event]] = []
+    observe = tell_all(lambda event: heard.append(("a", event)), lambda event: heard.append(("b", event)))
+    observe(Left("pi-1"))
+    assert heard == [("a", Left("pi-1")), ("b", Left("pi-1"))]

@@ -1,0 +1,100 @@
+"""The measurement of the planner's choices goes on where it was interrupted, and not with rows of another planner."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = [("Pi 3B", "vgg5", "mnist", link) for link in ("4g", "4g+", "wifi")]
+
+
+@pytest.fixture(scope="module")
+def selection() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    try:
+        return importlib.import_module("benchmarks.selection")
+    finally:
+        sys.path.pop(0)
+
+
+class Judge:
+    """Judges without simulating, and remembers what it was asked for; is interrupted after so many rows."""
+
+    def __init__(self, selection: Any, most: int = 99) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self._selection = selection
+        self._most = most
+
+    def __call__(self, cases: Iterable[tuple[str, ...]], devices: int) -> Iterator[Any]:
+        for case in reversed(list(cases)):  # they come in any order
+            if len(self.asked) == self._most:
+                raise KeyboardInterrupt
+            self.asked.append(case)
+            numbers = {"chosen_s": float(devices), "best_s": 1.0, "score": 0.5, "learned_score": 1.0}
+            words = {"chosen": case[3], "best": "P=1 N=1", "learned": "P=1 N=1", "paper": "P=1 N=1"}
+            costs = {"paper_score": 1.0, "planning_s": 0.0, "simulations": 1, "searched": 1, "ruled_out": 0}
+            yield self._selection.Row(*case, **numbers, **words, **costs, search_s=0.0)
+
+
+def test_a_second_start_judges_only_what_is_missing_and_gives_all_rows_in_order(
+    selection: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, interrupted, second = tmp_path / "rows.jsonl", Judge(selection, most=2), Judge(selection)
+    with pytest.raises(KeyboardInterrupt):
+        selection.resumed(CASES, kept, judges=interrupted)
+    assert capsys.readouterr().out.count("| Pi 3B | vgg5 |") == 2
+    with kept.open("a", encoding="utf-8") as file:
+        file.write('{"depends": {"devi')  # cut off
+    rows = selection.resumed(CASES, kept, judges=second)
+    assert [row.chosen for row in rows] == ["4g", "4g+", "wifi"]
+    assert second.asked == [CASES[0]]
+    assert "2 of 3 rows are in rows.jsonl" in capsys.readouterr().out
+    assert selection.resumed(CASES, kept, judges=Judge(selection, most=0)) == rows
+
+
+def test_rows_of_other_devices_another_seed_or_another_planner_are_judged_again(
+    selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "rows.jsonl"
+    selection.resumed(CASES, kept, devices=10, judges=Judge(selection))
+
+    def asked(devices: int = 10) -> int:
+        judge = Judge(selection)
+        selection.resumed(CASES, kept, devices=devices, judges=judge)
+        return len(judge.asked)
+
+    assert asked() == 0
+    assert asked(devices=20) == 3
+    monkeypatch.setattr(selection, "SEED", 1)
+    assert asked() == 3
+    monkeypatch.setattr(selection, "sources_hash", lambda: "another")
+    assert asked() == 3
+    assert asked() == 0
+    assert all(json.loads(line) for line in kept.read_text("utf-8").splitlines() if line)
+
+
+def test_another_line_in_the_planner_is_another_planner(
+    selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planner").mkdir()
+    for name in ("planner/select.py", *selection.SOURCES[1:]):
+        (tmp_path / name).write_text("pass\n", "utf-8")
+    monkeypatch.setattr(selection.pipar, "__file__", str(tmp_path / "__init__.py"))
+    before = selection.sources_hash()
+    assert selection.sources_hash() == before
+    (tmp_path / "planner" / "select.py").write_text("pass  # other\n", "utf-8")
+    assert selection.sources_hash() != before
+
+
+@pytest.mark.slow
+def test_small_fleets_are_judged_in_processes_of_their_own(selection: Any, tmp_path: Path) -> None:
+    cases = [("Pi 3B", "vgg5", "mnist", "wifi"), ("half at half speed", "vgg5", "mnist", "4g")]
+    rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)
+    assert [(row.fleet, row.link) for row in rows] == [("Pi 3B", "wifi"), ("half at half speed", "4g")]
+    assert all(0.5 < row.score <= 1.02 for row in rows)

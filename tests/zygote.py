@@ -1,0 +1,76 @@
+"""Starts programs of the command line fast: a process that has imported what takes them seconds, and forks.
+
+What comes of it is a process like any other: it has its own pid, signals and exit code. Only gRPC does not survive a
+fork, so each imports it for itself. Requests are lines of JSON on the standard input, answered in turn on the output:
+{"start": [WORD, ...], "folder", "environment", "output", "namespace"} by a pid, {"poll": PID} by an exit code or null.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+_PRELOAD = (
+    "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.nn.measure",
+    "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.link.certificates",
+    "pipar.link.security",
+)  # fmt: skip
+_CLONE_NEWNET = 0x40000000
+
+
+def _be(request: dict[str, Any]) -> None:
+    """Become the program that is asked for, to its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, file in ((0, nothing), (1, output), (2, output)):
+        os.dup2(file, number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    if request.get("namespace"):
+        _enter(request["namespace"])
+    sys.argv = ["pipar", *request["start"]]
+    from pipar.cli import main
+
+    sys.exit(main(request["start"]))
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(file, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _poll(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end what they have started
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            answer = _poll(request["poll"])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _be(request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
