@@ -1,4 +1,4 @@
-"""Garbage for a live server: damaged frames over real streams, by peers with and without credentials, beside a training.
+"""Garbage for a live server: damaged frames over real streams, by peers with credentials and without.
 
 `PIPAR_FUZZ_FRAMES=100000 pytest tests/test_live_fuzz.py` sends as many as that; without it there are 20,000.
 """
