@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipar.errors import ProtocolError
 from pipar.trace import (
     WORK_KINDS,
+    Clock,
     EpochTrace,
     Recorder,
     Span,
@@ -232,3 +233,34 @@ def test_every_span_is_one_event_and_a_track_holds_one_lane(found: list[Span]) -
     for (_, lane), inside in by_lane(found).items():
         (track,) = [key for key, name in lanes.items() if name == lane]
         assert sum((event["pid"], event["tid"]) == track for event in drawn) == len(inside)
+
+
+# --- clocks of other machines
+
+
+def test_a_trace_says_which_clock_it_was_read_from() -> None:
+    made = EpochTrace("a", 3, {"compute": Totals(1.0, 0.0, 5.0, 7.0)}, clock=Clock("board", 1.5, 2.5))
+    assert unpack_trace(pack_trace(made), owner="a") == made
+
+
+def test_a_clock_that_shows_less_is_set_right_to_half_the_difference_of_both_ways() -> None:
+    clock = Clock("board", hello_at=100.0, welcome_at=103.0)
+    # The server's clock shows 5000 more; the hello took 0.2 s and the welcome 0.1 s.
+    assert clock.offset_s("server", 5100.2, 5102.9) == pytest.approx(5000.05)
+    assert clock.offset_s("board", 5100.2, 5102.9) == 0.0  # one machine has one clock
+
+
+def test_a_trace_on_another_clock_keeps_its_lengths() -> None:
+    span = Span("a", "compute", "fc", 1, 1, 1, 5.0, 6.0)
+    trace = EpochTrace("a", 1, {"compute": Totals(1.0, 0.5, 5.0, 7.0)}, [span])
+    moved = trace.later(10.0)
+    assert moved.totals == {"compute": Totals(1.0, 0.5, 15.0, 17.0)}
+    assert [(one.start, one.end) for one in moved.spans] == [(15.0, 16.0)]
+    assert trace.later(0.0) is trace
+
+
+@pytest.mark.parametrize("said", [["x", 1.0], ["x", "1", 2.0], [1, 1.0, 2.0], ["x", float("nan"), 1.0], 7])
+def test_a_clock_that_is_none_is_refused(said: object) -> None:
+    head = json.dumps({"lanes": [], "epoch": 1, "totals": {}, "clock": said}).encode()
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        unpack_trace(struct.pack("!I", len(head)) + head, owner="a")

@@ -12,9 +12,12 @@ import heapq
 import math
 import selectors
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pipar.errors import TrainingError
@@ -110,6 +113,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         # asyncio fires timers that lie less than the resolution ahead. One ulp means "at or before now":
         # two stages that end 1 ns apart stay in order.
         self._clock_resolution = math.ulp(now)
+
+
+@cache
+def clock_machine() -> str:
+    """Return a name of the machine whose clock the event loop reads: one for all programs since it was started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return f"{uuid.getnode():036x}"
 
 
 async def sleep_until(when: float) -> None:

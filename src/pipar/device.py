@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from pipar.clock import clock_machine
 from pipar.compute import Compute
 from pipar.errors import LinkError, ProtocolError, SessionOverError, TrainingError
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
@@ -21,7 +23,7 @@ from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
 from pipar.stages import Work
-from pipar.trace import COMPUTE, Recorder, pack_trace
+from pipar.trace import COMPUTE, Clock, Recorder, pack_trace
 
 T = TypeVar("T")
 
@@ -87,8 +89,10 @@ class Device:
 
     async def train(self) -> None:
         """Take part in the training until the server says stop."""
+        hello_at = self._loop.time()
         self._channel.post(Message(Kind.HELLO, body=json_body(self._introduction())))
         welcome = await self._expect_welcome()
+        self._clock = Clock(clock_machine(), hello_at, self._loop.time())
         if welcome.kind is Kind.STOP:
             return  # the training was over before this device came
         self._orders = Orders.read(welcome)
@@ -124,7 +128,7 @@ class Device:
                 case Kind.ABANDON:
                     await self._forget(command.epoch)
                 case Kind.REPORT:
-                    trace = pack_trace(self._recorder.take(command.epoch))
+                    trace = pack_trace(replace(self._recorder.take(command.epoch), clock=self._clock))
                     body = Body.of(trace, encoding="trace")
                     self._channel.post(Message(Kind.TRACE, command.epoch, body=body))
                 case _:

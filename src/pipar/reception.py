@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
+from pipar.clock import clock_machine
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
@@ -105,6 +106,7 @@ class Reception:
         recorder = Recorder(who.name, self._keep_spans)
         channel = Channel(transport, recorder, DOWNLINK, on_lost=lambda error: self._lost(session, error))
         session = Session(who, next(self._numbers), channel, recorder)
+        session.hello_at = self._loop.time()
         channel.session = session.number
         channel.limit(body_limit({}))  # small messages only, until its plan is known
         link = self._doorkeeper.link(who.name)
@@ -159,6 +161,7 @@ class Reception:
     def welcome(self, session: Session, orders: Orders) -> None:
         """Tell a device its orders."""
         session.is_welcome = True
+        session.welcome_at = self._loop.time()
         session.channel.post(Message(Kind.WELCOME, body=replace(orders, session=session.number).to_body()))
 
     def end(self, session: Session, reason: Exception) -> None:
@@ -257,6 +260,8 @@ class Reception:
         if not {COMPUTE, IO} <= trace.totals.keys():
             raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
         session.asked_for.popleft()
+        if trace.clock is not None:
+            trace = trace.later(trace.clock.offset_s(clock_machine(), session.hello_at, session.welcome_at))
         downlink = session.recorder.take(trace.epoch)
         received, sent = session.channel.received_bytes, session.channel.sent_bytes
         self._ledger.add_trace(trace, downlink, received.pop(trace.epoch, 0), sent.pop(trace.epoch, 0))

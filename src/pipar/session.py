@@ -37,6 +37,7 @@ class Session:
         self.recorder = recorder
         self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self.is_welcome = False  # it has its orders
+        self.hello_at = self.welcome_at = 0.0  # on the server's clock
         self.is_over = False
         self.verdict: Exception | None = None  # why the server ends it, whatever the device does meanwhile
         self.has_model_of: int | None = None  # the epoch whose global model was sent to it last

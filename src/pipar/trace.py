@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipar.errors import ProtocolError
@@ -125,6 +125,25 @@ class Recorder:
         return EpochTrace(self.owner, epoch, self.totals.pop(epoch, {}), self.spans.pop(epoch, []))
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Which machine's clock a device reads, and what it showed when the device said hello and was welcome."""
+
+    machine: str
+    hello_at: float
+    welcome_at: float
+
+    def offset_s(self, machine: str, hello_at: float, welcome_at: float) -> float:
+        """Return how much more the clock of another machine shows, from when that one got the hello and welcomed.
+
+        The hello came a little later than it was said, and the welcome, too: what lies in the middle is off by half the
+        difference of the two. Programs of one machine have one clock.
+        """
+        if machine == self.machine:
+            return 0.0
+        return ((hello_at - self.hello_at) + (welcome_at - self.welcome_at)) / 2
+
+
 @dataclass(slots=True)
 class EpochTrace:
     """What one owner's lanes did in one epoch; a device sends it to the server when the epoch is over."""
@@ -133,6 +152,18 @@ class EpochTrace:
     epoch: int
     totals: dict[str, Totals] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    clock: Clock | None = None  # that a device read the times of the epoch from
+
+    def later(self, seconds: float) -> EpochTrace:
+        """Return the trace with all its times so much later: as on a clock that shows so much more."""
+        if seconds == 0.0:
+            return self
+        totals = {
+            lane: replace(t, first_start=t.first_start + seconds, last_end=t.last_end + seconds)
+            for lane, t in self.totals.items()
+        }
+        spans = [replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.spans]
+        return replace(self, totals=totals, spans=spans)
 
 
 _SPAN = struct.Struct("!BB?IHdd")
@@ -143,7 +174,10 @@ def pack_trace(trace: EpochTrace) -> bytes:
     lanes = sorted({span.lane for span in trace.spans} | set(trace.totals))
     numbers = {lane: number for number, lane in enumerate(lanes)}
     totals = {lane: [t.busy_s, t.waiting_s, t.first_start, t.last_end] for lane, t in trace.totals.items()}
-    head = json.dumps({"owner": trace.owner, "epoch": trace.epoch, "lanes": lanes, "totals": totals}).encode()
+    content: dict[str, Any] = {"owner": trace.owner, "epoch": trace.epoch, "lanes": lanes, "totals": totals}
+    if trace.clock is not None:
+        content["clock"] = [trace.clock.machine, trace.clock.hello_at, trace.clock.welcome_at]
+    head = json.dumps(content).encode()
     spans = b"".join(
         _SPAN.pack(numbers[s.lane], _KIND_NUMBER[s.kind], s.waiting, s.iteration, s.micro_batch, s.start, s.end)
         for s in trace.spans
@@ -158,6 +192,7 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
         head = json.loads(bytes(data[4 : 4 + length]))
         lanes, epoch = head["lanes"], int(head["epoch"])
         totals = {lane: Totals(*map(float, values)) for lane, values in head["totals"].items()}
+        clock = _read_clock(head.get("clock"))
         spans = [
             Span(owner, lanes[lane], WORK_KINDS[kind], epoch, iteration, micro_batch, start, end, waiting)
             for lane, kind, waiting, iteration, micro_batch, start, end in _SPAN.iter_unpack(data[4 + length :])
@@ -166,7 +201,16 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
         raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
     if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < math.inf for span in spans):
         raise ProtocolError(f"{owner} sent a trace with a span that ends before it starts.")
-    return EpochTrace(owner, epoch, totals, spans)
+    return EpochTrace(owner, epoch, totals, spans, clock)
+
+
+def _read_clock(said: Any) -> Clock | None:
+    if said is None:
+        return None
+    machine, hello_at, welcome_at = said
+    if not (isinstance(machine, str) and math.isfinite(hello_at) and math.isfinite(welcome_at)):
+        raise ValueError("no clock")
+    return Clock(machine, float(hello_at), float(welcome_at))
 
 
 def busy_s(spans: Iterable[Span], start: float, end: float) -> float:
