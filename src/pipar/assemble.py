@@ -104,6 +104,7 @@ def assemble_server(
         ledger=ledger,
         keep_spans=keep,
         session_numbers=session_numbers,
+        real_links=isinstance(enrolment, Open),
         replanner=replanner,
         keeper=keeper,
         observe=observe,
@@ -144,11 +145,13 @@ async def run_device(
     *,
     keep_spans: frozenset[str] | None = None,
     lifeline: Lifeline | None = None,
+    is_real: bool = False,
     observe: Observer,
 ) -> None:
     """Run one device over a transport, from hello to the end; with a lifeline over as many as it takes."""
     recorder = Recorder(name, keep_spans)
-    channel = Channel(transport, recorder, UPLINK, on_lost=None if lifeline is None else lifeline.lost)
+    on_lost = None if lifeline is None else lifeline.lost
+    channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
     cycle = [other.up_bps for other in link.cycle]
     channel.shape(link.up_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
     lanes = equipment.compute([COMPUTE], recorder), equipment.compute([IO], recorder)

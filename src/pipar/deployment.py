@@ -309,9 +309,10 @@ async def _live(
     keepalive = Keepalive.every(config.server.keepalive)
     dial = partial(connect, options.server, security=options.security, timeout_s=patience_s, keepalive=keepalive)
     lifeline = Lifeline(options.name, options.server, dial, backoff, observe)
-    await lifeline.live(
-        lambda transport: run_device(options.name, spec.link, equipment, transport, lifeline=lifeline, observe=observe)
+    take_part = partial(
+        run_device, options.name, spec.link, equipment, lifeline=lifeline, is_real=True, observe=observe
     )
+    await lifeline.live(take_part)
 
 
 def device_workload(config: Config, options: DeviceOptions) -> Workload:

@@ -51,6 +51,7 @@ class Reception:
         network: Profile | None = None,
         resume_window_s: float = 0.0,
         numbers: Iterable[int] | None = None,
+        real_links: bool = False,
         keep_spans: frozenset[str] | None = None,
         observe: Observer = ignore,
     ) -> None:
@@ -60,6 +61,7 @@ class Reception:
         self._network = network
         self._resume_window_s = resume_window_s
         self._numbers = iter(numbers if numbers is not None else count(1))
+        self._real_links = real_links
         self._keep_spans = keep_spans
         self._observe = observe
         self._loop = asyncio.get_running_loop()
@@ -104,7 +106,13 @@ class Reception:
 
     def _begin(self, who: Introduction, transport: Transport) -> Session:
         recorder = Recorder(who.name, self._keep_spans)
-        channel = Channel(transport, recorder, DOWNLINK, on_lost=lambda error: self._lost(session, error))
+        channel = Channel(
+            transport,
+            recorder,
+            DOWNLINK,
+            on_lost=lambda error: self._lost(session, error),
+            is_real=self._real_links,
+        )
         session = Session(who, next(self._numbers), channel, recorder)
         session.hello_at = self._loop.time()
         channel.session = session.number

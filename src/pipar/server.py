@@ -119,6 +119,7 @@ class Server:
         ledger: Ledger,
         keep_spans: frozenset[str] | None = None,
         session_numbers: Iterable[int] | None = None,
+        real_links: bool = False,
         replanner: Replanner | None = None,
         keeper: Keeper | None = None,
         observe: Observer = ignore,
@@ -143,6 +144,7 @@ class Server:
             network=training.profile,
             resume_window_s=training.resume_window_s,
             numbers=session_numbers,
+            real_links=real_links,
             keep_spans=keep_spans,
             observe=observe,
         )

@@ -26,6 +26,8 @@ _SPANS = {
     Kind.TRACE: ("trace", "trace"),
     Kind.STATE: ("model", "pack"),
 }
+#: A frame that is written sooner has met no resistance.
+_HELD_UP_S = 1e-3
 _CONTROL = ("control", "control")
 _BEHIND_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
 
@@ -69,6 +71,7 @@ class Channel:
         lane: str,
         *,
         on_lost: Callable[[LinkError], None] | None = None,
+        is_real: bool = False,
     ) -> None:
         self.session = 0
         self.received = 0  # the number of the last message of the peer that came in whole
@@ -78,6 +81,7 @@ class Channel:
         self._recorder = recorder
         self._lane = lane
         self._on_lost = on_lost
+        self._is_real = is_real  # the link between two machines, whose rate nobody knows
         self._loop = asyncio.get_running_loop()
         self._pacer = Pacer(free_at=self._loop.time())
         self._latency_s = 0.0
@@ -298,18 +302,31 @@ class Channel:
         transport = self._transport
         if transport is None:
             return
-        # Without a limit it counts as no time: how long a busy machine takes for a frame says nothing of the link.
-        self.meter.count(_travels_in(frame.message), frame.size_bytes, end - start)
         try:
             await transport.write(frame)
         except LinkError as error:
             self._lose(transport, error)
             return
+        written_at = self._loop.time()
+        self._measure(frame, end - start, written_at - end)
         if self._pacer.rates.at(end) is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
-            end = self._pacer.free_at = max(end, self._loop.time())
+            end = self._pacer.free_at = max(end, written_at)
         _count(self.sent_bytes, frame)
         self._record(frame, free_at, start, end)
+
+    def _measure(self, frame: Frame, emulated_s: float, writing_s: float) -> None:
+        """Count a frame for the rate of the link.
+
+        An emulated one without a limit takes no time: how long a busy machine takes for a frame says nothing of it. A
+        real one shows its rate in frames that have to wait until those before them are through; the others only fill
+        buffers on the way.
+        """
+        epoch = _travels_in(frame.message)
+        if not self._is_real or emulated_s > 0:
+            self.meter.count(epoch, frame.size_bytes, emulated_s)
+        elif writing_s > _HELD_UP_S:
+            self.meter.count(epoch, frame.size_bytes, writing_s)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
         """Leave one span a message; a large one that was overtaken leaves one for each stretch."""
