@@ -1,4 +1,4 @@
-"""Garbage for a live server: damaged frames over real streams, by peers with credentials and without.
+"""Garbage for a live server: damaged frames over real streams, by peers with credentials and without, as it trains.
 
 `PIPAR_FUZZ_FRAMES=100000 pytest tests/test_live_fuzz.py` sends as many as that; without it there are 20,000.
 """
@@ -25,12 +25,14 @@ from test_deployment import check_nothing_is_left, training
 from pipar.config import config_from
 from pipar.link.register import add_token
 from pipar.prepare import measured_profile
-from pipar.protocol.messages import Body, Kind, Message, json_body
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.wire import cut_message, pack_frame, unpack_frame
 from pipar.workload import Workload
 
 FRAMES = int(os.environ.get("PIPAR_FUZZ_FRAMES", "20000"))
 EPOCHS, LAST_EPOCHS = 60, 10  # the last ones are trained when all garbage is sent
+STEPS = 10
+ROUND_WITHIN_S = 3.0
 BURST = 25  # frames on one stream, at most; the server ends most streams at the first of them
 MOST_GROWTH_BYTES = 64 << 20  # of a server whose buffers for one peer are 4 MB; a leak of 1 KB a frame would be 20 MB
 CLIENTS = ("rogue-1", "rogue-2", "rogue-3", None, "guessed")
@@ -55,29 +57,37 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
         yield made
 
 
+class _NoRoundError(Exception):
+    """The honest device takes its time."""
+
+
 class Garbler:
-    """One peer that sends garbage: at once, behind a proper hello, or in the middle of a round it takes part in."""
+    """One peer that sends garbage: at once, behind a proper hello, or in the middle of a round that it is part of."""
 
     def __init__(self, name: str | None, token: str | None, address: str, ca: bytes, profile: dict[str, Any]) -> None:
         self.sent = 0
         self.was_welcome = 0
         self._name = name
         self._metadata = [] if token is None else [("authorization", f"Bearer {token}")]
-        self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
+        self._address = address
+        self._credentials = grpc.ssl_channel_credentials(ca)
         about = {"name": name or "nobody", "samples": 20, "profile": profile}
         self._hello = [pack_frame(one) for one in cut_message(Message(Kind.HELLO, body=json_body(about)), 0, 0)]
         self._chance = random.Random(f"{name}")
         self._known = good_frames()
 
     async def send(self, frames: int) -> None:
-        """Send so many frames, over as many streams as that takes."""
+        """Send so many frames, over as many connections as that takes."""
         until = self.sent + frames
         while self.sent < until:
-            call = self._channel.stream_stream("/pipar.Link/Connect")(metadata=self._metadata)
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                async with asyncio.timeout(60):
+            # A server that ends streams unread may leave a connection with none to give: each has its own.
+            alone = [("grpc.use_local_subchannel_pool", 1)]
+            channel = grpc.aio.secure_channel(self._address, self._credentials, options=alone)
+            call: Any = channel.stream_stream("/pipar.Link/Connect")(metadata=self._metadata)
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, _NoRoundError):
+                async with asyncio.timeout(60):  # the server neither hangs nor leaves anybody without an answer
                     await self._garble(call, min(BURST, until - self.sent))
-            call.cancel()
+            await channel.close()
 
     async def _garble(self, call: Any, frames: int) -> None:
         approach, known = self._chance.random(), self._known
@@ -96,17 +106,18 @@ class Garbler:
     async def _until_the_round(self, call: Any) -> list[bytes]:
         """Return frames that fit into the round that this peer is told to train."""
         session = 0
-        while (data := await call.read()) is not grpc.aio.EOF:
-            frame = unpack_frame(data)
-            if frame.message.kind is Kind.WELCOME:
-                session = json.loads(bytes(frame.message.body.contiguous()))["session"]
-            if frame.message.kind is Kind.ROUND:
-                self.was_welcome += 1
-                return frames_of_a_round(session, frame.message.epoch)
+        try:
+            async with asyncio.timeout(ROUND_WITHIN_S):
+                while (data := await call.read()) is not grpc.aio.EOF:
+                    frame = unpack_frame(data)
+                    if frame.message.kind is Kind.WELCOME:
+                        session = read_json(frame.only())["session"]
+                    if frame.message.kind is Kind.ROUND:
+                        self.was_welcome += 1
+                        return frames_of_a_round(session, frame.message.epoch)
+        except TimeoutError:
+            raise _NoRoundError from None
         return self._known
-
-    async def close(self) -> None:
-        await self._channel.close()
 
 
 def frames_of_a_round(session: int, epoch: int) -> list[bytes]:
@@ -134,19 +145,32 @@ async def send_garbage(here: Place, server: Program, address: str, tokens: dict[
     profile = json.loads(measured_profile(workload, workload.checked_model()).to_json())
     ca = (here.folder / "certs" / "ca.pem").read_bytes()
     garblers = [Garbler(name, tokens.get(name or "", name), address, ca, profile) for name in CLIENTS]
-    steps = 10
-    before = 0
-    for step in range(steps):
-        share = -(-FRAMES // (steps * len(garblers)))
-        await asyncio.gather(*(garbler.send(share) for garbler in garblers))
+    before, pace = 0, Pace(here)
+    pacing = asyncio.create_task(pace.keep())
+    for step in range(1, STEPS + 1):
+        pace.allowed = (EPOCHS - LAST_EPOCHS) * step // STEPS
+        await asyncio.gather(*(garbler.send(-(-FRAMES // (STEPS * len(garblers)))) for garbler in garblers))
         assert server.poll() is None, server.text()
-        if step == 0:
-            before = server.rss_bytes()
-        if len(here.rounds()) >= EPOCHS - LAST_EPOCHS:
-            here.hold("pi-1")  # the training is not to be over before the garbage is
-    for garbler in garblers:
-        await garbler.close()
+        before = before or server.rss_bytes()
+    pacing.cancel()
     return sum(one.sent for one in garblers), sum(one.was_welcome for one in garblers), server.rss_bytes() - before
+
+
+class Pace:
+    """Holds the honest device back, so that the training is not over before the garbage is."""
+
+    def __init__(self, here: Place) -> None:
+        self.allowed = 1
+        self._here = here
+
+    async def keep(self) -> None:
+        gate = self._here.folder / "pi-1.hold"
+        while True:
+            if len(self._here.rounds()) >= self.allowed:
+                gate.touch()
+            else:
+                gate.unlink(missing_ok=True)
+            await asyncio.sleep(0.02)
 
 
 def train(here: Place, *, garbage: bool) -> str:

@@ -8,6 +8,7 @@ fork, so each imports it for itself. Requests are lines of JSON on the standard 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -33,6 +34,7 @@ def _be(request: dict[str, Any]) -> None:
     for number, file in ((0, nothing), (1, output), (2, output)):
         os.dup2(file, number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    faulthandler.enable(2)  # SIGABRT shows what a program that hangs is doing
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

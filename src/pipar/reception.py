@@ -259,7 +259,7 @@ class Reception:
             elif message.epoch > session.abandoned or _answers_plan(message, session.abandoned):
                 if message.kind is Kind.ACTIVATION:
                     session.count_outstanding(message)
-                session.inbox.put_nowait(message)
+                session.take(message)
 
     def _take_trace(self, session: Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)

@@ -235,12 +235,19 @@ class Server:
             if session.abandoned > done:  # the round that it was too late for is trained again
                 await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
             elif not session.is_welcome:
-                await self._welcome(session, done)
+                await self._try_to_welcome(session, done)
+        # Who has joined in the meantime waits for the next round.
         first = [session for session in self._reception.present() if session.is_welcome]
         if self._training.method.one_device_at_a_time:
             first = first[:1]
         await self._distribute([session for session in first if session.has_model_of != done], done)
         return [session for session in self._reception.present() if session.is_welcome]
+
+    async def _try_to_welcome(self, session: Session, done: int) -> None:
+        try:
+            await self._welcome(session, done)
+        except ProtocolError as error:  # nothing can be planned for it: that is no reason to stop for the others
+            await self._reception.dismiss(session, error)
 
     async def _welcome(self, session: Session, done: int) -> None:
         """Give a device its orders and make its replica."""

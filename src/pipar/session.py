@@ -49,6 +49,14 @@ class Session:
         self.stopped = False
         self.computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
+    def take(self, message: Message) -> None:
+        """Keep a message until it is asked for, or raise if the device has sent more than a round has room for."""
+        if self.inbox.qsize() >= self.allowed + _BESIDE_MICRO_BATCHES:
+            raise ProtocolError(
+                f"{message} came with {self.inbox.qsize()} messages waiting, which is all there can be."
+            )
+        self.inbox.put_nowait(message)
+
     async def next(self) -> Message:
         message = await self.inbox.get()
         if isinstance(message, Exception):
@@ -183,6 +191,8 @@ def read_end(message: Message, epoch: int) -> End:
     return End(samples, loss, Traffic(sent, seconds))
 
 
+#: END_EPOCH and MODEL of a round, and STATE before it.
+_BESIDE_MICRO_BATCHES = 3
 _MOST_BYTES = 1 << 62
 _LONGEST_NAME = 64
 
