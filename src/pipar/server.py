@@ -253,11 +253,7 @@ class Server:
         """Give a device its orders and make its replica."""
         name = session.device
         if name not in self._orders:
-            try:
-                self._orders[name] = self._enrolment.join(session.who)
-            except ProtocolError as error:
-                await self._reception.dismiss(session, error)
-                return
+            self._orders[name] = self._enrolment.join(session.who)
             self._learner.move({name: self._orders[name].plan.split_point})
             self._put_into_force(done + 1, {name: self._orders[name].plan})
             if self._replanner is not None:  # its first plan was made for it alone

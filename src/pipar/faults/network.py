@@ -95,11 +95,14 @@ class Network:
 
     # --- what goes wrong
 
-    def cut(self, name: str, seconds: float) -> None:
-        """Both ends lose their connection now, and there is no other one for so long."""
+    def cut(self, name: str, seconds: float, noticed_by: int | None = None) -> None:
+        """There is no connection for so long; both ends notice now, or one does and the other by its keepalive."""
         self.weather[name].cut_until = self._loop.time() + seconds
         for connection in [one for one in self._connections if one.device == name]:
-            connection.die()
+            if noticed_by is None:
+                connection.die()
+            else:
+                connection.lose_side(noticed_by, silently=True)
 
     def lose_one_way(self, name: str, seconds: float, direction: int) -> None:
         """Frames of one direction vanish; both ends find out when nothing has come for the time of a keepalive."""

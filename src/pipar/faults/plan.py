@@ -149,6 +149,8 @@ def _draw_seconds(rng: random.Random, kind: str, window_s: float) -> float:
         return window_s * rng.choice((0.05, 0.3, 0.9, 1.5, 3.0))
     if kind == "one-way":
         return window_s * rng.choice((0.3, 0.9, 2.0))
+    if kind == "delay":
+        return rng.choice((0.5, 3.0, 15.0))
     if kind == "clock-jump":
         return rng.choice((0.5, 3.0, 30.0))
     return rng.uniform(0.1, 6.0)

@@ -456,7 +456,7 @@ class World:
         weather = network.weather.get(fault.device)
         match fault.kind:
             case "cut":
-                network.cut(fault.device, fault.seconds)
+                network.cut(fault.device, fault.seconds, (None, None, UP, DOWN)[fault.choice % 4])
             case "one-way":
                 network.lose_one_way(fault.device, fault.seconds, UP if fault.choice & 1 else DOWN)
             case "slow" if weather is not None:
