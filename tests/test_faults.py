@@ -132,14 +132,22 @@ def nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def of_pipar(scenario: Scenario) -> Scenario:
+def one_is_late(scenario: Scenario) -> Scenario:
+    """Return a world in which rounds end without one of the devices, which stays."""
+    late = [Fault(0.5 + n, "delay", scenario.names[0], 2.5, n) for n in range(12)]
+    plans = {name: Plan(1, 2) for name in scenario.names}
+    return replace(scenario, method="pipar", plans=plans, faults=tuple(late), round_deadline_s=1.5, keep_momentum=False)
+
+
+def whose_mean_is_known(scenario: Scenario) -> Scenario:
     return scenario if scenario.is_exact else replace(scenario, faults=(), rounds=1)
 
 
 @pytest.mark.slow
 def test_replicas_that_keep_what_a_dropped_device_trained_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchLearner, "forget", nothing)
-    assert found(of_pipar) == "samples count once"
+    assert found(whose_mean_is_known) in ("samples count once", "aggregate is the mean")
+    assert found(one_is_late) == "samples count once"
 
 
 @pytest.mark.slow
@@ -157,12 +165,7 @@ def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeyp
     monkeypatch.setattr("pipar.session.expect", expect)
 
     def slow_federated(scenario: Scenario) -> Scenario:
-        name = scenario.names[0]
-        late = [Fault(0.5 + n, "delay", name, 2.5, n) for n in range(12)]
-        plans = dict.fromkeys(scenario.names, Plan(3, 1))
-        return replace(
-            scenario, method="fl", plans=plans, faults=tuple(late), round_deadline_s=1.5, keep_momentum=False
-        )
+        return replace(one_is_late(scenario), method="fl", plans=dict.fromkeys(scenario.names, Plan(3, 1)))
 
     assert found(slow_federated) == "aggregate is the mean"
 
@@ -175,7 +178,7 @@ def test_an_average_that_ignores_how_many_samples_were_trained_is_found(monkeypa
         weighted(self, [replace(back, samples=1) for back in returned])
 
     monkeypatch.setattr(TorchLearner, "aggregate", equally)
-    assert found(of_pipar) == "aggregate is the mean"
+    assert found(whose_mean_is_known) == "aggregate is the mean"
 
 
 @pytest.mark.slow
@@ -245,7 +248,7 @@ def test_checkpoints_of_a_model_that_is_trained_on_meanwhile_are_found(monkeypat
         return body
 
     monkeypatch.setattr(TorchLearner, "snapshot", trained_on)
-    assert found(of_pipar) in ("aggregate is the mean", "checkpoint is whole")
+    assert found(whose_mean_is_known) in ("aggregate is the mean", "checkpoint is whole")
 
 
 @pytest.mark.slow
