@@ -75,6 +75,23 @@ def test_every_invariant_holds_when_one_kind_of_fault_comes_again_and_again(kind
     assert outcome.violation is None, sentence(outcome)
 
 
+@pytest.mark.slow
+def test_worlds_have_in_them_what_they_are_for() -> None:
+    events = "\n".join(event for seed in range(25) for event in simulate(draw_scenario(seed)).events)
+    names = ("Away", "Back", "Lost", "Dropped", "Resumed", "SaveFailed", "Reconnecting", "Waiting", "Replanned")
+    assert [name for name in names if f": {name}(" not in events] == []
+    reasons = ("joined anew", "link was lost for more than", "was not ready within", "stops for now", "was damaged")
+    assert [reason for reason in reasons if reason not in events] == []
+
+
+def test_a_device_whose_hello_comes_too_late_may_try_again() -> None:
+    scenario = draw_scenario(3)
+    late = tuple(Fault(0.0, "delay", name, 15.0, 0) for name in scenario.names)
+    outcome = simulate(replace(scenario, faults=late))
+    assert outcome.violation is None, sentence(outcome)
+    assert any("No hello came within 10 s." in event for event in outcome.events)
+
+
 # --- the same world each time
 
 

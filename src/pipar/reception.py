@@ -81,7 +81,7 @@ class Reception:
                 hello = await transport.read()
             session = self._resumed(hello, transport, peer) if hello.session else self._joined(hello, transport, peer)
         except TimeoutError:
-            await _refuse(transport, ProtocolError(f"No hello came within {HELLO_WITHIN_S:g} s."))
+            await _refuse(transport, ProtocolError(f"No hello came within {HELLO_WITHIN_S:g} s."), again=True)
         except (ProtocolError, LinkError) as error:
             await _refuse(transport, error, again=isinstance(error, _GoneError))
         else:

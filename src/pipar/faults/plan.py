@@ -10,7 +10,7 @@ from pipar.methods import METHODS, Plan
 
 #: What can happen, and how often in proportion. `docs/faults.md` says what each of them is.
 KINDS = {
-    "cut": 6,
+    "cut": 9,
     "one-way": 3,
     "slow": 3,
     "delay": 2,
@@ -84,8 +84,8 @@ class Scenario:
         )
 
 
-#: A round takes two to four seconds when nothing is wrong.
-_ROUND_S = 3.0
+#: A round takes about so long when nothing is wrong.
+_ROUND_S = 2.4
 
 
 def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
@@ -110,7 +110,7 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         replans=rng.random() < 0.3,
         is_proved=rng.random() < 0.7,
         chunk_bytes=rng.choice((1_500, 1_000_000)),
-        faults=draw_faults(rng, names, rounds * _ROUND_S * 1.5, max(window_s, 1.0)),
+        faults=draw_faults(rng, names, rounds * _ROUND_S, max(window_s, 1.0)),
     )
 
 
@@ -131,8 +131,8 @@ def _draw_plans(rng: random.Random, method: str, names: Sequence[str]) -> dict[s
 
 
 def draw_faults(rng: random.Random, names: Sequence[str], until_s: float, window_s: float) -> tuple[Fault, ...]:
-    """Return what goes wrong, in order of time: from nothing at all to a dozen things, now and then all at once."""
-    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=rng.randint(0, 12))
+    """Return what goes wrong, in order of time: from nothing at all to sixteen things, now and then all at once."""
+    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=rng.randint(0, 16))
     storm_s = rng.choice((until_s, until_s, until_s, 0.3 * until_s, 1.0))
     begins_s = rng.uniform(0.0, until_s - storm_s)
     faults = []
@@ -146,7 +146,7 @@ def draw_faults(rng: random.Random, names: Sequence[str], until_s: float, window
 def _draw_seconds(rng: random.Random, kind: str, window_s: float) -> float:
     """Return how long a fault lasts: links are lost for less and for more than the window."""
     if kind == "cut":
-        return window_s * rng.choice((0.05, 0.3, 0.9, 1.5, 3.0))
+        return window_s * rng.choice((0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.5, 3.0))
     if kind == "one-way":
         return window_s * rng.choice((0.3, 0.9, 2.0))
     if kind == "delay":
