@@ -194,7 +194,16 @@ def parse(words: list[str]) -> click.Context:
 
 
 def test_readme_has_commands() -> None:
-    assert {words[0] for words in commands()} == {"run", "compare", "plan", "data"}
+    assert {words[0] for words in commands()} == {
+        "run",
+        "compare",
+        "plan",
+        "data",
+        "certs",
+        "server",
+        "device",
+        "faults",
+    }
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)

@@ -348,7 +348,7 @@ def test_it_ends_when_the_program_fails() -> None:
 
 @pytest.mark.parametrize("address", ["9090", ":9090", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", ""])
 def test_an_address_that_is_none_is_refused_in_one_sentence(address: str) -> None:
-    with pytest.raises(InputError, match="is no address for metrics: write HOST:PORT"):
+    with pytest.raises(InputError, match="is not an address: write HOST:PORT"):
         Endpoint(Monitor(), address)
 
 

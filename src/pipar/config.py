@@ -15,9 +15,9 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipar.aggregation import all_parameters, check_devices, check_method, known_aggregator
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, InputError
 from pipar.methods import METHODS
-from pipar.units import format_rate, parse_duration, parse_rate, parse_size
+from pipar.units import format_rate, parse_duration, parse_rate, parse_size, split_address
 
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
@@ -100,9 +100,10 @@ def _groups(value: Any) -> Any:
 
 
 def _address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError("is not allowed: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051")
+    try:
+        split_address(value)
+    except InputError:
+        raise ValueError("is not allowed: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051") from None
     return value
 
 

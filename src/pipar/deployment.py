@@ -362,11 +362,3 @@ def _until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
         return received[0] if received else None
 
     return asyncio.run(supervised())
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file."""
-    try:
-        return path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"The token file {path} cannot be read: {error}.") from None

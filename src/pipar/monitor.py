@@ -52,6 +52,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
+from pipar.units import split_address
 
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400)
 _TEXT = "text/plain; charset=utf-8"
@@ -290,16 +291,6 @@ class Endpoint:
         self._thread.join()
         self._server.server_close()
         self._server.hang_up(older_than_s=-math.inf)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, or raise one sentence."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise InputError(
-            f"'{address}' is no address for metrics: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:9090."
-        )
-    return host.strip("[]"), int(port)
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -1,10 +1,10 @@
-"""Rates, durations and sizes as people write them: "10Mbit/s", "20ms", "1GiB"."""
+"""Rates, durations, sizes and addresses as people write them: "10Mbit/s", "20ms", "1GiB", "127.0.0.1:50051"."""
 
 from __future__ import annotations
 
 import re
 
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, InputError
 
 _RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -55,3 +55,13 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     raise AssertionError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; an IPv6 host may stand in brackets."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise InputError(
+            f"'{address}' is not an address: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051."
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)

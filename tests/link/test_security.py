@@ -437,7 +437,7 @@ def test_a_token_that_cannot_be_sent_is_refused_before_it_is(token: str) -> None
 
 @pytest.mark.parametrize("address", ["train.local", ":7700", "train.local:x", "train.local:70000", "", "a:-1"])
 def test_an_address_is_a_host_and_a_port(address: str, ours: Folder) -> None:
-    with pytest.raises(InputError, match=f"'{address}' is not an address; write HOST:PORT"):
+    with pytest.raises(InputError, match=f"'{address}' is not an address: write HOST:PORT"):
         check_device(ours.device(), address)
 
 

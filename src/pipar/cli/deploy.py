@@ -126,7 +126,7 @@ def device(
     if certs is not None:
         from dataclasses import replace
 
-        from pipar.deployment import read_token
+        from pipar.link.register import read_token
 
         own = DeviceSecurity.from_folder(certs, name)
         if token_file is not None:

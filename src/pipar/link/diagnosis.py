@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from pipar.link.security import DeviceSecurity, split_address
+from pipar.link.security import DeviceSecurity
+from pipar.units import split_address
 
 _PATIENCE_S = 3.0
 _AGAIN_S = 0.3

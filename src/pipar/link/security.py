@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from pipar.errors import CredentialError, InputError
 from pipar.link.private_files import read_bytes
 from pipar.link.register import Tokens, check_device_name, is_token, read_serials, read_tokens
+from pipar.units import split_address
 
 AUTHORIZATION = "authorization"
 _SCHEME = "Bearer "
@@ -82,14 +83,6 @@ class Material:
 
 
 # --- addresses
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 host may stand in brackets."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise InputError(f"'{address}' is not an address; write HOST:PORT, as 192.168.0.5:7700.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def is_loopback(address: str) -> bool:
