@@ -288,7 +288,7 @@ def test_a_server_that_waits_for_ever_for_a_lost_device_is_found(monkeypatch: py
 @pytest.mark.slow
 def test_weights_that_are_no_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "check_finite", nothing)
-    assert found() == "weights are finite"
+    assert found(whose_mean_is_known) == "weights are finite"
 
 
 @pytest.mark.slow
