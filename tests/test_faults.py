@@ -92,6 +92,14 @@ def test_a_device_whose_hello_comes_too_late_may_try_again() -> None:
     assert any("No hello came within 10 s." in event for event in outcome.events)
 
 
+@pytest.mark.parametrize("seed", [279, 281])
+@pytest.mark.slow
+def test_worlds_that_once_failed_hold(seed: int) -> None:
+    """279: what came late of an abandoned round was larger than the next plan's; 281: a crash behind the last word."""
+    outcome = simulate(draw_scenario(seed))
+    assert outcome.violation is None, sentence(outcome)
+
+
 # --- the same world each time
 
 

@@ -223,10 +223,12 @@ class Server:
                 await self._keeper.keep(epoch, last=epoch == self._training.epochs)
             if epoch == self._training.epochs or await self._should_stop(epoch):
                 break
+        if self._keeper is not None:
+            await (
+                self._keeper.finish()
+            )  # before the devices leave: after a crash nobody could train the last round again
         self._reception.stop(epoch)
         await self._ledger.complete(epoch)
-        if self._keeper is not None:
-            await self._keeper.finish()
 
     async def _assemble_group(self, done: int) -> list[Session]:
         """Return who takes part in the next round, when there are enough: all that are there, with the latest model."""
@@ -519,8 +521,11 @@ class Server:
         piece = max(cut_batch(batch, plan.micro_batches, batch_statistics=orders.batch_statistics))
         model = self._learner.model_bytes() + SMALL_BODY_BYTES
         iterations = session.who.samples // orders.batch_size + 2
+        activation = piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES)
+        # What still comes of a round that was abandoned is as large as the plan of that round let it be.
+        session.activation_bytes = max(activation, session.activation_bytes if session.abandoned else 0)
         limits = {
-            Kind.ACTIVATION: piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES),
+            Kind.ACTIVATION: session.activation_bytes,
             Kind.MODEL: model,
             Kind.STATE: model,
             Kind.TRACE: SMALL_BODY_BYTES + _SPAN_BYTES * iterations * (plan.micro_batches + 1),

@@ -44,6 +44,7 @@ class Session:
         self.awaits_momentum = False  # of layers that the device has handed over
         self.allowed = 0  # micro-batches that may be outstanding: the plan's N
         self.outstanding = 0  # micro-batches that came and are not answered yet
+        self.activation_bytes = 0  # that a micro-batch may have
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
         self.stopped = False

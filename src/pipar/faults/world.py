@@ -162,6 +162,7 @@ class World:
         self._poisoned_once: set[str] = set()
         self._saved = self._save_failures = 0
         self._starts = 0
+        self._called_back = asyncio.Event()
         self._numbers = random.Random(f"sessions {scenario.seed}")
         self._most = Held("all")
         self._bound = bound_of(scenario)
@@ -248,6 +249,8 @@ class World:
             if life.is_dead:
                 await self._end_tasks(life.owner)
                 self._disk_is_whole()
+                if self._save_failures:  # the end was told and then lost: somebody has to start the devices again
+                    self._called_back.set()
             elif not task.cancelled():
                 error = task.exception()
                 if error is not None:
@@ -395,7 +398,7 @@ class World:
                 await self._end_tasks(life.owner)
             elif task.exception() is None:
                 self._note(name, "has trained to the end")
-                return
+                await self._called_back.wait()
             else:
                 error = task.exception()
                 assert error is not None
