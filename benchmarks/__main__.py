@@ -7,7 +7,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import agreement, bare_loop, efficiency, prediction, record, replanning, scale, selection, shaping
+from benchmarks import (
+    agreement,
+    bare_loop,
+    efficiency,
+    large_model,
+    prediction,
+    record,
+    replanning,
+    scale,
+    selection,
+    shaping,
+)
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
     "shaping": shaping.measure,
@@ -18,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "selection": selection.measure,
     "prediction": prediction.measure,
     "replanning": replanning.measure,
+    "large_model": large_model.measure,
 }
 
 

@@ -17,7 +17,8 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
     Floating buffers are averaged like weights; integer counters take the largest value.
     """
     average, dtypes = exact_average(models)
-    return {name: tensor.to(dtypes[name]) for name, tensor in average.items()}
+    # One after another: a large model would be there twice, once in float64.
+    return {name: average.pop(name).to(dtypes[name]) for name in list(average)}
 
 
 def exact_average(
@@ -35,9 +36,10 @@ def exact_average(
                 floating = tensor.is_floating_point()
                 sums[name] = torch.zeros(tensor.shape, dtype=torch.float64) if floating else tensor
             if tensor.is_floating_point():
-                sums[name].add_(tensor.to(torch.float64), alpha=samples)
+                sums[name].add_(tensor, alpha=samples)  # widened number by number, not as a whole
             else:
                 sums[name] = torch.maximum(sums[name], tensor)
+        del state, tensor  # before the next one is decoded
     average = {name: tensor.div_(total) if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
     return average, dtypes
 

@@ -16,7 +16,7 @@ from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
-from pipar.nn.tensors import check_finite, read_state, state_body
+from pipar.nn.tensors import check_finite, read_state, state_body, whole_bytes
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
 
@@ -101,6 +101,7 @@ class TorchLearner:
     def aggregate(self, returned: Sequence[Returned]) -> None:
         """Make the new global model of what the devices brought back and of their replicas, in device-name order."""
         ordered = sorted(returned, key=lambda back: back.device)
+        self._packed.clear()  # parts of the model before; if one is needed after all, it is packed again
         if self._shared:
             part, _ = split_model(self.model, self._split_points[ordered[0].device])
             aggregated = self._aggregated(part, _Brought(ordered, self._device_state))
@@ -160,7 +161,7 @@ class TorchLearner:
 
     def packed_state(self) -> bytes:
         """Return the global model as the bytes of a safetensors file."""
-        return bytes(state_body(self.state()).contiguous())
+        return whole_bytes(state_body(self.state()))
 
     def sha256(self) -> str:
         return weights_sha256(self.state())

@@ -72,9 +72,16 @@ def state_body(state: Mapping[str, torch.Tensor]) -> Body:
     return Body.of(safetensors.torch.save(tensors), encoding="safetensors")
 
 
+def whole_bytes(body: Body) -> bytes:
+    """Return all of a body as bytes, without a copy where they are such already: a large model is large."""
+    view = body.contiguous()
+    is_all = isinstance(view.obj, bytes) and len(view.obj) == view.nbytes
+    return view.obj if is_all and isinstance(view.obj, bytes) else bytes(view)
+
+
 def read_state(body: Body) -> dict[str, torch.Tensor]:
     """Return the tensors that safetensors bytes hold."""
     try:
-        return safetensors.torch.load(bytes(body.contiguous()))
+        return safetensors.torch.load(whole_bytes(body))
     except (safetensors.SafetensorError, ValueError, KeyError):
         raise ProtocolError("The peer sent a model that is not valid safetensors.") from None
