@@ -1,4 +1,4 @@
-"""A model of 100 MB in real processes: memory is a few times its size, not a multiple that grows with each copy made."""
+"""A model of 100 MB in real processes: their memory is a few times its size, and no copy may be added to that."""
 
 from __future__ import annotations
 
