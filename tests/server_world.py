@@ -100,6 +100,7 @@ class Outcome:
     events: list[Event] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)  # frames, by link that was dialled
     learner: ScriptedLearner | None = None
+    unacknowledged: list[int] = field(default_factory=list)  # the most of any session, at the end of each round
     left_running: int = 0
 
     def of(self, kind: type[E]) -> list[E]:
@@ -162,6 +163,8 @@ def train(
 
         def observe(event: Event) -> None:
             outcome.events.append(event)
+            if isinstance(event, RoundOver):
+                outcome.unacknowledged.append(max((one.channel.unacknowledged for one in server.sessions), default=0))
             if isinstance(event, Joined) and event.devices >= (begin_with or len(devices)):
                 enough.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -27,8 +28,8 @@ from server_world import (
 
 from pipar import replanning
 from pipar.config import Link
-from pipar.errors import LinkError, TrainingError, UnusableModelError
-from pipar.events import Away, Back, Dropped, Joined, Left, Lost, Replanned, Waiting
+from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableModelError
+from pipar.events import Away, Back, Dropped, Joined, Left, Lost, Replanned, RoundOver, Waiting
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
@@ -450,3 +451,57 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
         assert len(outcome.of(Replanned)) >= 3  # one is chosen too late if the round ends with a loss
         assert [result.epoch for result in outcome.results] == [1, 2, 3, 4, 5]
         assert outcome.left_running == 0
+
+
+# --- too few for the aggregation
+
+
+class Choosy(ScriptedLearner):
+    """Averages no fewer than two models, as Krum and the trimmed mean have a least number, too."""
+
+    def aggregate(self, returned: Sequence[Returned]) -> None:
+        if len(returned) < 2:
+            raise TooFewDevicesError("Two models are needed.")
+        super().aggregate(returned)
+
+
+def test_a_round_that_too_few_have_ended_begins_anew_when_one_more_is_there() -> None:
+    async def late(channel: Channel) -> None:
+        await asyncio.sleep(100.0)
+        await honest("b")[1](channel)
+
+    outcome = train([honest("a"), ("b", late)], begin_with=1, epochs=2, learner=Choosy)
+    assert outcome.failure is None
+    assert [event.counted for event in outcome.events if isinstance(event, RoundOver)] == [{"a": 20, "b": 20}] * 2
+    assert [event.device for event in outcome.events if isinstance(event, Dropped)] == ["a"]
+    assert outcome.left_running == 0
+
+
+# --- what a device may not say of itself
+
+
+def test_a_device_counts_with_the_samples_that_it_said_it_has() -> None:
+    script = (Kind.ROUND, end_epoch(samples=1_000_000, loss_sum=1.0), model())
+    outcome = train([honest("a"), by_hand(*script)], method="fl")
+    assert "but the device has 10" in str(outcome.lives[1])
+    assert [event.counted for event in outcome.events if isinstance(event, RoundOver)] == [{"a": 20}]
+
+
+def test_a_trace_that_never_comes_is_not_waited_for_for_ever() -> None:
+    outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND[:-1])])
+    assert outcome.failure is None
+    assert [result.devices for result in outcome.results] == [2]
+
+
+def test_a_device_that_keeps_its_trace_to_itself_is_dismissed_in_the_next_round() -> None:
+    second = (Kind.ROUND, *(replace(m, epoch=2) if isinstance(m, Message) else m for m in EPOCH_BY_HAND[1:7]))
+    outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND[:-1], *second)], epochs=2)
+    assert "came before the trace of epoch 1" in str(outcome.lives[1])
+    assert [result.epoch for result in outcome.results] == [1, 2]
+
+
+def test_who_is_late_in_every_round_keeps_no_models_waiting_to_be_acknowledged() -> None:
+    outcome = train([honest("a"), honest("b", speed=0.01)], method="fl", epochs=12, round_deadline_s=10.0)
+    assert outcome.failure is None
+    assert len(outcome.of(Dropped)) > 8
+    assert max(outcome.unacknowledged) <= 6  # two rounds' plans, models and calls

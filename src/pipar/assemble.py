@@ -22,6 +22,7 @@ from pipar.planner.profile import Profile
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
+from pipar.session import fault
 from pipar.trace import COMPUTE, CORE, IO, SERVER, UPLINK, Recorder, Span
 
 #: Makes lanes of these names that leave their spans with this recorder.
@@ -169,6 +170,9 @@ async def run_device(
     keeping = None if lifeline is None else asyncio.ensure_future(lifeline.keep(channel))
     try:
         await device.train()
+    except asyncio.CancelledError:
+        channel.post(fault("it was stopped"))  # so that nobody waits for its return
+        raise
     finally:
         if keeping is not None:
             keeping.cancel()

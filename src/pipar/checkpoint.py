@@ -68,7 +68,7 @@ def identity_of(config: Config) -> dict[str, Any]:
         "run": config.run.model_dump(mode="json", include={"method", "seed"}),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device"}),
-        "server": config.server.model_dump(mode="json", include={"aggregator"}),
+        "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
     }
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 

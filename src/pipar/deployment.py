@@ -85,6 +85,9 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     else:
         seed_dropout(config.run.seed, SERVER)
     folder = _open_folder(folder_path, job, found, options.command)
+    if found is not None and found.round >= config.run.epochs:
+        observe(Resumed(found.round))
+        return 0  # there is nothing left to do, and nobody will come
     program = _ServerProgram(workload, learner, folder, options, observe, Checkpoints(checkpoints, _keep(config)))
     stopped = _until_signal(program.run(_empty(job), found))
     with uninterrupted():
@@ -129,6 +132,7 @@ class _ServerProgram:
             job=lambda: enrolment.job,
             lane=saving,
             observe=self._observe,
+            done=done,
         )
         server = assemble_server(
             job,
@@ -157,6 +161,8 @@ class _ServerProgram:
         except asyncio.CancelledError:
             self._observe(Stopping("The server was asked to stop."))
             await server.dismiss("The server stops for now.")
+            if not job.keep_momentum:  # in the middle of a round the replicas have moved on
+                await keeper.keep(server.done, last=True)
             raise
         finally:
             await keeper.finish()
@@ -324,6 +330,11 @@ def device_workload(config: Config, options: DeviceOptions) -> Workload:
         raise ConfigError(
             f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
             "[[devices]], or give its own data with --data."
+        )
+    if options.data is not None and config.data.factory is None and config.data.name in ("digits", "synthetic"):
+        raise ConfigError(
+            f"--data {options.data} is given, but {config.data.name} is in no folder: name another dataset as "
+            "data.name, or give your own by data.factory."
         )
     alone = DeviceSection(name=options.name)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})

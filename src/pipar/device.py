@@ -155,6 +155,8 @@ class Device:
     def _abandon(self, epoch: int) -> None:
         """The round has ended without this device: what it does of it is in vain."""
         self._abandoned = epoch
+        # An answer, if only for the number that it acknowledges: who is late every time would have nothing else to say.
+        self._channel.post(Message(Kind.ABANDON, epoch))
         if self._training is not None:
             self._training.cancel()
 

@@ -10,6 +10,7 @@ from pipar.config import DeviceSpec, Link
 from pipar.errors import PlanError, ProtocolError
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.candidates import allowed_plans
 from pipar.planner.profile import Profile
 from pipar.planner.select import choose_by_estimate
 from pipar.planning import make_plans
@@ -68,6 +69,12 @@ class Open:
         known = self.job.sizes.get(who.name)
         if known is not None and known != who.samples:
             raise ProtocolError(f"'{who.name}' had {known} samples before and says {who.samples} now.")
+        if known is None:
+            fleet = self._with(self.job, who).fleet().of({who.name})
+            try:
+                allowed_plans(fleet, fleet.members[0])
+            except PlanError as error:
+                raise ProtocolError(str(error)) from None
 
     def link(self, name: str) -> Link:
         return self._spec(name).link
@@ -77,7 +84,9 @@ class Open:
         for who in everybody:
             job = self._with(job, who)
         plans = {name: plan for name, plan in self._kept.items() if name in job.sizes}
-        if len(plans) < len(job.sizes):
+        if plans and job.method.shares_server_model:  # one model, cut where it was
+            plans = {name: plans.get(name, next(iter(plans.values()))) for name in job.sizes}
+        elif len(plans) < len(job.sizes):
             # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
             plans = await asyncio.to_thread(make_plans, job)
         self._change(replace(job, plans={**job.plans, **plans}))

@@ -60,3 +60,7 @@ class TrainingError(PiparError):
 
 class CheckpointError(PiparError):
     """A checkpoint could not be saved or read; the training can go on without it."""
+
+
+class TooFewDevicesError(TrainingError):
+    """Fewer devices have ended a round than its aggregation needs."""

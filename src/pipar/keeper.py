@@ -37,6 +37,7 @@ class CheckpointKeeper:
         job: Callable[[], Job],
         lane: Compute,
         observe: Observer,
+        done: int = 0,
     ) -> None:
         self._checkpoints = checkpoints
         self._learner = learner
@@ -46,12 +47,14 @@ class CheckpointKeeper:
         self._lane = lane
         self._observe = observe
         self._saving: asyncio.Task[None] | None = None
+        self._kept = done  # the last round that was copied
 
     async def keep(self, epoch: int, *, last: bool) -> None:
         """Save the state behind a round if that is due; returns when it is copied."""
         every = self._config.server.checkpoint_every
-        if not is_due(epoch, every) and not (last and every):
+        if epoch <= self._kept or (not is_due(epoch, every) and not (last and every)):
             return
+        self._kept = epoch
         await self.finish()
         tensors = await self._lane.run((Work("save", epoch), self._learner.snapshot))
         job = self._job()

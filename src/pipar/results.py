@@ -104,8 +104,12 @@ class RunFolder:
         """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""
         self.epochs.append(result)
         self._spans += spans
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(strict_json(result.to_dict())) + "\n")
+        self._append("metrics.jsonl", strict_json(result.to_dict()))
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add a line to a file; on a full disk the training goes on without it, and result.json has it in the end."""
+        with suppress(OSError), (self.path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def go_on(
         self,
@@ -148,18 +152,17 @@ class RunFolder:
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
             elif isinstance(event, RoundOver):
                 self.round_log.append(event.counted)
-                with (self.path / "rounds.jsonl").open("a") as file:
-                    file.write(json.dumps(_round_row(event.epoch, event.counted)) + "\n")
+                self._append("rounds.jsonl", _round_row(event.epoch, event.counted))
             observe(event)
 
         return watch
 
     def finish(self, *, weights: bytes | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
-        """Write trace.json, model.safetensors and, last, result.json, not tested yet; return the result."""
-        origin = min((span.start for span in self._spans), default=0.0)
-        _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
+        """Write model.safetensors, trace.json and, last, result.json, not tested yet; return the result."""
         if weights is not None:
             write_atomically(self.path / "model.safetensors", weights)
+        origin = min((span.start for span in self._spans), default=0.0)
+        _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
         return self._write_result(self._result(weights_sha256))
 
     def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, 
     nothing: dict[str, Any] = {one.name: math.nan for one in fields(EpochResult) if one.type == "float"}
     nothing |= {"train_loss": None, "val_loss": None, "val_accuracy": None, "bytes_up": 0, "bytes_down": 0}
     nothing |= {"epoch": number, "samples": sum(counted.values()), "devices": len(counted)}
-    said = {key: value for key, value in (row or {}).items() if key in known}
+    said = {key: value for key, value in (row or {}).items() if key in known and value is not None}
     return EpochResult(**{**nothing, **said})
 
 

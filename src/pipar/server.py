@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipar.compute import Compute, Step
-from pipar.errors import LinkError, PiparError, ProtocolError, UnusableModelError
+from pipar.errors import LinkError, PiparError, ProtocolError, TooFewDevicesError, UnusableModelError
 from pipar.events import Dropped, Observer, Progress, Replanned, RoundOver, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
@@ -32,8 +32,13 @@ from pipar.trace import DOWNLINK, SERVER, Recorder
 from pipar.turns import Turns
 from pipar.validation import Validation
 
+T = TypeVar("T")
+
 #: What a trace takes for each micro-batch of an epoch, at most.
 _SPAN_BYTES = 1024
+_LARGEST_TRACE = 256_000_000
+#: How long the traces of the last round are waited for.
+_LAST_TRACES_S = 60.0
 
 
 class ServerPart(Protocol):
@@ -150,6 +155,8 @@ class Server:
         )
         self._turns: Turns | None = None
         self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
+        self._wanted = 0  # devices, if there were too few for the aggregation
+        self.done = 0  # the last round that is complete
         self._samples = 0
         self._iterations = 0
 
@@ -188,6 +195,7 @@ class Server:
 
     async def train(self, done: int = 0) -> None:
         """Train for all epochs behind those that are done, or until validation has not improved for `patience`."""
+        self.done = done
         try:
             await self._reception.joined(self._training.min_devices)
             await self._begin(done)
@@ -224,15 +232,25 @@ class Server:
             if epoch == self._training.epochs or await self._should_stop(epoch):
                 break
         if self._keeper is not None:
-            await (
-                self._keeper.finish()
-            )  # before the devices leave: after a crash nobody could train the last round again
+            # Before the devices leave: after a crash nobody could train the last round again.
+            await self._keeper.finish()
         self._reception.stop(epoch)
-        await self._ledger.complete(epoch)
+        await self._results(epoch)
+
+    async def _results(self, epoch: int) -> None:
+        """Return when all results are out; who keeps its last trace to itself is not waited for."""
+        try:
+            async with asyncio.timeout(_LAST_TRACES_S):
+                await self._ledger.complete(epoch)
+        except TimeoutError:
+            for session in self._reception.present():
+                self._ledger.lose(session.device)
+            await self._ledger.complete(epoch)
 
     async def _assemble_group(self, done: int) -> list[Session]:
         """Return who takes part in the next round, when there are enough: all that are there, with the latest model."""
-        await self._reception.joined(self._training.min_devices)
+        await self._reception.joined(max(self._training.min_devices, self._wanted))
+        self._wanted = 0
         for session in self._reception.present():
             if session.abandoned > done:  # the round that it was too late for is trained again
                 await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
@@ -277,9 +295,16 @@ class Server:
                 await self._distribute(here, epoch)
             else:  # who was to be the first may have been lost meanwhile
                 await self._distribute([session for session in here if session.has_model_of != epoch - 1], epoch - 1)
-            served += await self._aggregate(epoch, await self._serve_all(here, epoch))
+            brought = await self._serve_all(here, epoch)
+            served += await _to_the_end(self._aggregate(epoch, brought))
+        # The new model and what is said of it belong together.
+        return await _to_the_end(self._close_round(epoch, served, began))
+
+    async def _close_round(self, epoch: int, served: list[_Served], began: float) -> bool:
+        """Send everybody the new model and write the round down; return whether there is one."""
         if not served:
             return False
+        one_by_one = self._training.method.one_device_at_a_time
         if epoch < self._training.epochs:
             await self._adopt_new_plans(epoch)
         counted = {one.returned.device: one.returned.samples for one in served}
@@ -298,6 +323,7 @@ class Server:
             reporting=[session.device for session in reporting],
             seconds=self._loop.time() - began,
         )
+        self.done = epoch
         self._observe(RoundOver(epoch, counted))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
@@ -311,6 +337,8 @@ class Server:
         self._measured, self._unmeasured = {}, {session.device for session in group}
         deadline_s = self._training.round_deadline_s
         ends_at = math.inf if deadline_s is None else self._loop.time() + deadline_s
+        # Split learning goes on to the next device; otherwise somebody is to have ended before a round is.
+        may_end = deadline_s is not None and self._training.method.one_device_at_a_time
         self._reception.waits_until = 0.0 if deadline_s is None else ends_at
         for session in group:
             session.has_model_of = None  # it trains on what it has
@@ -320,7 +348,8 @@ class Server:
         try:
             waiting = set(serving)
             while waiting:
-                left_s = max(0.0, ends_at - self._loop.time()) if brought and deadline_s is not None else None
+                is_timed = deadline_s is not None and (may_end or bool(brought))
+                left_s = max(0.0, ends_at - self._loop.time()) if is_timed else None
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 brought += [served for task in done if (served := task.result()) is not None]
                 if not done:
@@ -374,14 +403,20 @@ class Server:
         pieces, losses = Pieces(epoch, orders.plan.micro_batches if splits else 0), []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
+            if pieces.samples > session.who.samples:
+                raise ProtocolError(f"{message} is more than the {session.who.samples} samples that it has.")
             await self._serve_micro_batch(session, replica, message)
             if pieces.whole:
                 losses.append(await self._finish_iteration(session, replica, message))
         if self._turns is not None:
             self._turns.finish(session.device)
         end = read_end(message, epoch)
-        if not pieces.whole or end.samples != (pieces.samples if splits else end.samples):
+        if splits and (not pieces.whole or end.samples != pieces.samples):
             raise ProtocolError(f"{message} says {end.samples} samples, but {pieces.samples} came in whole batches.")
+        if end.samples != session.who.samples:
+            raise ProtocolError(f"{message} says {end.samples} samples, but the device has {session.who.samples}.")
+        if session.asked_for:
+            raise ProtocolError(f"{message} came before the trace of epoch {session.asked_for[0]}.")
         self._measured[session.device] = MeasuredLink(end.uplink, session.channel.meter.read(epoch))
         self._measured_or_gone(session.device, epoch)
         model = await session.next()
@@ -429,6 +464,9 @@ class Server:
             aggregate = partial(self._learner.aggregate, [one.returned for one in served])
             try:
                 await self._pool.run((work, aggregate))
+            except TooFewDevicesError as error:
+                await self._start_over(epoch, served, error)
+                return []
             except UnusableModelError as error:
                 served = [one for one in served if one.returned.device != error.device]
                 session = self._reception.sessions.get(error.device)
@@ -439,6 +477,16 @@ class Server:
             else:
                 break
         return served
+
+    async def _start_over(self, epoch: int, served: list[_Served], error: TooFewDevicesError) -> None:
+        """Discard a round that too few have ended for the aggregation; it begins anew when one more is there."""
+        self._wanted = len(served) + 1
+        for one in served:
+            session = self._reception.sessions.get(one.returned.device)
+            if session is None:
+                self._learner.forget(one.returned.device)
+            else:
+                await self._drop(session, epoch, str(error))
 
     async def _distribute(self, group: list[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""
@@ -519,16 +567,19 @@ class Server:
             return
         batch = orders.batch_size + 1  # a left-over sample may join the last one
         piece = max(cut_batch(batch, plan.micro_batches, batch_statistics=orders.batch_statistics))
-        model = self._learner.model_bytes() + SMALL_BODY_BYTES
+        state = self._learner.model_bytes() + SMALL_BODY_BYTES
+        session.model_bytes = max(
+            self._learner.part_bytes(session.device), session.model_bytes if session.abandoned else 0
+        )
         iterations = session.who.samples // orders.batch_size + 2
         activation = piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES)
         # What still comes of a round that was abandoned is as large as the plan of that round let it be.
         session.activation_bytes = max(activation, session.activation_bytes if session.abandoned else 0)
         limits = {
             Kind.ACTIVATION: session.activation_bytes,
-            Kind.MODEL: model,
-            Kind.STATE: model,
-            Kind.TRACE: SMALL_BODY_BYTES + _SPAN_BYTES * iterations * (plan.micro_batches + 1),
+            Kind.MODEL: session.model_bytes + SMALL_BODY_BYTES,
+            Kind.STATE: state,
+            Kind.TRACE: min(_LARGEST_TRACE, SMALL_BODY_BYTES + _SPAN_BYTES * iterations * (plan.micro_batches + 1)),
         }
         session.channel.limit(body_limit(limits))
 
@@ -556,3 +607,13 @@ class Server:
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             self._observe(Progress(*place, loss, self._loop.time(), busy))
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of what may not be left half done: who cancels it waits for its end."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +43,7 @@ class Session:
         self.awaits_momentum = False  # of layers that the device has handed over
         self.allowed = 0  # micro-batches that may be outstanding: the plan's N
         self.outstanding = 0  # micro-batches that came and are not answered yet
+        self.model_bytes = 0  # of the largest part that it may bring back
         self.activation_bytes = 0  # that a micro-batch may have
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
@@ -143,8 +143,8 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
         raise ProtocolError(f"A device said {str(name)[:80]!r} where its name belongs.")
     if peer is not None and name != peer:
         raise ProtocolError(f"A device with the credential of '{peer}' says that it is '{name}'.")
-    if type(samples) is not int or not 1 <= samples < _MOST_BYTES:
-        raise ProtocolError(f"'{name}' says that it has {samples!r} samples; it has to have at least one.")
+    if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
+        raise ProtocolError(f"'{name}' says that it has {samples!r} samples; there may be 1 to {_MOST_SAMPLES}.")
     return Introduction(name, samples, read_profile(content.get("profile"), network))
 
 
@@ -196,7 +196,10 @@ def read_end(message: Message, epoch: int) -> End:
 _BESIDE_MICRO_BATCHES = 3
 _MOST_BYTES = 1 << 62
 _LONGEST_NAME = 64
+_MOST_SAMPLES = 100_000_000
+#: More seconds than any epoch, or clock, has.
+_LONGEST_S = 1e9
 
 
 def _is_time(seconds: object) -> bool:
-    return type(seconds) in (int, float) and isinstance(seconds, int | float) and 0 <= seconds < math.inf
+    return type(seconds) in (int, float) and isinstance(seconds, int | float) and 0 <= seconds < _LONGEST_S

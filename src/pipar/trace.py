@@ -166,6 +166,8 @@ class EpochTrace:
         return replace(self, totals=totals, spans=spans)
 
 
+#: Three hundred years of seconds: more than any clock shows since its machine was started.
+_LONGEST_S = 1e10
 _SPAN = struct.Struct("!BB?IHdd")
 
 
@@ -199,7 +201,10 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
         ]
     except (struct.error, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
-    if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < math.inf for span in spans):
+    sums = [value for t in totals.values() for value in (t.busy_s, t.waiting_s, t.last_end)]
+    if not all(0 <= value < _LONGEST_S for value in sums) or any(math.isnan(t.first_start) for t in totals.values()):
+        raise ProtocolError(f"{owner} sent a trace with a time that no clock shows.")
+    if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < _LONGEST_S for span in spans):
         raise ProtocolError(f"{owner} sent a trace with a span that ends before it starts.")
     return EpochTrace(owner, epoch, totals, spans, clock)
 
@@ -208,7 +213,7 @@ def _read_clock(said: Any) -> Clock | None:
     if said is None:
         return None
     machine, hello_at, welcome_at = said
-    if not (isinstance(machine, str) and math.isfinite(hello_at) and math.isfinite(welcome_at)):
+    if not (isinstance(machine, str) and 0 <= hello_at < _LONGEST_S and 0 <= welcome_at < _LONGEST_S):
         raise ValueError("no clock")
     return Clock(machine, float(hello_at), float(welcome_at))
 

@@ -10,7 +10,7 @@ from typing import cast
 import click
 
 from pipar.cli.options import CONFIG, EPOCHS, METHOD, SET, command_line, example, load, options
-from pipar.errors import ConfigError, InputError, PiparError
+from pipar.errors import ConfigError, CredentialError, InputError, PiparError
 from pipar.events import Failed, Observer, tell_all
 from pipar.units import parse_duration
 
@@ -66,15 +66,17 @@ def server(
     Devices may come and go while it trains. SIGTERM and Ctrl-C save and stop; --resume goes on behind the last round.
     """
     loaded = load(config, settings)
-    from pipar.link.security import ServerSecurity
+    from pipar.link.security import ServerSecurity, check_server
 
     security = ServerSecurity(insecure=insecure)
     if certs is not None:
         from dataclasses import replace
 
+        _check_folder(certs)
         security = replace(ServerSecurity.from_folder(certs, tokens=tokens), insecure=insecure)
     elif tokens:
         raise InputError("--tokens needs the folder that they are in: give it with --certs.")
+    check_server(security, listen or loaded.server.listen)  # before anything that takes a while
     with _observed(log_format, metrics) as observe:
         from pipar.deployment import ServerOptions, serve
 
@@ -120,7 +122,7 @@ def device(
     A server that cannot be reached is tried again, for ever or for as long as --give-up-after says.
     """
     loaded = load(config, settings)
-    from pipar.link.security import DeviceSecurity
+    from pipar.link.security import DeviceSecurity, check_device
 
     security = DeviceSecurity(insecure=insecure, server_name=server_name)
     if certs is not None:
@@ -128,6 +130,7 @@ def device(
 
         from pipar.link.register import read_token
 
+        _check_folder(certs)
         own = DeviceSecurity.from_folder(certs, name)
         if token_file is not None:
             own = replace(own, certificate=None, key=None, token=read_token(token_file))
@@ -138,10 +141,19 @@ def device(
         give_up_after_s = None if give_up_after is None else parse_duration(give_up_after)
     except (ConfigError, ValueError) as error:
         raise InputError(f"--give-up-after {give_up_after} is not a duration: {error}") from None
+    check_device(security, address)  # before anything that takes a while
     with _observed(log_format, metrics) as observe:
         from pipar.deployment import DeviceOptions, take_part
 
-        return take_part(loaded, DeviceOptions(name, address, security, data, give_up_after_s), observe)
+        try:
+            return take_part(loaded, DeviceOptions(name, address, security, data, give_up_after_s), observe)
+        except CredentialError as error:
+            raise InputError(str(error)) from None  # trying again is no use
+
+
+def _check_folder(certs: Path) -> None:
+    if not certs.is_dir():
+        raise InputError(f"There is no folder {certs}: `pipar certs init` makes one.")
 
 
 @contextmanager
@@ -155,5 +167,7 @@ def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
         try:
             yield observe
         except PiparError as error:
-            observe(Failed(str(error)))
+            monitor.observe(Failed(str(error)))
+            if log_format == "json":  # as text, it is the last line of the command anyway
+                log(Failed(str(error)))
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from pipar.clock import sleep_until
@@ -28,6 +29,10 @@ _SPANS = {
 }
 #: A frame that is written sooner has met no resistance.
 _HELD_UP_S = 1e-3
+#: A link that breaks many times sends some frames twice; a peer that does nothing else is up to no good.
+_MOST_USELESS = 100_000
+#: Who does not take what is left to say within this time does not get it.
+_LAST_WORDS_S = 10.0
 _CONTROL = ("control", "control")
 _BEHIND_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
 
@@ -89,6 +94,7 @@ class Channel:
         self._numbered: deque[_Posted] = deque()
         self._unacknowledged: deque[_Posted] = deque()
         self._sequence = 0
+        self._useless = 0  # frames that had come before
         self._posted: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
@@ -145,19 +151,22 @@ class Channel:
                     return message
 
     def _take(self, frame: Frame) -> Message | None:
-        _count(self.received_bytes, frame)
         self._forget_acknowledged(frame.acknowledged)
         if (frame.sequence == 0) != (frame.message.kind in UNNUMBERED):
             raise ProtocolError(f"{frame.message} has number {frame.sequence}; only what opens or ends a link has 0.")
         if frame.sequence == 0:
             return self._assembler.feed(frame)
         if frame.sequence <= self.received:
-            return None  # the peer did not know yet that we have it
+            self._useless += 1  # the peer did not know yet that we have it
+            if self._useless > _MOST_USELESS:
+                raise ProtocolError(f"{frame.message} came again, as did {_MOST_USELESS} frames before it.")
+            return None
         if frame.sequence > self.received + 1:
             raise ProtocolError(
                 f"{frame.message} has number {frame.sequence}, but {self.received + 1} is to come next."
             )
         message = self._assembler.feed(frame)
+        _count(self.received_bytes, frame)
         if message is not None:
             self.received = frame.sequence
         return message
@@ -266,7 +275,9 @@ class Channel:
 
     async def close(self) -> None:
         """Send what was posted, then end the connection."""
-        await self.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.drain()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         self._on_lost = None

@@ -42,7 +42,8 @@ class ServerSecurity:
         certificate, key = folder / "server.pem", folder / "server.key"
         if tokens:
             return cls(certificate, key, tokens=folder / "tokens.json")
-        return cls(certificate, key, client_ca=folder / "ca.pem", denied=folder / "denied.json")
+        denied = folder / "denied.json"
+        return cls(certificate, key, client_ca=folder / "ca.pem", denied=denied if denied.exists() else None)
 
     @property
     def knows_devices(self) -> bool:
@@ -101,6 +102,7 @@ def is_loopback(address: str) -> bool:
 
 def check_server(security: ServerSecurity, address: str) -> Material | None:
     """Return what the server's TLS needs, None for none; raise if the address or a file is no good."""
+    split_address(address)
     _check_both("server", security.certificate, security.key)
     if security.certificate is None or security.key is None:
         if security.client_ca is not None:
@@ -149,7 +151,7 @@ def _check_plain(insecure: bool, address: str, verb: str, *, has_token: bool) ->
     if not insecure:
         raise InputError(
             f"Cannot {verb} {address} without TLS, except on this machine itself: make certificates with "
-            "`pipar certs init`, or allow it explicitly as insecure."
+            "`pipar certs init` and give them with --certs, or allow it with --insecure."
         )
 
 

@@ -39,7 +39,7 @@ def exact_average(
                 sums[name].add_(tensor, alpha=samples)  # widened number by number, not as a whole
             else:
                 sums[name] = torch.maximum(sums[name], tensor)
-        del state, tensor  # before the next one is decoded
+        del state  # before the next one is decoded
     average = {name: tensor.div_(total) if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
     return average, dtypes
 

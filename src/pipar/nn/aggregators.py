@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from pipar.aggregation import all_parameters, check_devices, is_own, trimmed_at_each_end
-from pipar.errors import ConfigError, PiparError, TrainingError
+from pipar.errors import ConfigError, PiparError, TooFewDevicesError, TrainingError
 from pipar.factory import call_factory
 from pipar.nn.aggregate import State, exact_average, federated_average
 
@@ -300,7 +300,7 @@ def _check_count(aggregator: str, parameters: Mapping[str, Any], devices: int) -
     try:
         check_devices(aggregator, parameters, devices)
     except ValueError as error:
-        raise TrainingError(f"{error}.") from None
+        raise TooFewDevicesError(f"{error}.") from None
 
 
 def _by_coordinate(models: DeviceModels, reduced: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:

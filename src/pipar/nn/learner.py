@@ -119,7 +119,9 @@ class TorchLearner:
         return self.aggregator.aggregate(module.state_dict(), brought, parameters)
 
     def _whole(self, back: Returned) -> dict[str, torch.Tensor]:
-        return join_states(self._device_state(back), self.replica(back.device).state())
+        replica = self.replica(back.device).state()
+        _check_finite(back.device, replica, f"What {back.device} has made of the layers behind its cut")
+        return join_states(self._device_state(back), replica)
 
     def _device_state(self, back: Returned) -> dict[str, torch.Tensor]:
         try:
@@ -132,10 +134,7 @@ class TorchLearner:
             raise UnusableModelError(
                 back.device, f"{back.device} brought back a model that is not the part it was given."
             )
-        try:
-            check_finite(state.values(), f"The model that {back.device} brought back")
-        except ProtocolError as error:
-            raise UnusableModelError(back.device, str(error)) from None
+        _check_finite(back.device, state, f"The model that {back.device} brought back")
         return state
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -202,6 +201,13 @@ class TorchLearner:
     def _momentum_stays(self) -> bool:
         # That of a shared model always does: its weights are never replaced by an average.
         return self._keep_momentum or self._shared
+
+
+def _check_finite(device: str, state: Mapping[str, torch.Tensor], what: str) -> None:
+    try:
+        check_finite(state.values(), what)
+    except ProtocolError as error:
+        raise UnusableModelError(device, str(error)) from None
 
 
 def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ TRACE          ->                        the epoch's spans
                <-          ROUND | STOP
 STOP           ->                        goodbye
                <-          ABANDON       drop this epoch: it is over without you
+ABANDON        ->                        its answer, so that what came before it is known to have come
 FAULT         <->                        why the sender closes the connection
 """
 
