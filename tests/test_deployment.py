@@ -164,6 +164,7 @@ def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) ->
     server.says("pi-1 joined"), server.says("pi-2 joined")
     here.let_go("pi-2")
     here.wait_until_held("pi-1")
+    second.says("has trained its part of round")  # it waits for pi-1 now, and is held in the round behind it
     here.hold("pi-2")
     first.signal(signal.SIGTERM)
     here.let_go("pi-1")
