@@ -36,6 +36,7 @@ from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.prepare import check_given_plans, measured_profile
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
+from pipar.run import started
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.trace import SERVER, Recorder, Span
 from pipar.workload import Own, Workload
@@ -115,13 +116,14 @@ class _ServerProgram:
         self._options = options
         self._observe = folder.watching(observe)
         self._checkpoints = checkpoints
+        self._has_begun = False
 
     async def run(self, job: Job, found: Checkpoint | None) -> None:
         config, done = job.config, 0 if found is None else found.round
         enrolment = Open(job, {spec.name: spec for spec in _listed(config)}, unlisted_spec)
         if found is not None:
             enrolment.keep_plans(found.plans)
-        enrolment.changed = self._folder.take_job
+        enrolment.changed = self._take_job
         chooser = Chooser()
         saving = ThreadCompute(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
         keeper = CheckpointKeeper(
@@ -170,6 +172,13 @@ class _ServerProgram:
             await listener.stop()
             server.close()
             saving.close()
+
+    def _take_job(self, job: Job) -> None:
+        """The fleet is known, or has grown."""
+        self._folder.take_job(job)
+        if not self._has_begun:
+            self._has_begun = True
+            self._observe(started(job, self._folder.path))
 
     def _emit(self, result: EpochResult, spans: list[Span]) -> None:
         self._folder.add_epoch(result, spans)

@@ -203,7 +203,7 @@ def _check_real_world(config: Config) -> None:
 def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
     """Make the run's folder and say that the training begins; a run that fails at once leaves no folder behind."""
     folder = new_folder(run_name(job.config, job.model, job.dataset))
-    observe(_started(job, folder))
+    observe(started(job, folder))
     try:
         yield folder
     except KeyboardInterrupt:
@@ -215,7 +215,8 @@ def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
         raise
 
 
-def _started(job: Job, folder: Path) -> Started:
+def started(job: Job, folder: Path) -> Started:
+    """Return what is said when a training begins."""
     run, cut = job.config.run, job.batch_statistics
     return Started(
         folder=str(folder),
