@@ -12,6 +12,7 @@ from benchmarks import (
     bare_loop,
     efficiency,
     large_model,
+    many_devices,
     prediction,
     record,
     replanning,
@@ -30,6 +31,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "prediction": prediction.measure,
     "replanning": replanning.measure,
     "large_model": large_model.measure,
+    "many_devices": many_devices.measure,
 }
 
 

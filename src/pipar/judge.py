@@ -6,7 +6,7 @@ that the planner is not given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,7 @@ import numpy as np
 from pipar import keyed
 from pipar.forecast import BatchTimes, Disturb, forecast
 from pipar.methods import Plan
-from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.profile import LayerProfile, Profile
 from pipar.planner.timing import Simulate, Timing
 
 #: How far a layer's time may lie from its profile, either way.
@@ -29,12 +27,7 @@ _MOST_MICRO_BATCHES = 1024
 
 def perturbed(fleet: Fleet, seed: int) -> Fleet:
     """Return the fleet with other times for every layer, on each machine by its own factors; kinds stay kinds."""
-    known: dict[int, Costs] = {}
-    for number, member in enumerate(fleet.members):
-        if id(member.costs) not in known:
-            known[id(member.costs)] = _perturbed(member.costs, seed, f"device {number}")
-    members = tuple(replace(member, costs=known[id(member.costs)]) for member in fleet.members)
-    return replace(fleet, members=members, server=_perturbed(fleet.server, seed, "server"))
+    return fleet.varied(lambda machine: _factors(seed, machine))
 
 
 def judging(seed: int) -> Simulate:
@@ -66,17 +59,6 @@ def jitter(seed: int) -> Disturb:
     return disturb
 
 
-def _perturbed(costs: Costs, seed: int, machine: str) -> Costs:
+def _factors(seed: int, machine: str) -> Callable[[], float]:
     draw = keyed.generator(seed, "perturbation", machine)
-
-    def one(layer: LayerProfile) -> LayerProfile:
-        forward, backward = draw.uniform(1 - PERTURBATION, 1 + PERTURBATION, 2)
-        return replace(
-            layer,
-            forward_s=tuple(seconds * float(forward) for seconds in layer.forward_s),
-            backward_s=tuple(seconds * float(backward) for seconds in layer.backward_s),
-            least_s=(),
-        )
-
-    profile: Profile = replace(costs.profile, layers=tuple(map(one, costs.profile.layers)))
-    return Costs(profile, costs.speed)
+    return lambda: float(draw.uniform(1 - PERTURBATION, 1 + PERTURBATION))

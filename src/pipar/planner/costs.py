@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
 
-from pipar.planner.profile import Profile
+from pipar.planner.profile import LayerProfile, Profile
 from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
@@ -33,6 +35,20 @@ class Costs:
         # instead: compressed sizes never repeat, and remembering them would only fill memory.
         self._known: dict[tuple[str, int, int, int], float] = {}
         self._layers: dict[tuple[bool, int], tuple[float, ...]] = {}
+
+    def varied(self, draw: Callable[[], float]) -> Costs:
+        """Return the costs of a machine whose layers take other times: each forward and backward by its own factor."""
+
+        def one(layer: LayerProfile) -> LayerProfile:
+            forward, backward = draw(), draw()
+            return replace(
+                layer,
+                forward_s=tuple(seconds * forward for seconds in layer.forward_s),
+                backward_s=tuple(seconds * backward for seconds in layer.backward_s),
+                least_s=(),
+            )
+
+        return Costs(replace(self.profile, layers=tuple(map(one, self.profile.layers))), self.speed)
 
     def slower(self, times: float) -> Costs:
         """Return the costs of a machine on which everything takes so many times as long."""

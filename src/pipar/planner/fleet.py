@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -73,12 +73,21 @@ class Fleet:
 
     def slower(self, *, devices: float = 1.0, server: float = 1.0) -> Fleet:
         """Return the fleet with computation that takes so many times as long; devices of one kind stay of one kind."""
+        return self._with_costs(lambda costs, _: costs.slower(devices), self.server.slower(server))
+
+    def varied(self, factors: Callable[[str], Callable[[], float]]) -> Fleet:
+        """Return the fleet with other times for every layer, on each machine by its own factors; kinds stay kinds."""
+        return self._with_costs(
+            lambda costs, number: costs.varied(factors(f"device {number}")), self.server.varied(factors("server"))
+        )
+
+    def _with_costs(self, change: Callable[[Costs, int], Costs], server: Costs) -> Fleet:
         known: dict[int, Costs] = {}
-        for member in self.members:
+        for number, member in enumerate(self.members):
             if id(member.costs) not in known:
-                known[id(member.costs)] = member.costs.slower(devices)
+                known[id(member.costs)] = change(member.costs, number)
         members = tuple(replace(member, costs=known[id(member.costs)]) for member in self.members)
-        return replace(self, members=members, server=self.server.slower(server))
+        return replace(self, members=members, server=server)
 
     def of(self, names: Collection[str]) -> Fleet:
         """Return the fleet of these devices alone."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import prod
+from random import Random
 
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
@@ -28,10 +30,10 @@ TIE = 0.002
 #: The first look at N; behind it, every N around the best.
 _COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
 _SWEEPS = 4
-#: No profile is exact. Plans this close to the best are compared again on machines that are slower than their profiles,
-#: devices first, then the server: a plan that only just balances two lanes is worse off than it seems.
+#: No profile is exact. Plans this close to the best are compared again in worlds where every layer takes more or less
+#: than its profile says: a plan that only just balances two lanes is worse off than it seems.
 _CLOSE = 0.05
-_SLOWER = 1.1
+_DOUBT = 0.15
 _SHORTLIST = 8
 _RUNNERS_UP = 8
 _POLISHED = 4
@@ -52,12 +54,13 @@ class Effort:
 
     devices: int
     pieces: int  # micro-batches to be simulated, about 15 microseconds each
+    worlds: int  # in which plans that are close to the best are compared
 
 
 #: Seconds, before a training: its plans may stay for hours.
-THOROUGH = Effort(devices=128, pieces=500_000)
+THOROUGH = Effort(devices=128, pieces=500_000, worlds=4)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
-QUICK = Effort(devices=24, pieces=10_000)
+QUICK = Effort(devices=24, pieces=10_000, worlds=2)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def choose(
 
     `start` are plans to begin with instead of each kind's own best: those in force, when bandwidth has changed.
     """
-    search = _Search(fleet, simulate, progress, effort.pieces)
+    search = _Search(fleet, simulate, progress, effort.pieces, effort.worlds)
     if fleet.method.shares_server_model:
         best = min(plans_in_common(fleet), key=search.epoch_s)
     else:
@@ -184,13 +187,14 @@ class _Search:
     simulate: Simulate
     progress: Callable[[int], None] | None
     budget: int  # of micro-batches
+    worlds: int  # that close plans are compared in
     known: dict[ByKind, float] = field(default_factory=dict)
     expected: dict[ByKind, float] = field(default_factory=dict)
     simulations: int = 0
     spent: int = 0  # micro-batches simulated
 
     def __post_init__(self) -> None:
-        self._slower = (self.fleet.slower(devices=_SLOWER), self.fleet.slower(server=_SLOWER))
+        self._doubted = [self.fleet.varied(partial(_doubts, world)) for world in range(self.worlds)]
         self._kinds = self.fleet.kinds()
         known: dict[tuple[object, ...], list[Candidate]] = {}  # kinds that differ in their data alone have the same
         for kind in self._kinds:
@@ -272,10 +276,10 @@ class _Search:
         return self.known[by_kind]
 
     def expected_s(self, by_kind: ByKind) -> float:
-        """Return the mean over the profiles as they are, slower devices and a slower server."""
+        """Return the mean over the profiles as they are and as they may be."""
         if by_kind not in self.expected:
-            slower = [self._simulated_s(fleet, by_kind) for fleet in self._slower]
-            self.expected[by_kind] = (self.epoch_s(by_kind) + sum(slower)) / 3
+            doubted = [self._simulated_s(fleet, by_kind) for fleet in self._doubted]
+            self.expected[by_kind] = (self.epoch_s(by_kind) + sum(doubted)) / (1 + len(doubted))
         return self.expected[by_kind]
 
     def _simulated_s(self, fleet: Fleet, by_kind: ByKind) -> float:
@@ -417,6 +421,11 @@ class _Search:
                 first[cut] = (by_kind, seconds)
         shown = [*list(first.values())[: _RUNNERS_UP // 2], *rest]
         return tuple(sorted(shown[:_RUNNERS_UP], key=lambda item: item[1]))
+
+
+def _doubts(world: int, machine: str) -> Callable[[], float]:
+    draw = Random(f"{world} {machine}")
+    return lambda: draw.uniform(1 - _DOUBT, 1 + _DOUBT)
 
 
 def _by_cut(options: list[Candidate]) -> dict[int, list[Candidate]]:
