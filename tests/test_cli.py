@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -275,3 +276,31 @@ def test_ctrl_c_in_the_real_world_saves_the_epochs_so_far(runs: Path) -> None:
     result = json.loads((runs / "cut" / "result.json").read_text("utf-8"))
     assert len(result["epochs"]) >= 1
     assert (runs / "cut" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_that_is_killed_leaves_no_processes_behind(runs: Path) -> None:
+    words = ["run", "--name", "killed", "--speed", "1", "--link", "unlimited", *SMALL, "--epochs", "10000"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "pipar", *words], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        _wait_until((runs / "killed" / "metrics.jsonl").exists, 60)
+    finally:
+        program.kill()
+        program.wait()
+    _wait_until(lambda: not _of_session(program.pid), 50)
+
+
+def _of_session(leader: int) -> list[int]:
+    """Return the processes of a session that still run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == leader and state != "Z":
+                    found.append(int(folder.name))
+    return found

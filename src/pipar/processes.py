@@ -224,9 +224,13 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
         sys.exit(1)
 
 
-def _say(connection: Connection, said: Event | Failure) -> None:
-    with contextlib.suppress(OSError):  # a parent that is gone needs no telling
+def _say(connection: Connection, said: Event | Failure) -> bool:
+    """Tell the parent; return whether it is still there."""
+    try:
         connection.send(said)
+    except OSError:
+        return False
+    return True
 
 
 def _observer(connection: Connection) -> Observer:
@@ -239,7 +243,8 @@ def _observer(connection: Connection) -> Observer:
         if isinstance(event, Progress) and now - last < _PROGRESS_EVERY_S:
             return
         last = now if isinstance(event, Progress) else last
-        _say(connection, event)
+        if not _say(connection, event):
+            os.kill(os.getpid(), signal.SIGTERM)  # the parent was killed: nobody waits for this training any more
 
     return observe
 
