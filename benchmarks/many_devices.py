@@ -71,6 +71,8 @@ def measure(folder: Path, devices: int = DEVICES, first: int = FIRST) -> tuple[l
     finally:
         server.kill()
         server.wait()
+        assert server.stderr is not None
+        server.stderr.close()
     each = (found["with_all"] - found["with_first"]) / (devices - 1 - first)
     claims = [
         Claim(f"devices that one round counts, of {devices}", found["counted"], "", least=devices),

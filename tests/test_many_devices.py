@@ -1,4 +1,4 @@
-"""Many devices at one real server, by the benchmark's own means; `python -m benchmarks many_devices` has 200 of them."""
+"""Many devices at one real server; `python -m benchmarks many_devices` has 200 of them."""
 
 from __future__ import annotations
 
