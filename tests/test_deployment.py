@@ -61,7 +61,7 @@ def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> 
             own, shard = copy.deepcopy(model), workload.shard(name)
             optimizer, order = RULES.optimizer(own), shard.order(entry["epoch"])
             for positions in np.split(order, range(BATCH, len(order), BATCH)):
-                step(own, [optimizer], shard.batch(entry["epoch"], positions), RULES)
+                step(own, [optimizer], shard.batch(entry["epoch"], positions), RULES, ())
             states.append(own.state_dict())
             counts.append(len(shard))
         assert dict(zip(sorted(entry["counted"]), counts, strict=True)) == entry["counted"]

@@ -93,7 +93,7 @@ def test_with_certificates_the_right_ones_train_and_the_wrong_ones_end_with_one_
     expire(late, "pi-2")
 
     wrong = [
-        (here.device("pi-2", address, "--certs", "stranger"), ("another authority",)),
+        (here.device("pi-2", address, "--certs", "stranger"), ("does not vouch for",)),
         (here.device("pi-2", address, "--certs", "mixed"), ("does not take the device's certificate",)),
         (here.device("pi-2", address, "--certs", "late"), ("does not take the device's certificate", "expired")),
         (here.device("pi-1", address, "--certs", "borrowed"), ("with the credential of 'pi-2' says",)),

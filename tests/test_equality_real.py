@@ -14,9 +14,10 @@ from training import EXACT, Case, Trained, hand_made_profile, largest_error, mak
 
 import pipar
 from pipar import replanning
-from pipar.assemble import assemble_server, run_device
+from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.compute import ThreadCompute
 from pipar.config import Link
+from pipar.enrolment import Listed
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.link.grpc import Listener, connect
 from pipar.methods import Plan
@@ -55,14 +56,23 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
     validation = workload.held_out_batches("validation")
     lanes = partial(ThreadCompute, speed=1.0)
     server = assemble_server(
-        job, learner, validation, pool=lanes, background=lanes, emit=emit, observe=observe, choose=choose
+        job,
+        learner,
+        validation,
+        enrolment=Listed(job),
+        pool=lanes,
+        background=lanes,
+        emit=emit,
+        observe=observe,
+        choose=choose,
     )
-    listener = Listener(lambda transport, _: server.admit(transport))
+    listener = Listener(server.admit)
     port = await listener.start("127.0.0.1:0")
 
     async def live(name: str) -> None:
         transport = await connect(f"127.0.0.1:{port}")
-        await run_device(job, name, workload.shard(name), build, transport, compute=lanes, observe=ignore)
+        equipment = Equipment(workload.shard(name), build, lanes)
+        await run_device(name, job.links[name], equipment, transport, observe=ignore)
 
     try:
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:

@@ -192,7 +192,7 @@ def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeyp
     def slow_federated(scenario: Scenario) -> Scenario:
         return replace(one_is_late(scenario), method="fl", plans=dict.fromkeys(scenario.names, Plan(3, 1)))
 
-    assert found(slow_federated) == "aggregate is the mean"
+    assert found(slow_federated) in ("aggregate is the mean", "breaches have a cause")  # it may be out of place, too
 
 
 @pytest.mark.slow

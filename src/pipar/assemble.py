@@ -89,7 +89,7 @@ def assemble_server(
         epochs=config.run.epochs,
         patience=config.run.patience,
         plans=job.plans,
-        min_devices=config.server.min_devices or len(device_names(config)),
+        min_devices=config.server.min_devices or len(job.specs) or len(device_names(config)),
         round_deadline_s=config.server.round_deadline,
         resume_window_s=config.server.resume_window,
         validation=validation,

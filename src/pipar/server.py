@@ -25,7 +25,6 @@ from pipar.protocol.orders import Orders, Returned, plan_body
 from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
-from pipar.schedule import cut_batch
 from pipar.session import Introduction, Pieces, Session, expect, read_end
 from pipar.stages import Work
 from pipar.trace import DOWNLINK, SERVER, Recorder
@@ -156,6 +155,7 @@ class Server:
         self._turns: Turns | None = None
         self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
         self._wanted = 0  # devices, if there were too few for the aggregation
+        self._last_round_s = 0.0
         self.done = 0  # the last round that is complete
         self._samples = 0
         self._iterations = 0
@@ -240,7 +240,7 @@ class Server:
     async def _results(self, epoch: int) -> None:
         """Return when all results are out; who keeps its last trace to itself is not waited for."""
         try:
-            async with asyncio.timeout(_LAST_TRACES_S):
+            async with asyncio.timeout(_LAST_TRACES_S + 5 * self._last_round_s):  # behind the models, on slow links
                 await self._ledger.complete(epoch)
         except TimeoutError:
             for session in self._reception.present():
@@ -323,7 +323,7 @@ class Server:
             reporting=[session.device for session in reporting],
             seconds=self._loop.time() - began,
         )
-        self.done = epoch
+        self.done, self._last_round_s = epoch, self._loop.time() - began
         self._observe(RoundOver(epoch, counted))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
@@ -565,8 +565,8 @@ class Server:
         session.allowed = plan.micro_batches
         if profile is None:
             return
-        batch = orders.batch_size + 1  # a left-over sample may join the last one
-        piece = max(cut_batch(batch, plan.micro_batches, batch_statistics=orders.batch_statistics))
+        # A left-over sample may join the last batch; with batch statistics a short batch is cut into two and three.
+        piece = max(-(-(orders.batch_size + 1) // plan.micro_batches), 3 if orders.batch_statistics else 1)
         state = self._learner.model_bytes() + SMALL_BODY_BYTES
         session.model_bytes = max(
             self._learner.part_bytes(session.device), session.model_bytes if session.abandoned else 0
