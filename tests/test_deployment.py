@@ -160,11 +160,13 @@ def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) ->
     server = here.server()
     address = address_of(server)
     here.hold("pi-1"), here.hold("pi-2")
-    first, second = here.device("pi-1", address), here.device("pi-2", address)
-    server.says("pi-1 joined"), server.says("pi-2 joined")
+    second = here.device("pi-2", address)
+    here.wait_until_held("pi-2")
+    first = here.device("pi-1", address)
+    server.says("pi-1 joined")  # for round 2
     here.let_go("pi-2")
     here.wait_until_held("pi-1")
-    second.says("has trained its part of round")  # it waits for pi-1 now, and is held in the round behind it
+    second.says("has trained its part of round 2")  # it waits for pi-1 now, and is held in round 3
     here.hold("pi-2")
     first.signal(signal.SIGTERM)
     here.let_go("pi-1")
