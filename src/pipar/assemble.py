@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from pipar.choosing import Choices, Search, search_by_estimate
@@ -153,8 +154,7 @@ async def run_device(
     recorder = Recorder(name, keep_spans)
     on_lost = None if lifeline is None else lifeline.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
-    cycle = [other.up_bps for other in link.cycle]
-    channel.shape(link.up_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
+    channel.emulate(link, attrgetter("up_bps"))
     lanes = equipment.compute([COMPUTE], recorder), equipment.compute([IO], recorder)
     device = Device(
         name,

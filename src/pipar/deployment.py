@@ -24,7 +24,7 @@ from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
 from pipar.errors import ConfigError, DataError, InputError
-from pipar.events import EpochResult, Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.events import Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.lifeline import Lifeline
@@ -38,7 +38,7 @@ from pipar.prepare import check_given_plans, measured_profile
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
-from pipar.trace import SERVER, Recorder, Span
+from pipar.trace import SERVER, Recorder
 from pipar.workload import Own, Workload
 
 _NO_LINK = Link()
@@ -74,23 +74,22 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     """Train with the devices that come; return the exit code: 0 at the end or on SIGTERM, 130 on SIGINT."""
     _prepare_process()
     workload = server_workload(config)
-    folder_path = runs_folder() / run_name_of(config, workload)
+    folder_path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
     checkpoints = folder_path / "checkpoint"
     found = _checkpoint(config, checkpoints, options, observe)
     job = _empty_job(workload, observe)
-    if found is not None:
-        job = replace(job, plans=found.plans, sizes=found.samples)
-    learner = make_learner(job, workload)
+    before = job if found is None else replace(job, plans=found.plans, sizes=found.samples)
+    learner = make_learner(before, workload)
     if found is not None:
         learner.restore(found.tensors)
     else:
         seed_dropout(config.run.seed, SERVER)
-    folder = _open_folder(folder_path, job, found, options.command)
+    folder = _open_folder(folder_path, before, found, options.command)
     if found is not None and found.round >= config.run.epochs:
         observe(Resumed(found.round))
         return 0  # there is nothing left to do, and nobody will come
-    program = _ServerProgram(workload, learner, folder, options, observe, Checkpoints(checkpoints, _keep(config)))
-    stopped = _until_signal(program.run(_empty(job), found))
+    kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
+    stopped = _until_signal(_ServerProgram(workload, learner, folder, options, observe, kept).run(job, found))
     with uninterrupted():
         folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         if stopped is None:
@@ -143,7 +142,7 @@ class _ServerProgram:
             enrolment=enrolment,
             pool=partial(ThreadCompute, speed=config.server.speed),
             background=partial(ThreadCompute, nice=19),
-            emit=self._emit,
+            emit=self._folder.emitting(self._observe),
             observe=self._observe,
             search=chooser,
             session_numbers=_random_numbers(),
@@ -180,23 +179,18 @@ class _ServerProgram:
             self._has_begun = True
             self._observe(started(job, self._folder.path))
 
-    def _emit(self, result: EpochResult, spans: list[Span]) -> None:
-        self._folder.add_epoch(result, spans)
-        self._observe(result)
-
 
 def server_workload(config: Config) -> Workload:
     """Return the workload of a server, which knows of the data only what the network has to fit."""
-    data = config.data
-    if data.factory is None:
-        info = dataset_info(data.name)
-        shape, classes = data.shape or info.shape, data.classes or info.classes
-        return Workload(config, Own(input_shape=tuple(shape), classes=classes))
-    if data.shape is None or data.classes is None:
+    shape, classes = config.data.shape, config.data.classes
+    if config.data.factory is None:
+        info = dataset_info(config.data.name)
+        shape, classes = shape or info.shape, classes or info.classes
+    if shape is None or classes is None:
         raise ConfigError(
             "A server has none of the devices' data: with data.factory, give data.shape and data.classes, too."
         )
-    return Workload(config, Own(input_shape=tuple(data.shape), classes=data.classes))
+    return Workload(config, Own(input_shape=tuple(shape), classes=classes))
 
 
 def held_out(workload: Workload, which: str) -> Batches:
@@ -263,14 +257,6 @@ def _empty_job(workload: Workload, observe: Observer) -> Job:
     )
 
 
-def _empty(job: Job) -> Job:
-    return replace(job, plans={}, sizes={})
-
-
-def run_name_of(config: Config, workload: Workload) -> str:
-    return run_name(config, workload.model_name, workload.data_name)
-
-
 def _checkpoint(config: Config, folder: Path, options: ServerOptions, observe: Observer) -> Checkpoint | None:
     if not options.resume:
         refuse_to_overwrite(folder)
@@ -287,10 +273,6 @@ def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -
     if found is not None:
         folder.go_on(found.round, found.metrics, found.round_log, found.plans)
     return folder
-
-
-def _keep(config: Config) -> int:
-    return config.server.checkpoint_keep
 
 
 def _random_numbers() -> Iterator[int]:

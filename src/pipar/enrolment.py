@@ -70,7 +70,8 @@ class Open:
         if known is not None and known != who.samples:
             raise ProtocolError(f"'{who.name}' had {known} samples before and says {who.samples} now.")
         if known is None:
-            fleet = self._with(self.job, who).fleet().of({who.name})
+            alone = replace(self.job, specs=(), sizes={}, device_profiles={})
+            fleet = self._with(alone, who).fleet()
             try:
                 allowed_plans(fleet, fleet.members[0])
             except PlanError as error:
@@ -100,7 +101,7 @@ class Open:
         plan = self._kept.get(who.name)
         plan = plan or next((job.plans[member.name] for member in kind if member.name in job.plans), None)
         if plan is None and job.method.shares_server_model and job.plans:
-            plan = replace(next(iter(job.plans.values())))
+            plan = next(iter(job.plans.values()))
         if plan is None:
             try:
                 plan = choose_by_estimate(fleet.of({who.name}))[who.name][0]

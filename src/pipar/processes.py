@@ -311,10 +311,6 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
     from pipar.enrolment import Listed
     from pipar.link.grpc import Listener
 
-    def emit(result: Any, spans: Any) -> None:
-        run.add_epoch(result, spans)
-        observe(result)
-
     chooser = Chooser()
     server = assemble_server(
         job,
@@ -322,7 +318,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         workload.held_out_batches("validation"),
         pool=partial(ThreadCompute, speed=job.config.server.speed),
         background=partial(ThreadCompute, nice=19),
-        emit=emit,
+        emit=run.emitting(observe),
         observe=run.watching(observe),
         enrolment=Listed(job, partial(plans_of_joined, job)),
         search=chooser,

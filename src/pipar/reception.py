@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 from typing import Protocol
 
 from pipar.clock import clock_machine
@@ -117,9 +118,7 @@ class Reception:
         session.hello_at = self._loop.time()
         channel.session = session.number
         channel.limit(body_limit({}))  # small messages only, until its plan is known
-        link = self._doorkeeper.link(who.name)
-        cycle = [other.down_bps for other in link.cycle]
-        channel.shape(link.down_bps, link.latency_s, cycle=cycle, every_s=link.every_s)
+        channel.emulate(self._doorkeeper.link(who.name), attrgetter("down_bps"))
         self.sessions[who.name] = session
         self._lives[session] = self._loop.create_task(self._live(session))
         self._observe(Joined(who.name, len(self.sessions)))
@@ -137,11 +136,15 @@ class Reception:
         if not session.is_welcome:
             raise _GoneError("That session has not begun.")
         session.channel.attach(transport, hello.acknowledged, greeting=Message(Kind.WELCOME))  # or it stays away
+        self._observe(Back(name, self._loop.time() - self._wait_no_longer(session)))
+        return session
+
+    def _wait_no_longer(self, session: Session) -> float:
+        """Return since when a device was away, whose return is not waited for any more."""
         timer, since = self._away.pop(session, (None, self._loop.time()))
         if timer is not None:
             timer.cancel()
-        self._observe(Back(name, self._loop.time() - since))
-        return session
+        return since
 
     def _lost(self, session: Session, error: LinkError) -> None:
         """A connection is gone; its device may come back over another one within the window."""
@@ -178,9 +181,7 @@ class Reception:
             return
         session.is_over = True
         reason = session.verdict or reason
-        timer, _ = self._away.pop(session, (None, 0.0))
-        if timer is not None:
-            timer.cancel()
+        self._wait_no_longer(session)
         if self.sessions.get(session.device) is session:
             del self.sessions[session.device]
         session.inbox.put_nowait(reason)

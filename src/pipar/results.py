@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from importlib import metadata
@@ -142,6 +142,15 @@ class RunFolder:
             with suppress(ValueError):  # the last one may have been cut off
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
+
+    def emitting(self, observe: Observer) -> Callable[[EpochResult, list[Span]], None]:
+        """Return what takes an epoch's result and spans: they are kept, and the result is passed on."""
+
+        def emit(result: EpochResult, spans: list[Span]) -> None:
+            self.add_epoch(result, spans)
+            observe(result)
+
+        return emit
 
     def watching(self, observe: Observer) -> Observer:
         """Return an observer that passes everything on and keeps what the result tells of."""

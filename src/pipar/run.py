@@ -13,12 +13,11 @@ from pipar import methods as known
 from pipar.aggregation import check_method
 from pipar.config import Config, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.events import EpochResult, Observer, Started, ignore
+from pipar.events import Observer, Started, ignore
 from pipar.job import Job
 from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.schedule import cut_epoch
-from pipar.trace import Span
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +141,7 @@ def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
     with _open_folder(job, observe) as path:
         folder = RunFolder(path, job, world="timing-only", command=command)
         try:
-            train_without_mathematics(job, _emitter(folder, observe), folder.watching(observe))
+            train_without_mathematics(job, folder.emitting(observe), folder.watching(observe))
         finally:  # whatever ended it, the epochs so far are kept
             with uninterrupted():
                 content = folder.finish()
@@ -171,7 +170,7 @@ def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Re
     with _open_folder(job, observe) as path:
         folder = RunFolder(path, job, world="virtual", command=command)
         try:
-            train_virtually(job, workload, _emitter(folder, observe), folder.watching(observe), learner)
+            train_virtually(job, workload, folder.emitting(observe), folder.watching(observe), learner)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with uninterrupted():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
@@ -227,11 +226,3 @@ def started(job: Job, folder: Path) -> Started:
         samples=dict(job.sizes),
         iterations={name: len(cut_epoch(n, run.batch_size, batch_statistics=cut)) for name, n in job.sizes.items()},
     )
-
-
-def _emitter(folder: RunFolder, observe: Observer) -> Any:
-    def emit(result: EpochResult, spans: list[Span]) -> None:
-        folder.add_epoch(result, spans)
-        observe(result)
-
-    return emit

@@ -315,15 +315,15 @@ class Server:
         for session in reporting:
             session.ask_for_trace(epoch)
         losses = [one.loss_sum for one in served if one.loss_sum is not None]
-        samples = sum(counted.values())
+        samples, seconds = sum(counted.values()), self._loop.time() - began
         self._ledger.add_round(
             epoch,
             counted,
             sum(losses) / samples if losses else None,
             reporting=[session.device for session in reporting],
-            seconds=self._loop.time() - began,
+            seconds=seconds,
         )
-        self.done, self._last_round_s = epoch, self._loop.time() - began
+        self.done, self._last_round_s = epoch, seconds
         self._observe(RoundOver(epoch, counted))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
@@ -337,8 +337,7 @@ class Server:
         self._measured, self._unmeasured = {}, {session.device for session in group}
         deadline_s = self._training.round_deadline_s
         ends_at = math.inf if deadline_s is None else self._loop.time() + deadline_s
-        # Split learning goes on to the next device; otherwise somebody is to have ended before a round is.
-        may_end = deadline_s is not None and self._training.method.one_device_at_a_time
+        one_by_one = self._training.method.one_device_at_a_time
         self._reception.waits_until = 0.0 if deadline_s is None else ends_at
         for session in group:
             session.has_model_of = None  # it trains on what it has
@@ -348,7 +347,8 @@ class Server:
         try:
             waiting = set(serving)
             while waiting:
-                is_timed = deadline_s is not None and (may_end or bool(brought))
+                # Split learning goes on to the next device; otherwise somebody is to have ended before a round is.
+                is_timed = deadline_s is not None and (one_by_one or bool(brought))
                 left_s = max(0.0, ends_at - self._loop.time()) if is_timed else None
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 brought += [served for task in done if (served := task.result()) is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -70,17 +71,16 @@ def server(
 
     security = ServerSecurity(insecure=insecure)
     if certs is not None:
-        from dataclasses import replace
-
         _check_folder(certs)
         security = replace(ServerSecurity.from_folder(certs, tokens=tokens), insecure=insecure)
     elif tokens:
         raise InputError("--tokens needs the folder that they are in: give it with --certs.")
-    check_server(security, listen or loaded.server.listen)  # before anything that takes a while
+    address = listen or loaded.server.listen
+    check_server(security, address)  # before anything that takes a while
     with _observed(log_format, metrics) as observe:
         from pipar.deployment import ServerOptions, serve
 
-        asked = ServerOptions(listen or loaded.server.listen, security, resume, command_line())
+        asked = ServerOptions(address, security, resume, command_line())
         return serve(loaded, asked, observe)
 
 
@@ -126,8 +126,6 @@ def device(
 
     security = DeviceSecurity(insecure=insecure, server_name=server_name)
     if certs is not None:
-        from dataclasses import replace
-
         from pipar.link.register import read_token
 
         _check_folder(certs)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from pipar.clock import sleep_until
+from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.link.shaping import Meter, Pacer, Rates
 from pipar.protocol.messages import UNNUMBERED, Kind, Message
@@ -114,6 +115,10 @@ class Channel:
         self._latency_s = latency_s
         if self._transport is not None:
             self._transport = delayed(self._link, latency_s)
+
+    def emulate(self, link: Link, rate: Callable[[Link], float | None]) -> None:
+        """Send as over this link; `rate` is that of the direction in which this side sends."""
+        self.shape(rate(link), link.latency_s, cycle=[rate(one) for one in link.cycle], every_s=link.every_s)
 
     def limit(self, limit: BodyLimit) -> None:
         """Take no messages larger than this from now on."""

@@ -79,8 +79,20 @@ def _mean(models: DeviceModels) -> dict[str, torch.Tensor]:
     return federated_average((model.state, model.samples) for model in models)
 
 
-class _Stateless:
-    """Begins every round anew."""
+class _Stateless(ABC):
+    """Begins every round anew, and makes the new model of the devices' alone."""
+
+    def aggregate(
+        self,
+        before: State,  # noqa: ARG002
+        models: DeviceModels,
+        parameters: AbstractSet[str],  # noqa: ARG002
+    ) -> dict[str, torch.Tensor]:
+        return self._combined(models)
+
+    @abstractmethod
+    def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
+        """Return the new state."""
 
     def state(self) -> dict[str, torch.Tensor]:
         return {}
@@ -103,12 +115,7 @@ def _foreign(key: str, kind: str) -> ConfigError:
 class FedAvg(_Stateless):
     """The mean of the devices' models, weighted by samples."""
 
-    def aggregate(
-        self,
-        before: State,  # noqa: ARG002
-        models: DeviceModels,
-        parameters: AbstractSet[str],  # noqa: ARG002
-    ) -> dict[str, torch.Tensor]:
+    def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         return _mean(models)
 
 
@@ -230,12 +237,7 @@ class FedYogi(FedAdam):
 class Median(_Stateless):
     """The median of every coordinate, of an even number the mean of the two in the middle; Yin et al. 2018."""
 
-    def aggregate(
-        self,
-        before: State,  # noqa: ARG002
-        models: DeviceModels,
-        parameters: AbstractSet[str],  # noqa: ARG002
-    ) -> dict[str, torch.Tensor]:
+    def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         return _by_coordinate(models, _median)
 
 
@@ -248,12 +250,7 @@ class TrimmedMean(_Stateless):
 
     trim: float
 
-    def aggregate(
-        self,
-        before: State,  # noqa: ARG002
-        models: DeviceModels,
-        parameters: AbstractSet[str],  # noqa: ARG002
-    ) -> dict[str, torch.Tensor]:
+    def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         _check_count("trimmed_mean", {"trim": self.trim}, len(models))
         left_out = trimmed_at_each_end(self.trim, len(models))
         return _by_coordinate(models, lambda ordered: ordered[left_out : len(models) - left_out].mean(0))
@@ -270,12 +267,7 @@ class Krum(_Stateless):
     byzantine: int
     selected: int
 
-    def aggregate(
-        self,
-        before: State,  # noqa: ARG002
-        models: DeviceModels,
-        parameters: AbstractSet[str],  # noqa: ARG002
-    ) -> dict[str, torch.Tensor]:
+    def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         _check_count("krum", {"byzantine": self.byzantine, "selected": self.selected}, len(models))
         held = list(models)
         best = krum_scores([model.state for model in held], self.byzantine).sort(stable=True).indices[: self.selected]
