@@ -16,6 +16,7 @@ from pipar.events import EpochResult, Event, Replanned
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import LayerProfile, Profile
+from pipar.protocol.messages import Body
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
 from pipar.trace import Span
 
@@ -125,7 +126,7 @@ def test_an_epoch_stands_in_the_metrics_as_soon_as_it_is_over(folder: RunFolder)
 
 def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [SPAN])
-    untested = folder.finish(weights=b"weights", weights_sha256="ab" * 32)
+    untested = folder.finish(weights=Body.of(b"weights"), weights_sha256="ab" * 32)
     assert json.loads((folder.path / "result.json").read_text("utf-8")) == untested
     assert untested["test_accuracy"] is None
     result = folder.add_test_accuracy(0.75)
@@ -172,7 +173,7 @@ def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder
 
 def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [SPAN])
-    folder.finish(weights=b"weights")
+    folder.finish(weights=Body.of(b"wei", b"ghts"))
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "config.toml",
         "metrics.jsonl",

@@ -229,7 +229,8 @@ def read(path: Path) -> Checkpoint:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER_BYTES)
             content_bytes, tensor_bytes = _lengths(path, header, size)
-            content, tensors = file.read(content_bytes), file.read(tensor_bytes)
+            content, tensors = file.read(content_bytes), bytearray(tensor_bytes)  # tensors are to lie on it
+            file.readinto(tensors)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.") from None
     digest = hashlib.sha256(header[_START.size :])
@@ -259,7 +260,7 @@ def _lengths(path: Path, header: bytes, size: int) -> tuple[int, int]:
     return content_bytes, tensor_bytes
 
 
-def _checkpoint(content: Mapping[str, Any], tensors: bytes) -> Checkpoint:
+def _checkpoint(content: Mapping[str, Any], tensors: bytearray) -> Checkpoint:
     return Checkpoint(
         round=content["round"],
         tensors=Body.of(tensors, encoding="safetensors"),

@@ -35,6 +35,7 @@ from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.prepare import check_given_plans, measured_profile
+from pipar.protocol.messages import EMPTY
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
@@ -82,6 +83,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     learner = make_learner(before, workload)
     if found is not None:
         learner.restore(found.tensors)
+        found = replace(found, tensors=EMPTY)  # they would stay here as long as the server does
     else:
         seed_dropout(config.run.seed, SERVER)
     folder = _open_folder(folder_path, before, found, options.command)

@@ -246,21 +246,24 @@ class Reception:
 
     async def _take_in(self, session: Session) -> None:
         while True:
-            message = await session.channel.receive()
-            if message.kind is Kind.FAULT:
-                raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
-            if message.kind is Kind.STOP and session.stopped:
-                raise LinkError("it has said goodbye")
-            if not session.is_welcome:
-                raise ProtocolError(f"{message} came before the device was welcome.")
-            if message.kind is Kind.TRACE:
-                self._take_trace(session, message)
-            elif message.kind is Kind.HELLO:
-                raise ProtocolError(f"{message} came in the middle of a session.")
-            elif message.epoch > session.abandoned or _answers_plan(message, session.abandoned):
-                if message.kind is Kind.ACTIVATION:
-                    session.count_outstanding(message)
-                session.take(message)
+            # Without a name for it here, which would hold a whole model until the next message comes.
+            self._take(session, await session.channel.receive())
+
+    def _take(self, session: Session, message: Message) -> None:
+        if message.kind is Kind.FAULT:
+            raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
+        if message.kind is Kind.STOP and session.stopped:
+            raise LinkError("it has said goodbye")
+        if not session.is_welcome:
+            raise ProtocolError(f"{message} came before the device was welcome.")
+        if message.kind is Kind.TRACE:
+            self._take_trace(session, message)
+        elif message.kind is Kind.HELLO:
+            raise ProtocolError(f"{message} came in the middle of a session.")
+        elif message.epoch > session.abandoned or _answers_plan(message, session.abandoned):
+            if message.kind is Kind.ACTIVATION:
+                session.count_outstanding(message)
+            session.take(message)
 
     def _take_trace(self, session: Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)

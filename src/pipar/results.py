@@ -20,6 +20,7 @@ from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Observer, Replanned, RoundOver
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.protocol.messages import Body
 from pipar.trace import Span, chrome_events
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
@@ -51,11 +52,12 @@ def drop_unused(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, *content: bytes | memoryview) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
     with temporary.open("wb") as file:
-        file.write(content)
+        for piece in content:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -166,10 +168,10 @@ class RunFolder:
 
         return watch
 
-    def finish(self, *, weights: bytes | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
+    def finish(self, *, weights: Body | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
         """Write model.safetensors, trace.json and, last, result.json, not tested yet; return the result."""
         if weights is not None:
-            write_atomically(self.path / "model.safetensors", weights)
+            write_atomically(self.path / "model.safetensors", *weights.buffers)
         origin = min((span.start for span in self._spans), default=0.0)
         _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
         return self._write_result(self._result(weights_sha256))

@@ -108,6 +108,15 @@ class _Served:
     loss_sum: float | None
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """What is left of it when it is in the new global model."""
+
+    device: str
+    samples: int
+    loss_sum: float | None
+
+
 class Server:
     """The server, from the first device's hello to 'stop training'."""
 
@@ -288,33 +297,32 @@ class Server:
         """One round: from the devices' first loads to their new models; return whether anybody brought one back."""
         began = self._loop.time()
         one_by_one = self._training.method.one_device_at_a_time
-        served: list[_Served] = []
+        counted: list[_Counted] = []
         for number, sessions in enumerate([[session] for session in group] if one_by_one else [group]):
             here = [session for session in sessions if not session.is_over]
             if number > 0:  # split learning hands the weights on
                 await self._distribute(here, epoch)
             else:  # who was to be the first may have been lost meanwhile
                 await self._distribute([session for session in here if session.has_model_of != epoch - 1], epoch - 1)
-            brought = await self._serve_all(here, epoch)
-            served += await _to_the_end(self._aggregate(epoch, brought))
+            counted += await _to_the_end(self._aggregate(epoch, await self._serve_all(here, epoch)))
         # The new model and what is said of it belong together.
-        return await _to_the_end(self._close_round(epoch, served, began))
+        return await _to_the_end(self._close_round(epoch, counted, began))
 
-    async def _close_round(self, epoch: int, served: list[_Served], began: float) -> bool:
+    async def _close_round(self, epoch: int, in_model: list[_Counted], began: float) -> bool:
         """Send everybody the new model and write the round down; return whether there is one."""
-        if not served:
+        if not in_model:
             return False
         one_by_one = self._training.method.one_device_at_a_time
         if epoch < self._training.epochs:
             await self._adopt_new_plans(epoch)
-        counted = {one.returned.device: one.returned.samples for one in served}
+        counted = {one.device: one.samples for one in in_model}
         present = [session for session in self._reception.present() if session.is_welcome]
         await self._distribute(present[:1] if one_by_one else present, epoch)
         # The trace of this epoch travels while the next one's first batch is computed.
         reporting = [session for session in present if session.device in counted and not session.is_over]
         for session in reporting:
             session.ask_for_trace(epoch)
-        losses = [one.loss_sum for one in served if one.loss_sum is not None]
+        losses = [one.loss_sum for one in in_model if one.loss_sum is not None]
         samples, seconds = sum(counted.values()), self._loop.time() - began
         self._ledger.add_round(
             epoch,
@@ -456,8 +464,8 @@ class Server:
         self._report_progress(message, loss)
         return loss
 
-    async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Served]:
-        """Make the new global model; return what counts in it: a device whose model cannot be used is dismissed."""
+    async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Counted]:
+        """Make the new global model; return who counts in it: a device whose model cannot be used is dismissed."""
         await self._validation.copied()  # before the global model changes
         while served:
             work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(served))
@@ -476,7 +484,7 @@ class Server:
                     self._learner.forget(error.device)
             else:
                 break
-        return served
+        return [_Counted(one.returned.device, one.returned.samples, one.loss_sum) for one in served]
 
     async def _start_over(self, epoch: int, served: list[_Served], error: TooFewDevicesError) -> None:
         """Discard a round that too few have ended for the aggregation; it begins anew when one more is there."""

@@ -11,7 +11,7 @@ from pipar import keyed
 from pipar.job import Job
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
-from pipar.nn.runtime import one_thread
+from pipar.nn.runtime import give_back_memory_of_model, one_thread
 from pipar.nn.split import split_model
 from pipar.nn.steps import Piece, TorchDevicePart
 from pipar.protocol.orders import Orders
@@ -48,6 +48,11 @@ def warm_up(job: Job, workload: Workload) -> None:
 
     Kernels are chosen for each shape when they first meet it.
     """
+    _train_pieces(job, workload)
+    give_back_memory_of_model(_model_bytes(job))
+
+
+def _train_pieces(job: Job, workload: Workload) -> None:
     part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True)
     for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
         part.forward(0, _zeros(workload, samples))
@@ -59,8 +64,13 @@ def warm_up_device(job: Job, workload: Workload, name: str) -> None:
     """Train one batch by the device's own plan with a part that is thrown away.
 
     All its activations are in memory at once, as they will be: fetching that memory from the system made a first epoch
-    20 % longer.
+    20 % longer. That of a large model is fetched twice all the same, or it would be there beside the one that comes.
     """
+    _train_batch(job, workload, name)
+    give_back_memory_of_model(_model_bytes(job))
+
+
+def _train_batch(job: Job, workload: Workload, name: str) -> None:
     plan = job.plans[name]
     device_part, rest = split_model(workload.build_model(), plan.split_point)
     part = TorchDevicePart(device_part, workload.optimizer(), has_loss=len(rest) == 0)
@@ -76,6 +86,10 @@ def warm_up_device(job: Job, workload: Workload, name: str) -> None:
         else:
             part.backward(n, gradients.pop(n))
     part.step()
+
+
+def _model_bytes(job: Job) -> int:
+    return job.server_profile.parameter_bytes(1, len(job.server_profile.layers))
 
 
 def _zeros(workload: Workload, samples: int) -> Piece:

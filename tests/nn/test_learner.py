@@ -336,6 +336,29 @@ def test_the_evaluator_keeps_the_model_of_its_moment_and_leaves_the_global_one_a
     assert one.evaluator()(lambda: (inputs, labels)) != first
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_was_packed_or_saved_stays_that_of_its_moment(shared: bool) -> None:
+    """Nothing of it is copied: the global model gets other tensors, those that were given away stay as they are."""
+    one = learner({"a": 1, "b": 1}, shared=shared)
+    given = [one.pack("a"), one.packed_state(), one.snapshot()]
+    before = [bytes(body.contiguous()) for body in given]
+    one.replica("a")
+    step_with(one.replica("b"), 1.0)
+    one.aggregate([bring_back(one, name, 1, seed, 1)[0] for seed, name in enumerate("ab", start=1)])
+    assert [bytes(body.contiguous()) for body in given] == before
+    assert bytes(one.packed_state().contiguous()) != before[1]
+
+
+def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None:
+    model = network()
+    model[2] = nn.Linear(5, 4).double()
+    model.append(nn.Linear(4, 5).double())
+    model[3].weight = model[0].weight
+    one = TorchLearner(model, {"a": 4}, Optimizer(), classes=3, shares_server_model=False, keep_momentum=False)
+    one.aggregate([Returned("a", state_body(changed(model.state_dict(), 1)), 1)])
+    assert one.model[3].weight is one.model[0].weight
+
+
 def test_a_batch_is_evaluated_to_its_summed_loss_and_its_right_answers() -> None:
     model = nn.Identity()
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
@@ -347,4 +370,4 @@ def test_a_batch_is_evaluated_to_its_summed_loss_and_its_right_answers() -> None
 
 def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
     one = learner({"a": 1})
-    assert same(read_state(Body.of(one.packed_state())), one.state())
+    assert same(read_state(one.packed_state()), one.state())

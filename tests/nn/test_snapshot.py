@@ -15,9 +15,10 @@ from torch import nn
 from pipar.errors import InputError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.learner import TorchLearner
-from pipar.nn.snapshot import Snapshot, copied_body
+from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, TorchDevicePart, cut_pieces
+from pipar.nn.tensors import state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
 
@@ -190,7 +191,7 @@ def test_a_snapshot_of_another_network_is_refused_and_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-@pytest.mark.parametrize("body", [Body.of(b"torn"), copied_body({}), copied_body({"random.torch": torch.ones(3)})])
+@pytest.mark.parametrize("body", [Body.of(b"torn"), state_body({}), state_body({"random.torch": torch.ones(3)})])
 def test_what_is_no_snapshot_is_one_sentence(body: Body) -> None:
     with pytest.raises(InputError) as raised:
         World(SPLIT_POINTS).learner.restore(body)
@@ -210,7 +211,7 @@ def test_a_snapshot_is_valid_safetensors_for_every_kind_of_tensor() -> None:
         "tied too": weights,
         "part": weights[2:4],
     }
-    body = copied_body(state)
+    body = state_body(state)
     read = safetensors.torch.load(bytes(body.contiguous()))
     assert read.keys() == state.keys()
     for name, tensor in state.items():

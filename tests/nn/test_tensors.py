@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -121,6 +123,75 @@ def test_a_state_comes_back_bit_for_bit_with_its_names_and_dtypes() -> None:
     read = read_state(over_the_wire(Message(Kind.MODEL, body=state_body(state()))).body)
     assert read.keys() == state().keys()
     assert all(same_bits(read[name], tensor) for name, tensor in state().items())
+
+
+def test_a_state_has_the_bytes_that_safetensors_writes() -> None:
+    given = {
+        **state(),
+        'a "name"\n\u00e9': torch.ones(2, dtype=torch.bfloat16),
+        "half": torch.ones((), dtype=torch.float16),
+    }
+    given |= {str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)}
+    assert bytes(state_body(given).contiguous()) == safetensors.torch.save(given)
+    assert bytes(state_body({}).contiguous()) == safetensors.torch.save({})
+
+
+def test_a_state_is_sent_from_where_it_lies_and_read_where_it_arrived() -> None:
+    weight = torch.arange(6.0)
+    body = state_body({"w": weight})
+    weight[0] = 7.0
+    assert read_state(body)["w"][0] == 7.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "LARGE_BODY_BYTES", 1)
+        received = over_the_wire(Message(Kind.MODEL, body=body)).body
+    assert len(received.buffers) == 1
+    read = read_state(received)["w"]
+    received.buffers[0][-4:] = bytes(4)
+    assert read.tolist() == [7.0, 1.0, 2.0, 3.0, 4.0, 0.0]
+
+
+def test_tensors_that_do_not_lie_on_their_border_are_read_all_the_same() -> None:
+    packed = bytes(state_body({"w": torch.arange(3.0)}).contiguous())
+    length = int.from_bytes(packed[:8], "little")
+    shifted = (length + 1).to_bytes(8, "little") + packed[8 : 8 + length] + b" " + packed[8 + length :]
+    read = read_state(Body.of(shifted))["w"]
+    assert read.tolist() == [0.0, 1.0, 2.0]
+    assert read.data_ptr() % 4 == 0
+
+
+WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1],
+        "w",
+        7,
+        None,
+        {"w": []},
+        {"w": {}},
+        {"w": WEIGHT, "v": WEIGHT},  # two in one place
+        {"w": WEIGHT | {"data_offsets": [8, 16]}},  # a hole before it
+        {"w": WEIGHT | {"data_offsets": [0, 4]}},
+        {"w": WEIGHT | {"data_offsets": [-8, 0]}},
+        {"w": WEIGHT | {"data_offsets": [0, 8, 8]}},
+        {"w": WEIGHT | {"data_offsets": [False, 8]}},
+        {"w": WEIGHT | {"shape": [-1, -2]}},
+        {"w": WEIGHT | {"shape": [2.0]}},
+        {"w": WEIGHT | {"shape": {"2": 2}}},
+        {"w": WEIGHT | {"shape": [0, 2**80]}},
+        {"w": WEIGHT | {"dtype": "F128"}},
+        {"w": WEIGHT | {"dtype": []}},
+        {"w": WEIGHT, "e": {"dtype": "F32", "shape": [0, 2**80], "data_offsets": [8, 8]}},
+        {"e": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},  # bytes that nobody claims
+    ],
+    ids=lambda header: json.dumps(header)[:60],
+)
+def test_a_header_that_does_not_fit_its_bytes_is_a_protocol_error(header: object) -> None:
+    written = json.dumps(header).encode()
+    with pytest.raises(ProtocolError, match="safetensors"):
+        read_state(Body.of(len(written).to_bytes(8, "little") + written + bytes(8)))
 
 
 def test_tied_weights_and_views_can_be_sent() -> None:

@@ -236,10 +236,11 @@ def assemble(assembler: Assembler, frames: Iterator[Frame] | list[Frame]) -> lis
     return [message for frame in frames if (message := assembler.feed(frame)) is not None]
 
 
-@given(messages())
-def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(message: Message) -> None:
+@given(messages(), st.sampled_from([1, 1_000_000]))
+def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(message: Message, large: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "CHUNK_BYTES", 10)
+        patch.setattr(wire, "LARGE_BODY_BYTES", large)
         frames = frames_of(message)
         (received,) = assemble(Assembler(), frames)
     assert content_of(received) == content_of(message)
@@ -280,6 +281,15 @@ def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) 
     assert all(frame.payload == () for frame in frames)
     (received,) = assemble(Assembler(), frames)
     assert received.body.hollow
+
+
+def test_a_large_body_is_put_together_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LARGE_BODY_BYTES", 2_500_000)
+    for size, buffers in ((2_499_999, 3), (2_500_000, 1)):
+        message = Message(Kind.MODEL, body=Body.of(bytes(1_100_000), b"x" * (size - 1_100_000)))
+        (received,) = assemble(Assembler(), map(unpack_frame, map(pack_frame, frames_of(message))))
+        assert len(received.body.buffers) == buffers
+        assert content_of(received) == content_of(message)
 
 
 def test_a_frame_shares_the_senders_and_the_receivers_memory() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 
@@ -16,32 +17,25 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
     Sums are taken in float64 in the order given (by device name), so the result does not depend on arrival.
     Floating buffers are averaged like weights; integer counters take the largest value.
     """
-    average, dtypes = exact_average(models)
-    # One after another: a large model would be there twice, once in float64.
-    return {name: average.pop(name).to(dtypes[name]) for name in list(average)}
+    held = list(models)
+    dtypes = {name: tensor.dtype for name, tensor in held[0][0].items()}
+    return {name: average.to(dtypes[name]) for name, average in exact_averages(held)}
 
 
-def exact_average(
-    models: Iterable[tuple[State, int]],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
-    """Return the same before it is rounded, everything floating in float64, and the dtypes of the models."""
-    total = 0
-    sums: dict[str, torch.Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for state, samples in models:
-        total += samples
-        for name, tensor in state.items():
-            if name not in sums:
-                dtypes[name] = tensor.dtype
-                floating = tensor.is_floating_point()
-                sums[name] = torch.zeros(tensor.shape, dtype=torch.float64) if floating else tensor
-            if tensor.is_floating_point():
-                sums[name].add_(tensor, alpha=samples)  # widened number by number, not as a whole
-            else:
-                sums[name] = torch.maximum(sums[name], tensor)
-        del state  # before the next one is decoded
-    average = {name: tensor.div_(total) if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
-    return average, dtypes
+def exact_averages(models: Sequence[tuple[State, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the same before it is rounded, everything floating in float64.
+
+    Name by name: no large model is ever there in float64.
+    """
+    total = sum(samples for _, samples in models)
+    for name, tensor in models[0][0].items():
+        if not tensor.is_floating_point():
+            yield name, reduce(torch.maximum, (state[name] for state, _ in models))
+            continue
+        average = torch.zeros(tensor.shape, dtype=torch.float64)
+        for state, samples in models:
+            average.add_(state[name], alpha=samples)  # widened number by number, not as a whole
+        yield name, average.div_(total)
 
 
 def weights_sha256(state: State) -> str:

@@ -21,7 +21,7 @@ import torch
 from pipar.aggregation import all_parameters, check_devices, is_own, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, TooFewDevicesError, TrainingError
 from pipar.factory import call_factory
-from pipar.nn.aggregate import State, exact_average, federated_average
+from pipar.nn.aggregate import State, exact_averages, federated_average
 
 #: So many numbers of all devices together are sorted or compared at once: 8 MiB in float64.
 _BLOCK = 1 << 20
@@ -36,7 +36,7 @@ class DeviceModel(NamedTuple):
 
 
 class DeviceModels(Protocol):
-    """The devices' models in device-name order; one is read when its turn comes, so holding one holds its memory."""
+    """The devices' models in device-name order; one is read when its turn comes."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[DeviceModel]: ...
@@ -142,11 +142,14 @@ class ServerOptimizer(ABC):
         self._kept: dict[str, dict[str, torch.Tensor]] = {what: {} for what in self._KEEPS}
 
     def aggregate(self, before: State, models: DeviceModels, parameters: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        new = _exact_mean(models)  # all of it first: a model that cannot be read changes nothing that is kept
-        for name in [name for name, tensor in new.items() if name in parameters and tensor.is_floating_point()]:
-            x = before[name].to(torch.float64)
-            new[name] = x + self._step(name, new[name].sub_(x))
-        return {name: tensor.to(before[name].dtype) for name, tensor in new.items()}
+        held = list(models)  # all of them first: a model that cannot be read changes nothing that is kept
+        new = {}
+        for name, mean in _exact_means(held):
+            if name in parameters and mean.is_floating_point():
+                x = before[name].to(torch.float64)
+                mean = x + self._step(name, mean.sub_(x))
+            new[name] = mean.to(before[name].dtype)
+        return new
 
     @abstractmethod
     def _step(self, name: str, delta: torch.Tensor) -> torch.Tensor:
@@ -174,15 +177,13 @@ class ServerOptimizer(ABC):
         self._kept = kept
 
 
-def _exact_mean(models: DeviceModels) -> dict[str, torch.Tensor]:
-    if len(models) == 1:
-        state = next(iter(models)).state
-        return {
-            # A copy, because the sum of several is one, too.
-            name: tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor
-            for name, tensor in state.items()
-        }
-    return exact_average((model.state, model.samples) for model in models)[0]
+def _exact_means(models: Sequence[DeviceModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    if len(models) > 1:
+        yield from exact_averages([(model.state, model.samples) for model in models])
+        return
+    for name, tensor in models[0].state.items():
+        # A copy, because the sum of several is one, too.
+        yield name, tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor
 
 
 class FedAvgM(ServerOptimizer):

@@ -16,7 +16,7 @@ from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
-from pipar.nn.tensors import check_finite, read_state, state_body, whole_bytes
+from pipar.nn.tensors import check_finite, read_state, state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
 
@@ -25,7 +25,11 @@ Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]
 
 
 class TorchLearner:
-    """The global model and one server-side replica a device (or one for all, where the method shares it)."""
+    """The global model and one server-side replica a device (or one for all, where the method shares it).
+
+    Weights of the global model are replaced by others and never overwritten. So what is sent, validated or saved of it
+    is no copy, but the tensors that it consists of at that time.
+    """
 
     def __init__(
         self,
@@ -58,8 +62,6 @@ class TorchLearner:
             replica = TorchServerPart(
                 copy.deepcopy(module), self._optimizer, classes=self._classes, proximal=self._proximal
             )
-            # The global model changes at the aggregation only: no replica needs a copy of it, not even the shared one,
-            # which nothing is installed into.
             replica.stay_near(module.state_dict())
             self._replicas[key] = replica
         return self._replicas[key]
@@ -91,7 +93,7 @@ class TorchLearner:
             self._replicas.pop(device, None)
 
     def pack(self, device: str) -> Body:
-        """Return the device's part of the global model; devices with one split point share the bytes."""
+        """Return the device's part of the global model, as it is now; devices with one split point share the bytes."""
         split_point = self._split_points[device]
         if split_point not in self._packed:
             part, _ = split_model(self.model, split_point)
@@ -103,9 +105,11 @@ class TorchLearner:
         ordered = sorted(returned, key=lambda back: back.device)
         self._packed.clear()  # parts of the model before; if one is needed after all, it is packed again
         if self._shared:
-            part, _ = split_model(self.model, self._split_points[ordered[0].device])
+            part, rest = split_model(self.model, self._split_points[ordered[0].device])
             aggregated = self._aggregated(part, _Brought(ordered, self._device_state))
-            self._load(join_states(aggregated, self.replica(ordered[0].device).state()))
+            replica = self.replica(ordered[0].device)
+            self._load(join_states(aggregated, replica.state()))
+            replica.stay_near(rest.state_dict())  # nothing is installed into it
         else:
             self._load(self._aggregated(self.model, _Brought(ordered, self._whole)))
             for back in ordered:
@@ -137,13 +141,18 @@ class TorchLearner:
         _check_finite(back.device, state, f"The model that {back.device} brought back")
         return state
 
+    @torch.no_grad()
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = torch.empty_like(tensor)  # whoever still reads the old one keeps it
         self.model.load_state_dict(state)
         self._packed.clear()
 
     def evaluator(self) -> Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]], tuple[float, int]]:
         """Return a function that gives summed loss and correct answers of a batch for the model as it is now."""
-        model = copy.deepcopy(self.model).eval()
+        # Weights are shared. A buffer is copied: forwards of a network may write to it.
+        weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
+        model = copy.deepcopy(self.model, weights).eval()
         return lambda load: evaluate_batch(model, *load())
 
     def part_bytes(self, device: str) -> int:
@@ -158,9 +167,9 @@ class TorchLearner:
     def state(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
 
-    def packed_state(self) -> bytes:
-        """Return the global model as the bytes of a safetensors file."""
-        return whole_bytes(state_body(self.state()))
+    def packed_state(self) -> Body:
+        """Return the global model as a safetensors file."""
+        return state_body(self.state())
 
     def sha256(self) -> str:
         return weights_sha256(self.state())
@@ -168,11 +177,11 @@ class TorchLearner:
     # --- to go on from later
 
     def snapshot(self) -> Body:
-        """Return copies of all that training goes on from: the global model, momentum of replicas, random numbers.
+        """Return all that training goes on from: the global model, momentum of replicas, random numbers.
 
         To be called when a round is aggregated and before a replica serves the next one, in whichever thread: nothing
-        may change while this runs. Afterwards everything may, also the global model, whose tensors are overwritten in
-        place; the copies are nobody else's.
+        may change while this runs. Afterwards everything may: the global model gets other tensors, and what is changed
+        in place was copied.
         """
         momentum = {}
         if self._momentum_stays:
@@ -221,7 +230,7 @@ def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str,
 
 @dataclass(frozen=True)
 class _Brought:
-    """What the devices brought back, in device-name order; each model is decoded when its turn comes."""
+    """What the devices brought back, in device-name order; each model is read when its turn comes."""
 
     ordered: Sequence[Returned]
     read: Callable[[Returned], dict[str, torch.Tensor]]
@@ -230,7 +239,6 @@ class _Brought:
         return len(self.ordered)
 
     def __iter__(self) -> Iterator[DeviceModel]:
-        # One after another: K decoded models at once would need K times the memory.
         for back in self.ordered:
             yield DeviceModel(back.device, self.read(back), back.samples)
 

@@ -28,7 +28,7 @@ from pipar.nn.aggregate import federated_average
 from pipar.nn.count import count_layers
 from pipar.nn.crowding import measure_crowding
 from pipar.nn.models import uses_batch_statistics
-from pipar.nn.runtime import give_back_freed_memory, keep_freed_memory, one_thread
+from pipar.nn.runtime import give_back_freed_memory, give_back_memory_of_model, keep_freed_memory, one_thread
 from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
 from pipar.planner.cache import machine_fingerprint, usable_cores
@@ -87,6 +87,7 @@ def measure_profile(
         for share in iter(shares.get, None):
             if progress is not None:
                 progress(share)
+    give_back_memory_of_model(_state_bytes(model))  # a server or a device goes on in this process
     return measured.result()
 
 

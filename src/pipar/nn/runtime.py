@@ -11,6 +11,7 @@ import torch
 # From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8
 _LARGEST = 2**31 - 1
+_LARGE_MODEL_BYTES = 32_000_000
 
 
 def keep_freed_memory() -> None:
@@ -31,6 +32,12 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def give_back_memory_of_model(size_bytes: int) -> None:
+    """Let the system have freed memory if it is that of a large model; that of others costs less than it saves time."""
+    if size_bytes >= _LARGE_MODEL_BYTES:
+        give_back_freed_memory()
 
 
 @contextmanager

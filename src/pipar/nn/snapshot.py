@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from pipar.errors import InputError, ProtocolError
-from pipar.nn.tensors import read_state
+from pipar.nn.tensors import read_state, state_body
 from pipar.protocol.messages import Body
 
 Tensors = Mapping[str, torch.Tensor]
-
-#: What safetensors calls them.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -40,13 +24,13 @@ class Snapshot:
     aggregator: Tensors = field(default_factory=dict)  # what the aggregation remembers between rounds
 
     def pack(self) -> Body:
-        """Return copies of all tensors as one body."""
+        """Return all tensors as one body, over their own memory but for momentum, which optimisers change in place."""
         named = {f"model.{name}": tensor for name, tensor in self.model.items()}
         for device, state in self.momentum.items():
             # A slash, because names of devices and of weights both have dots in them.
-            named |= {f"momentum.{device}/{name}": tensor for name, tensor in state.items()}
+            named |= {f"momentum.{device}/{name}": tensor.clone() for name, tensor in state.items()}
         named |= {f"aggregator.{name}": tensor for name, tensor in self.aggregator.items()}
-        return copied_body({**named, "random.torch": self.random})
+        return state_body({**named, "random.torch": self.random})
 
     @classmethod
     def read(cls, body: Body) -> Snapshot:
@@ -67,19 +51,3 @@ class Snapshot:
 
 def _below(prefix: str, named: Tensors) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
-
-
-def copied_body(tensors: Tensors) -> Body:
-    """Return copies of tensors as safetensors, a buffer for each of them: there is never a second copy of them all."""
-    # Large items first, so that every tensor lies where a reader may map it from.
-    ordered = sorted(tensors.items(), key=lambda named: -named[1].element_size())
-    header, copies, at = {}, [], 0
-    for name, tensor in ordered:
-        copy = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        shape, offsets = list(tensor.shape), [at, at + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-        copies.append(copy.numpy().data)
-        at += tensor.nbytes
-    written = json.dumps(header).encode()
-    written += b" " * (-len(written) % 8)
-    return Body.of(struct.pack("<Q", len(written)) + written, *copies, encoding="safetensors")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar.errors import InputError, ProtocolError
+from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.tensors import check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
 from pipar.protocol.messages import Body, Message, joined
 
@@ -203,7 +204,14 @@ class TorchDevicePart(Part):
         return read_tensor(message)
 
     def pack(self) -> Body:
-        return state_body(self.state())
+        """Return the trained weights where they lie: they stay as they are until another model is installed.
+
+        The server sends that when it has these. If it goes on without them, it ignores what still comes of them.
+        """
+        body = state_body(self.state())
+        # The gradients are gone: what they took is needed for the model that comes.
+        give_back_memory_of_model(body.size_bytes)
+        return body
 
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         self.install(read_state(body), keep_momentum=keep_momentum)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 
 from pipar.errors import ProtocolError
@@ -15,6 +16,20 @@ from pipar.protocol.messages import DTYPES, Body, Message, tensor_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+#: What safetensors calls them; in a file those of the last ones come first, so that all lie where they can be used.
+_SAFETENSORS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+}
+_PLACES = {dtype: (place, name) for place, (name, dtype) in enumerate(_SAFETENSORS.items())}
 
 
 def tensor_body(tensor: torch.Tensor, labels: torch.Tensor | None = None) -> Body:
@@ -60,28 +75,50 @@ def read_labels(message: Message, classes: int) -> torch.Tensor:
 
 
 def state_body(state: Mapping[str, torch.Tensor]) -> Body:
-    """Return a model's tensors as safetensors bytes."""
-    tensors: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in state.items():
-        # safetensors refuses tensors that share memory, as tied weights do.
-        shared = tensor.untyped_storage().data_ptr() in taken
-        laid_out = tensor.detach().contiguous()
-        tensors[name] = laid_out.clone() if shared else laid_out
-        taken.add(tensor.untyped_storage().data_ptr())
-    return Body.of(safetensors.torch.save(tensors), encoding="safetensors")
+    """Return a model's tensors as the bytes of a safetensors file: a header, and the memory that they lie in.
 
-
-def whole_bytes(body: Body) -> bytes:
-    """Return all of a body as bytes, without a copy where they are such already: a large model is large."""
-    view = body.contiguous()
-    is_all = isinstance(view.obj, bytes) and len(view.obj) == view.nbytes
-    return view.obj if is_all and isinstance(view.obj, bytes) else bytes(view)
+    Only what does not lie in one piece is copied. So nobody may change a tensor until its bytes have been read.
+    """
+    header, views, at = {}, [], 0
+    for name, tensor in sorted(state.items(), key=lambda named: (-_PLACES[named[1].dtype][0], named[0])):
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": _PLACES[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": offsets}
+        views.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        at += tensor.nbytes
+    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    written += b" " * (-len(written) % 8)
+    return Body.of(struct.pack("<Q", len(written)) + written, *views, encoding="safetensors")
 
 
 def read_state(body: Body) -> dict[str, torch.Tensor]:
-    """Return the tensors that safetensors bytes hold."""
+    """Return the tensors that safetensors bytes hold: views of them, if they are one buffer that may be written to."""
+    view = body.contiguous()
     try:
-        return safetensors.torch.load(whole_bytes(body))
-    except (safetensors.SafetensorError, ValueError, KeyError):
+        return dict(_tensors(memoryview(bytearray(view)) if view.readonly else view))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):  # its header may say anything at all
         raise ProtocolError("The peer sent a model that is not valid safetensors.") from None
+
+
+def _tensors(view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the header says is in the bytes, if that is all of them, each once."""
+    (length,) = struct.unpack_from("<Q", view) if view.nbytes >= 8 else (view.nbytes,)
+    data = view[8 + length :]
+    header: Any = json.loads(bytes(view[8 : 8 + length]))
+    entries = {name: entry for name, entry in dict(header).items() if name != "__metadata__"}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
+        dtype, shape, (start, stop) = _SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        are_counts = type(shape) is list and all(type(one) is int and one >= 0 for one in (*shape, start, stop))
+        if not are_counts or start != end or stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(name)
+        yield name, _tensor(data[start:stop], dtype, shape)
+        end = stop
+    if end != data.nbytes or 8 + length > view.nbytes:
+        raise ValueError(end)
+
+
+def _tensor(view: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if not view.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(view, dtype=dtype).reshape(shape)
+    return tensor if tensor.data_ptr() % dtype.itemsize == 0 else tensor.clone()

@@ -79,7 +79,11 @@ class Body:
 
     @classmethod
     def of(
-        cls, *buffers: memoryview | bytes, dtype: str = "", shape: tuple[int, ...] = (), encoding: str = "raw"
+        cls,
+        *buffers: memoryview | bytes | bytearray,
+        dtype: str = "",
+        shape: tuple[int, ...] = (),
+        encoding: str = "raw",
     ) -> Body:
         """Return a body over the given buffers; nothing is copied."""
         views = tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
@@ -89,7 +93,7 @@ class Body:
         """Return all bytes as one buffer; copies only if there are several."""
         if len(self.buffers) == 1:
             return self.buffers[0]
-        return memoryview(b"".join(self.buffers))
+        return memoryview(bytearray().join(self.buffers))  # that may be written to: tensors can lie on it
 
 
 EMPTY = Body()

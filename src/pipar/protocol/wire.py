@@ -7,6 +7,7 @@ messages overtake it and no limit on the size of a frame binds.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ MAX_DIMENSIONS = 8
 MAX_HALF_RECEIVED = 4
 #: Enough for what is neither a tensor nor a model.
 SMALL_BODY_BYTES = 1_000_000
+#: From here on a body is put together as its chunks come.
+LARGE_BODY_BYTES = 32_000_000
 
 _FIXED = struct.Struct("!2sBBIIIIIHIIBBHHBQ")
 #: Of every frame; four more for each dimension of a tensor.
@@ -217,10 +220,11 @@ class Assembler:
             raise ProtocolError(f"{frame.message} came with chunk {frame.chunk} of {frame.chunks} out of place.")
         if frame.chunks == 1:
             return _with_buffers(frame.message, frame.payload)
-        begun.parts.extend(frame.payload)
+        if frame.chunk < frame.chunks - 1:
+            self._check_room(frame.message)
+        begun.keep(frame)
         if frame.chunk == frame.chunks - 1:
             return _with_buffers(frame.message, tuple(begun.parts))
-        self._check_room(frame.message)
         begun.chunk += 1
         self._begun[frame.sequence] = begun
         return None
@@ -251,6 +255,20 @@ class _Begun:
     message: Message
     chunk: int = 0  # the next one
     parts: list[memoryview] = field(default_factory=list)
+
+    def keep(self, frame: Frame) -> None:
+        """Keep the share of the body that a frame carries: as it came or, of a large body, in one buffer for all."""
+        size = self.message.body.size_bytes
+        if size < LARGE_BODY_BYTES or not frame.payload:
+            self.parts.extend(frame.payload)
+            return
+        if not self.parts:
+            # The system gives it page by page as chunks come, and has it again as soon as nobody holds it.
+            self.parts.append(memoryview(mmap.mmap(-1, size)))
+        at = frame.chunk * CHUNK_BYTES
+        for view in frame.payload:
+            self.parts[0][at : at + view.nbytes] = view
+            at += view.nbytes
 
 
 def _with_buffers(message: Message, buffers: tuple[memoryview, ...]) -> Message:
