@@ -165,7 +165,8 @@ WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     "header",
     [
-        [1],
+        [],
+        [["w", WEIGHT]],
         "w",
         7,
         None,

@@ -104,9 +104,11 @@ def _tensors(view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
     (length,) = struct.unpack_from("<Q", view) if view.nbytes >= 8 else (view.nbytes,)
     data = view[8 + length :]
     header: Any = json.loads(bytes(view[8 : 8 + length]))
-    entries = {name: entry for name, entry in dict(header).items() if name != "__metadata__"}
+    if not isinstance(header, dict):
+        raise TypeError(header)
+    header.pop("__metadata__", None)
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda named: named[1]["data_offsets"]):
+    for name, entry in sorted(header.items(), key=lambda named: named[1]["data_offsets"]):
         dtype, shape, (start, stop) = _SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
         are_counts = type(shape) is list and all(type(one) is int and one >= 0 for one in (*shape, start, stop))
         if not are_counts or start != end or stop - start != math.prod(shape) * dtype.itemsize:

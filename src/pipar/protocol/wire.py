@@ -78,10 +78,10 @@ def cut_message(message: Message, session: int, sequence: int, acknowledged: int
     if chunks == 1:
         yield Frame(message, session, sequence, acknowledged, 0, 1, message.body.buffers, size)
         return
+    payloads = _payloads(message.body.buffers)
     for chunk in range(chunks):
-        length = _share(size, chunk)
-        payload = () if message.body.hollow else _slice(message.body.buffers, chunk * CHUNK_BYTES, length)
-        yield Frame(message, session, sequence, acknowledged, chunk, chunks, payload, length)
+        payload = () if message.body.hollow else next(payloads)
+        yield Frame(message, session, sequence, acknowledged, chunk, chunks, payload, _share(size, chunk))
 
 
 def _chunks(size: int) -> int:
@@ -94,16 +94,21 @@ def _share(size: int, chunk: int) -> int:
     return min(CHUNK_BYTES, size - chunk * CHUNK_BYTES)
 
 
-def _slice(buffers: tuple[memoryview, ...], start: int, length: int) -> tuple[memoryview, ...]:
-    """Return the views that hold bytes start..start+length of the buffers laid end to end."""
-    views = []
+def _payloads(buffers: tuple[memoryview, ...]) -> Iterator[tuple[memoryview, ...]]:
+    """Yield the views that hold each chunk of the buffers laid end to end."""
+    views: list[memoryview] = []
+    room = CHUNK_BYTES
     for buffer in buffers:
-        if start < buffer.nbytes and length:
-            view = buffer[start : start + length]
+        at = 0
+        while at < buffer.nbytes:
+            view = buffer[at : at + room]
             views.append(view)
-            length -= view.nbytes
-        start = max(0, start - buffer.nbytes)
-    return tuple(views)
+            at, room = at + view.nbytes, room - view.nbytes
+            if room == 0:
+                yield tuple(views)
+                views, room = [], CHUNK_BYTES
+    if views:
+        yield tuple(views)
 
 
 def pack_frame(frame: Frame) -> bytes:
