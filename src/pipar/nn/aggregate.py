@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import torch
 
 State = Mapping[str, torch.Tensor]
+
+#: So many numbers are summed at once: 8 MiB in float64.
+_BLOCK = 1 << 20
 
 
 def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Tensor]:
@@ -18,24 +21,28 @@ def federated_average(models: Iterable[tuple[State, int]]) -> dict[str, torch.Te
     Floating buffers are averaged like weights; integer counters take the largest value.
     """
     held = list(models)
-    dtypes = {name: tensor.dtype for name, tensor in held[0][0].items()}
-    return {name: average.to(dtypes[name]) for name, average in exact_averages(held)}
+    samples = [count for _, count in held]
+    return {name: _rounded_average([state[name] for state, _ in held], samples) for name in held[0][0]}
 
 
-def exact_averages(models: Sequence[tuple[State, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same before it is rounded, everything floating in float64.
+def exact_average(tensors: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
+    """Return the same of one tensor of each model before it is rounded: in float64 if it is floating."""
+    if not tensors[0].is_floating_point():
+        return reduce(torch.maximum, tensors)
+    average = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor, count in zip(tensors, samples, strict=True):
+        average.add_(tensor, alpha=count)  # widened number by number, not as a whole
+    return average.div_(sum(samples))
 
-    Name by name: no large model is ever there in float64.
-    """
-    total = sum(samples for _, samples in models)
-    for name, tensor in models[0][0].items():
-        if not tensor.is_floating_point():
-            yield name, reduce(torch.maximum, (state[name] for state, _ in models))
-            continue
-        average = torch.zeros(tensor.shape, dtype=torch.float64)
-        for state, samples in models:
-            average.add_(state[name], alpha=samples)  # widened number by number, not as a whole
-        yield name, average.div_(total)
+
+def _rounded_average(tensors: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
+    """Return the average in the tensors' own dtype, a block at a time: in float64 the largest may not fit."""
+    average = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
+    flat, parts = average.view(-1), [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, len(flat), _BLOCK):
+        place = slice(start, start + _BLOCK)
+        flat[place] = exact_average([part[place] for part in parts], samples)
+    return average
 
 
 def weights_sha256(state: State) -> str:

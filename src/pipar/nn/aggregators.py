@@ -21,7 +21,7 @@ import torch
 from pipar.aggregation import all_parameters, check_devices, is_own, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, TooFewDevicesError, TrainingError
 from pipar.factory import call_factory
-from pipar.nn.aggregate import State, exact_averages, federated_average
+from pipar.nn.aggregate import State, exact_average, federated_average
 
 #: So many numbers of all devices together are sorted or compared at once: 8 MiB in float64.
 _BLOCK = 1 << 20
@@ -143,13 +143,16 @@ class ServerOptimizer(ABC):
 
     def aggregate(self, before: State, models: DeviceModels, parameters: AbstractSet[str]) -> dict[str, torch.Tensor]:
         held = list(models)  # all of them first: a model that cannot be read changes nothing that is kept
-        new = {}
-        for name, mean in _exact_means(held):
-            if name in parameters and mean.is_floating_point():
-                x = before[name].to(torch.float64)
-                mean = x + self._step(name, mean.sub_(x))
-            new[name] = mean.to(before[name].dtype)
-        return new
+        return {name: self._stepped(name, before[name], held, parameters) for name in held[0].state}
+
+    def _stepped(
+        self, name: str, before: torch.Tensor, models: Sequence[DeviceModel], parameters: AbstractSet[str]
+    ) -> torch.Tensor:
+        mean = _exact_mean(name, models)
+        if name in parameters and mean.is_floating_point():
+            x = before.to(torch.float64)
+            mean = x + self._step(name, mean.sub_(x))
+        return mean.to(before.dtype)
 
     @abstractmethod
     def _step(self, name: str, delta: torch.Tensor) -> torch.Tensor:
@@ -177,13 +180,11 @@ class ServerOptimizer(ABC):
         self._kept = kept
 
 
-def _exact_means(models: Sequence[DeviceModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    if len(models) > 1:
-        yield from exact_averages([(model.state, model.samples) for model in models])
-        return
-    for name, tensor in models[0].state.items():
-        # A copy, because the sum of several is one, too.
-        yield name, tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor
+def _exact_mean(name: str, models: Sequence[DeviceModel]) -> torch.Tensor:
+    tensors = [model.state[name] for model in models]
+    if len(tensors) > 1 or not tensors[0].is_floating_point():
+        return exact_average(tensors, [model.samples for model in models])
+    return tensors[0].to(torch.float64, copy=True)  # a copy, because the sum of several is one, too
 
 
 class FedAvgM(ServerOptimizer):

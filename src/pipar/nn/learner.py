@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pipar.errors import InputError, ProtocolError, UnusableModelError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
@@ -143,8 +144,14 @@ class TorchLearner:
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            tensor.data = torch.empty_like(tensor)  # whoever still reads the old one keeps it
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        outlines = [tensor.to("meta") for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.new_empty(0)  # whoever still reads the old one keeps it
+        # New tensors seldom fit where old ones of the same size were: the allocator aligns them by other borders.
+        give_back_memory_of_model(sum(outline.nbytes for outline in outlines))
+        for tensor, outline in zip(tensors, outlines, strict=True):
+            tensor.data = torch.empty_like(outline, device=tensor.device)
         self.model.load_state_dict(state)
         self._packed.clear()
 
