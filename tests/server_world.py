@@ -192,7 +192,7 @@ def train(
             background=VirtualCompute(["validation"], beside, costs.seconds),
             recorder=recorder,
             ledger=ledger,
-            replanner=Replanner(links, choose) if choose is not None else None,
+            replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
             observe=observe,
         )
         world = World(server)

@@ -42,6 +42,19 @@ def test_a_situation_that_comes_back_is_not_searched_again() -> None:
     assert answers[0] == answers[2] != answers[1] == answers[3]
 
 
+def test_who_is_gone_is_not_planned_for() -> None:
+    here = fleet()
+    names = [member.name for member in here.members]
+    asked: list[tuple[list[str], list[str]]] = []
+
+    async def search(of: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        asked.append(([member.name for member in of.members], sorted(start)))
+        return start
+
+    asyncio.run(Choices(Foresight(here, plans(here)), search)(dict.fromkeys(names[1:], SLOW)))
+    assert asked == [(names[1:], sorted(names[1:]))]
+
+
 @pytest.mark.slow
 def test_the_process_chooses_what_a_search_here_does_and_ends_when_it_is_closed() -> None:
     here, start = fleet(), plans(fleet(), Plan(1, 1))

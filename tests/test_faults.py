@@ -33,6 +33,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.protocol.messages import Kind, Message, json_body
 from pipar.protocol.orders import Returned
 from pipar.protocol.wire import Frame, cut_message, unpack_frame
+from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.session import Session
 
@@ -173,6 +174,37 @@ def test_replicas_that_keep_what_a_dropped_device_trained_are_found(monkeypatch:
     monkeypatch.setattr(TorchLearner, "forget", nothing)
     assert found(whose_mean_is_known) in ("samples count once", "aggregate is the mean")
     assert found(one_is_late) == "samples count once"
+
+
+def all_by_one_cut(scenario: Scenario, method: str) -> Scenario:
+    """Return a world in which devices share the server-side model, and links are cut again and again."""
+    cuts = [Fault(1.5 + n, "cut", name, 30.0, n) for n, name in enumerate(scenario.names)]
+    plans = dict.fromkeys(scenario.names, Plan(2, 1))
+    faults = tuple(sorted((*scenario.faults, *cuts)))
+    return replace(scenario, method=method, plans=plans, faults=faults, keep_momentum=False, resume_window_s=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sl", "sfl2"])
+def test_a_shared_model_that_keeps_what_it_may_not_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turns(scenario: Scenario) -> Scenario:
+        return all_by_one_cut(scenario, method)
+
+    assert [seed for seed in range(3) if simulate(in_turns(draw_scenario(seed))).violation is not None] == []
+    if method == "sl":
+        monkeypatch.setattr(TorchLearner, "rewind", nothing)
+    else:
+        monkeypatch.setattr(Server, "_partly", lambda *_: {})
+    assert found(in_turns) == "aggregate is the mean"
+
+
+@pytest.mark.slow
+def test_rounds_that_are_told_of_before_they_are_saved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(*arguments: Any, has_checkpoints: bool, **options: Any) -> RunFolder:  # noqa: ARG001
+        return RunFolder(*arguments, **options)
+
+    monkeypatch.setattr("pipar.faults.world.RunFolder", at_once)
+    assert found() == "log is true"
 
 
 @pytest.mark.slow

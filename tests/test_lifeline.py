@@ -11,7 +11,7 @@ import pytest
 
 from pipar.backoff import Backoff
 from pipar.clock import run_virtually
-from pipar.errors import InputError, LinkError, PiparError, SessionOverError
+from pipar.errors import InputError, LinkError, PiparError, ProtocolError, SessionOverError, TrainingError, VersionError
 from pipar.events import Event, Reconnecting
 from pipar.lifeline import Lifeline, resume
 from pipar.link.channel import Channel, Transport
@@ -121,6 +121,54 @@ def test_what_is_not_the_links_fault_is_not_tried_again() -> None:
     with pytest.raises(InputError, match="no such file"):
         run_virtually(main())
     assert road.dialled_at == [0.0]
+
+
+def lives(road: Road, *ends: PiparError | None, lasts_s: float = 0.0) -> None:
+    """Let a device take part in one session after another, which end like this."""
+
+    async def main() -> None:
+        left, lifeline = list(ends), road.lifeline()
+
+        async def take_part(transport: Transport) -> None:
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+            keeping = asyncio.create_task(lifeline.keep(channel))
+            await asyncio.sleep(lasts_s)
+            channel.session = 7 if lasts_s else 0
+            try:
+                if (end := left.pop(0)) is not None:
+                    raise end
+            finally:
+                keeping.cancel()
+                await channel.close()
+
+        await lifeline.live(take_part)
+
+    run_virtually(main())
+
+
+DAMAGED = ProtocolError("The peer sent bytes that are not a pipar frame.")
+
+
+def test_what_the_server_says_wrong_ends_a_session_and_not_the_device() -> None:
+    road = Road([nothing] * 3)
+    lives(road, DAMAGED, DAMAGED, None, lasts_s=100.0)
+    assert road.attempts == [(1, 1.0), (1, 1.0)]
+    assert [event.reason for event in road.events if isinstance(event, Reconnecting)] == [str(DAMAGED)] * 2
+
+
+def test_a_server_that_says_something_wrong_at_once_is_not_hammered() -> None:
+    for lasts_s in (0.0, 5.0):
+        road = Road([nothing] * 5)
+        lives(road, *[DAMAGED] * 4, None, lasts_s=lasts_s)
+        assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)]
+
+
+@pytest.mark.parametrize("final", [TrainingError("The server refused this device: no."), VersionError("version 9")])
+def test_what_the_server_says_on_purpose_and_another_version_end_the_device(final: PiparError) -> None:
+    road = Road([nothing, nothing])
+    with pytest.raises(type(final)):
+        lives(road, final, None)
+    assert road.attempts == []
 
 
 # --- a session that goes on

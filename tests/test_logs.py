@@ -16,6 +16,8 @@ import pytest
 from pipar.events import (
     Away,
     Back,
+    Barred,
+    BegunAnew,
     Dropped,
     EpochResult,
     Event,
@@ -72,7 +74,8 @@ PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
 SAID: list[tuple[Event, str]] = [
     (Preparing("Measuring the layers", 0.5), "debug: Measuring the layers: 50%"),
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
-    (Resumed(6), "going on after round 6, from its checkpoint"),
+    (Barred("tokens.json is damaged."), "error: nobody is let in: tokens.json is damaged."),
+    (Resumed(6), "going on after round 6, from its checkpoint; later rounds are trained again"),
     (Waiting(2, 5), "waiting for devices: 2 of 5 are there"),
     (Joined("pi-2", 3), "pi-2 joined (3 of 5 devices)"),
     (STARTED, "training by pipar begins: 3 rounds, results in runs/x"),
@@ -81,10 +84,19 @@ SAID: list[tuple[Event, str]] = [
     (Back("pi-2", 4.24), "pi-2 is back after 4.2 s"),
     (Lost("pi-3", "it did not come back"), "warning: pi-3 is lost: it did not come back"),
     (Dropped("pi-3", 7, "it was lost"), "warning: round 7 does not count pi-3: it was lost"),
+    (
+        RoundOver(6, {"pi-1": 1000}, {"pi-3": 40}),
+        "round 6 is over: 1 device, 1,000 samples; the shared server-side model keeps 40 samples of pi-3",
+    ),
+    (
+        BegunAnew(7, 60.0),
+        "warning: round 7 begins anew, within 60 s: nobody counts in it, and the model is that before it",
+    ),
     (RoundOver(7, {"pi-1": 1000, "pi-2": 500}), "round 7 is over: 2 devices, 1,500 samples"),
     (
         EPOCH,
-        "round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, 3.4 KB down",
+        "result of round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, "
+        "3.4 KB down",
     ),
     (Saved(7, "runs/x/checkpoint"), "round 7 is saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
@@ -127,9 +139,14 @@ def test_how_often_something_progresses_is_not_worth_a_line() -> None:
     assert "412.3 s" in said
 
 
+def test_that_something_long_begins_is_said_once() -> None:
+    said = _lines(*(Preparing("Measuring the layers", share) for share in (0.0, 0.5, 1.0)), level=logging.INFO)
+    assert [line[10:] for line in said] == ["Measuring the layers, for some seconds"]
+
+
 def test_what_is_known_of_a_round_is_said_and_no_more() -> None:
     bare = replace(EPOCH, train_loss=None, val_loss=None, val_accuracy=None)
-    assert Narrator().sentence(bare) == "round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
+    assert Narrator().sentence(bare) == "result of round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
 
 
 @pytest.mark.parametrize(

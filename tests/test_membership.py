@@ -29,7 +29,7 @@ from server_world import (
 from pipar import replanning
 from pipar.config import Link
 from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableModelError
-from pipar.events import Away, Back, Dropped, Joined, Left, Lost, Replanned, RoundOver, Waiting
+from pipar.events import Away, Back, BegunAnew, Dropped, Joined, Left, Lost, Replanned, RoundOver, Waiting
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
@@ -150,6 +150,7 @@ def test_when_all_are_lost_the_same_round_is_trained_again_with_who_comes() -> N
     lives = [by_hand(Kind.ROUND, activation(), 2.0, leaves=True, name=name) for name in "ab"]
     outcome = train([*lives, honest("a", starts_s=50.0), honest("b", starts_s=50.0)], epochs=2)
     assert outcome.failure is None
+    assert outcome.of(BegunAnew) == [BegunAnew(1, None)]
     assert sorted(dropped(outcome)) == [("a", 1), ("b", 1)]
     assert [counts.keys() & {"a"} for counts in outcome.counted] == [{"a"}, {"a"}]
     assert [result.epoch for result in outcome.results] == [1, 2]
@@ -357,6 +358,14 @@ def test_what_a_device_had_on_the_server_before_is_forgotten_when_it_comes_anew(
     assert outcome.learner.forgotten.count("b") >= 2  # when it came, and when it came anew
 
 
+def test_the_replica_of_a_device_that_is_gone_is_freed_when_its_last_round_is_over() -> None:
+    outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND, leaves=True)], epochs=3)
+    assert outcome.counted == [{"a": 20, "b": 10}, {"a": 20}, {"a": 20}]
+    assert outcome.learner is not None
+    assert outcome.learner.forgotten.count("b") >= 2  # when it came, and when it was gone
+    assert outcome.learner.forgotten.count("a") == 1
+
+
 # --- who is too late
 
 
@@ -401,6 +410,35 @@ def test_a_slow_device_is_abandoned_wherever_it_is_and_in_every_round(method: st
         assert len(dropped(outcome)) == sum("b" not in counts for counts in outcome.counted)
         assert later > 3 or dropped(outcome)
         assert outcome.left_running == 0
+
+
+def test_who_holds_up_the_turns_of_all_others_is_left_out_at_the_deadline() -> None:
+    stalled = by_hand(Kind.ROUND, activation(samples=10), name="b")  # and not a word more
+    outcome = train(
+        [honest("a"), stalled, honest("c")], devices=("a", "b", "c"), method="sfl2", epochs=2, round_deadline_s=20.0
+    )
+    assert outcome.failure is None
+    assert outcome.counted == [{"a": 20, "c": 20}] * 2
+    assert [event.partly for event in outcome.of(RoundOver)] == [{"b": 10}, {}]
+    assert dropped(outcome) == [("b", 1), ("b", 2)]
+    assert outcome.left_running == 0
+
+
+def test_when_all_are_slow_at_a_model_in_turns_the_last_one_is_waited_for() -> None:
+    lives = [honest(name, speed=0.1) for name in "abc"]
+    outcome = train(lives, devices=("a", "b", "c"), method="sfl2", epochs=2, round_deadline_s=2.0)
+    assert outcome.failure is None
+    assert all(outcome.counted)
+    assert outcome.left_running == 0
+
+
+def test_a_round_of_split_learning_for_which_all_are_too_late_begins_anew_with_more_time() -> None:
+    lives = [roaming("a", speed=0.5), roaming("b", speed=0.5)]
+    outcome = train(lives, method="sl", epochs=2, round_deadline_s=4.0, min_devices=2)
+    assert outcome.failure is None
+    assert outcome.counted == [{"a": 20, "b": 20}] * 2
+    assert [(event.epoch, event.deadline_s) for event in outcome.of(BegunAnew)] == [(1, 8.0), (1, 16.0)]
+    assert outcome.left_running == 0
 
 
 def test_nobody_is_too_late_before_somebody_is_ready() -> None:
@@ -451,6 +489,23 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
         assert len(outcome.of(Replanned)) >= 3  # one is chosen too late if the round ends with a loss
         assert [result.epoch for result in outcome.results] == [1, 2, 3, 4, 5]
         assert outcome.left_running == 0
+
+
+@pytest.mark.usefixtures("every_round")
+def test_plans_are_made_for_those_who_are_there() -> None:
+    planned_for: list[set[str]] = []
+
+    async def choose(links: dict[str, Link]) -> dict[str, Plan]:
+        planned_for.append(set(links))
+        return dict.fromkeys(links, Plan(1, 2))
+
+    lives = [honest("a"), by_hand(*EPOCH_BY_HAND, 1.0, leaves=True), honest("b", starts_s=40.0)]
+    outcome = train(lives, epochs=8, choose=choose)
+    assert outcome.failure is None
+    assert [counts.keys() for counts in outcome.counted][-1] == {"a", "b"}
+    assert planned_for[0] == planned_for[-1] == {"a", "b"}
+    assert {"a"} in planned_for
+    assert set().union(*planned_for) == {"a", "b"}
 
 
 # --- too few for the aggregation

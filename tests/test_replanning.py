@@ -395,6 +395,30 @@ def test_a_fifth_more_or_less_is_another_link(up_bps: float, is_noticed: bool) -
     assert len(replan(scenario)) == is_noticed
 
 
+def test_devices_that_were_not_known_before_they_came_are_measured_too() -> None:
+    made: list[dict[str, float | None]] = []
+
+    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        made.append({name: link.up_bps for name, link in links.items()})
+        return {}
+
+    async def main() -> None:
+        replanner = Replanner({}, choose)
+        replanner.begin({"a": Link(), "b": Link()})
+        replanner.observe_round({})
+        await asyncio.sleep(1.0)
+        assert made == []
+        replanner.observe_round(measured(1e6))
+        await asyncio.sleep(1.0)
+        replanner.leave("b")
+        replanner.observe_round({})
+        await asyncio.sleep(1.0)
+        replanner.close()
+
+    run_virtually(main())
+    assert made == [{"a": 1e6, "b": None}, {"a": 1e6}]
+
+
 def test_a_slow_drift_is_noticed_when_it_adds_up() -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         for up_bps in (1.1e6, 1.19e6, 1.25e6, 1.3e6):

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from pipar.checkpoint import Checkpoint
 from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Replanned
+from pipar.events import EpochResult, Event, Replanned, RoundOver, Saved, ignore
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.protocol.messages import Body
+from pipar.protocol.messages import EMPTY, Body
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
 from pipar.trace import Span
 
@@ -195,6 +196,54 @@ def test_the_trace_starts_at_zero_with_its_first_span(folder: RunFolder) -> None
     folder.finish()
     events = json.loads((folder.path / "trace.json").read_text("utf-8"))["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [0.0, 3_000_000.0]
+
+
+def told(path: Path, name: str) -> list[int]:
+    file = path / name
+    return [json.loads(line)["epoch"] for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+
+
+def train_rounds(folder: RunFolder, *numbers: int, saved: int) -> None:
+    watch = folder.watching(ignore)
+    for number in numbers:
+        watch(RoundOver(number, {"pi-2": 20, "pi-1": 20}, {"pi-3": 4} if number == 2 else {}))
+        if number == saved:
+            watch(Saved(saved, "checkpoint"))
+        folder.add_epoch(replace(EPOCH, epoch=number), [])
+
+
+def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Path) -> None:
+    before = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    train_rounds(before, 1, 2, 3, 4, saved=2)  # and a crash before 3 or 4 is saved
+    assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2]
+
+    log, partly = before.round_log[:2], {"2": {"pi-3": 4}}
+    found = Checkpoint(2, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], log, {"partly": partly})
+    after = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    after.go_on(found)
+    train_rounds(after, 3, 4, saved=3)
+    assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3]
+    result = after.finish()
+    assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3, 4]
+    assert [row.get("partly") for row in result["rounds"]] == [None, {"pi-3": 4}, None, None]
+
+
+def test_a_crash_behind_the_last_round_leaves_a_result_to_be_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    train_rounds(folder, 1, saved=1)
+    assert not folder.has_result()
+    folder.finish()
+    assert folder.has_result()
+    train_rounds(folder, 2, saved=2)  # the training went on, and result.json is that of an earlier stop
+    assert not folder.has_result()
+
+
+def test_a_training_that_begins_anew_does_not_tell_of_one_that_was_lost(tmp_path: Path) -> None:
+    train_rounds(RunFolder(tmp_path, job(), world="real", command=""), 1, 2, saved=0)
+    again = RunFolder(tmp_path, job(), world="real", command="", has_checkpoints=True)
+    again.begin()
+    train_rounds(again, 1, saved=1)
+    assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1]
 
 
 @pytest.mark.parametrize(

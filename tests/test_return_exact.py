@@ -19,7 +19,7 @@ from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.config import config_from
 from pipar.enrolment import Listed
-from pipar.events import Back, Dropped, EpochResult, Event, Lost, RoundOver, ignore
+from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
 from pipar.job import shared_costs
 from pipar.lifeline import Lifeline
 from pipar.link.channel import Transport
@@ -179,6 +179,7 @@ def test_links_that_are_lost_for_a_while_change_no_bit_of_the_weights(method: st
         (Case("pipar", (2, 1, 4), (3,), epochs=3), 2),
         (Case("sfl", (3,), epochs=3), 1),
         (Case("fl", epochs=3), 1),
+        (Case("sl", (2,), epochs=3), 1),
     ],
     ids=str,
 )
@@ -192,6 +193,18 @@ def test_a_round_that_is_lost_is_as_if_its_device_had_had_no_data(case: Case, ab
     assert absent[0] == absent_in
     assert absent[-1] < case.epochs  # it has come anew
     assert largest_error(roamed.state, without(case, {B: absent})) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sfl2", "sl"])
+def test_a_round_in_which_nobody_counts_leaves_nothing_in_a_model_that_all_share(method: str) -> None:
+    case = Case(method, (2,), epochs=2)
+    undisturbed = roam(case, {})
+    cut = undisturbed.carried[A] // case.epochs // 2 + 2
+    roamed = roam(case, {A: [cut], B: [cut], C: [cut]}, pause_s=0.5, resume_window=0.2, min_devices=3)
+    assert [(event.device, event.epoch) for event in roamed.of(Dropped)] == [(A, 1), (B, 1), (C, 1)]  # type: ignore[attr-defined]
+    assert len(roamed.of(BegunAnew)) == 1
+    assert same(roamed.state, undisturbed.state)
 
 
 @pytest.mark.slow

@@ -92,3 +92,19 @@ def test_a_device_that_finishes_while_it_is_next_lets_the_others_on() -> None:
         await waiting
 
     run_virtually(main())
+
+
+def test_a_turn_is_held_up_by_who_has_it_while_others_wait() -> None:
+    async def main() -> None:
+        turns = Turns(["a", "b", "c"])
+        assert turns.held_up_by() is None
+        waiting = asyncio.create_task(turns.mine("c"))
+        await asyncio.sleep(1.0)
+        assert turns.held_up_by() == "a"
+        turns.finish("a")
+        assert turns.held_up_by() == "b"
+        turns.finish("b")
+        assert turns.held_up_by() is None
+        await waiting
+
+    run_virtually(main())

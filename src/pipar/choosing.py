@@ -54,11 +54,12 @@ class Choices:
         self._known: dict[tuple[object, ...], Mapping[str, Plan]] = {}
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
-        """Return every device's plan for these links."""
-        fleet = self._foresight.latest(links)
+        """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
+        fleet = self._foresight.latest(links).of(links)
         situation = about(fleet)
         if situation not in self._known:
-            self._known[situation] = await self._search(fleet, self._foresight.plans)
+            plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
+            self._known[situation] = await self._search(fleet, plans)
         return self._known[situation]
 
 

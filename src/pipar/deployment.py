@@ -24,7 +24,7 @@ from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
 from pipar.errors import ConfigError, DataError, InputError
-from pipar.events import Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.lifeline import Lifeline
@@ -89,7 +89,10 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     folder = _open_folder(folder_path, before, found, options.command)
     if found is not None and found.round >= config.run.epochs:
         observe(Resumed(found.round))
-        return 0  # there is nothing left to do, and nobody will come
+        if not folder.has_result():
+            folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+            folder.add_test_accuracy(_test_accuracy(learner, workload))
+        return 0  # there is nothing left to train, and nobody will come
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
     stopped = _until_signal(_ServerProgram(workload, learner, folder, options, observe, kept).run(job, found))
     with uninterrupted():
@@ -152,7 +155,12 @@ class _ServerProgram:
             done=[result.val_loss for result in self._folder.epochs][:done] if found is not None else (),
         )
         keepalive = Keepalive.every(config.server.keepalive)
-        listener = Listener(server.admit, security=self._options.security, keepalive=keepalive)
+        listener = Listener(
+            server.admit,
+            security=self._options.security,
+            keepalive=keepalive,
+            barred=lambda why: self._observe(Barred(why)),
+        )
         host, _, _ = self._options.listen.rpartition(":")
         port = await listener.start(self._options.listen)
         self._observe(Listening(f"{host}:{port}"))
@@ -164,7 +172,8 @@ class _ServerProgram:
         except asyncio.CancelledError:
             self._observe(Stopping("The server was asked to stop."))
             await server.dismiss("The server stops for now.")
-            if not job.keep_momentum:  # in the middle of a round the replicas have moved on
+            # In the middle of a round the replicas have moved on, and in split learning the global model has, too.
+            if not job.keep_momentum and not job.method.shares_server_model:
                 await keeper.keep(server.done, last=True)
             raise
         finally:
@@ -271,9 +280,12 @@ def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"Cannot make the run's folder {path}: {error.strerror}.") from None
-    folder = RunFolder(path, job, world="real", command=command)
+    has_checkpoints = job.config.server.checkpoint_every > 0
+    folder = RunFolder(path, job, world="real", command=command, has_checkpoints=has_checkpoints)
     if found is not None:
-        folder.go_on(found.round, found.metrics, found.round_log, found.plans)
+        folder.go_on(found)
+    else:
+        folder.begin()
     return folder
 
 

@@ -34,6 +34,10 @@ class ProtocolError(PiparError):
     """The peer said something that the protocol does not allow."""
 
 
+class VersionError(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
 class UnusableModelError(ProtocolError):
     """A device brought back a model that cannot be used."""
 

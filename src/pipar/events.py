@@ -74,6 +74,13 @@ class Listening:
 
 
 @dataclass(frozen=True)
+class Barred:
+    """The server cannot check credentials, so nobody is let in until what it names is mended."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Joined:
     """A device has joined."""
 
@@ -106,10 +113,22 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RoundOver:
-    """A round is over; these devices count in it, each with so many samples. Its EpochResult follows later."""
+    """A round is over; these devices count in it, each with so many samples. Its EpochResult follows later.
+
+    It outlives a crash of the server when it is Saved.
+    """
 
     epoch: int
     counted: dict[str, int]  # samples by device
+    partly: dict[str, int] = field(default_factory=dict)  # of who does not count, but has taught a shared model (sfl2)
+
+
+@dataclass(frozen=True)
+class BegunAnew:
+    """None of its devices counts in a round: the model is that of the round before, and the round is trained again."""
+
+    epoch: int
+    deadline_s: float | None  # within which it is to be ended now
 
 
 @dataclass(frozen=True)
@@ -222,11 +241,13 @@ Event = (
     | Preparing
     | Started
     | Listening
+    | Barred
     | Joined
     | Replanned
     | ReplanFailed
     | Waiting
     | RoundOver
+    | BegunAnew
     | Dropped
     | Away
     | Back

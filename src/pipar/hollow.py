@@ -135,6 +135,9 @@ class HollowLearner:
     def forget(self, device: str) -> None:
         pass
 
+    def rewind(self) -> None:
+        pass
+
     def pack(self, device: str) -> Body:
         return Body(self.part_bytes(device), encoding="safetensors")
 

@@ -65,7 +65,8 @@ class CheckpointKeeper:
             plans=dict(self._folder.plans),
             samples=dict(job.sizes),
             metrics=[result.to_dict() for result in self._folder.epochs],
-            round_log=self._folder.round_log,
+            round_log=list(self._folder.round_log),
+            notes={"partly": {str(number): taught for number, taught in self._folder.partly.items()}},
         )
         self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))
 

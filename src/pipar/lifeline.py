@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pipar.backoff import Backoff
-from pipar.errors import CredentialError, LinkError, PiparError, ProtocolError, SessionOverError
+from pipar.errors import CredentialError, LinkError, PiparError, ProtocolError, SessionOverError, VersionError
 from pipar.events import Observer, Reconnecting
 from pipar.link.channel import Channel, Transport
 from pipar.protocol.messages import Kind, Message, json_body, read_json
@@ -18,6 +18,8 @@ from pipar.protocol.wire import cut_message
 
 #: An answer to a hello that wants to go on with a session comes at once, or the server is not there.
 _ANSWER_WITHIN_S = 10.0
+#: A session that breaks off sooner, because the server said what it may not, is one more failed attempt.
+_SETTLED_S = 60.0
 
 
 class Lifeline:
@@ -35,23 +37,35 @@ class Lifeline:
         self._channel: Channel | None = None
 
     async def live(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
-        """Take part in the training to its end, in as many sessions as that takes."""
-        pauses = self._backoff.pauses()
+        """Take part in the training to its end, in as many sessions as that takes.
+
+        What the server says wrong, as by a damaged frame, ends a session; what it says on purpose ends them all.
+        """
+        pauses, clock = self._backoff.pauses(), asyncio.get_running_loop().time
+        reason: LinkError | ProtocolError
         while True:
-            self._lost, self._channel = asyncio.Queue(), None
+            self._lost, self._channel, began = asyncio.Queue(), None, clock()
             try:
                 return await take_part(await self._dial())
             except CredentialError:
                 raise  # trying again is no use
             except LinkError as error:
-                reason = error
-            if self._channel is not None and self._channel.session:  # it was let in: not one more failed attempt
+                reason, went_well = error, self._was_let_in
+            except ProtocolError as error:
+                if isinstance(error, VersionError) and not self._was_let_in:
+                    raise  # nor is it here
+                reason, went_well = error, self._was_let_in and clock() - began > _SETTLED_S
+            if went_well:  # not one more failed attempt
                 pauses = self._backoff.pauses()
             pause = next(pauses, None)
             if pause is None:
                 raise LinkError(f"Gave up {self._address}: {reason}") from None
             self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason)))
             await asyncio.sleep(pause.wait_s)
+
+    @property
+    def _was_let_in(self) -> bool:
+        return self._channel is not None and self._channel.session != 0
 
     def lost(self, error: LinkError) -> None:
         """The channel's transport is gone."""

@@ -19,6 +19,8 @@ from typing import Any, Literal, TextIO
 from pipar.events import (
     Away,
     Back,
+    Barred,
+    BegunAnew,
     Dropped,
     EpochResult,
     Event,
@@ -55,8 +57,10 @@ _LEVELS: dict[type[Event], int] = {
     Away: logging.WARNING,
     Lost: logging.WARNING,
     Dropped: logging.WARNING,
+    BegunAnew: logging.WARNING,
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
+    Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
     Failed: logging.ERROR,
 }
@@ -69,7 +73,9 @@ def log_observer(logger: logging.Logger | None = None) -> Observer:
 
     def observe(event: Event) -> None:
         narrator.remember(event)
-        if log.isEnabledFor(level := level_of(event)):
+        # That something begins which takes seconds is said to everybody: silence looks like a program that hangs.
+        begins = isinstance(event, Preparing) and event.share == 0.0
+        if log.isEnabledFor(level := logging.INFO if begins else level_of(event)):
             log.log(level, "%s", narrator.sentence(event), extra={"event": event})
 
     return observe
@@ -131,7 +137,10 @@ class Narrator:
                 return f"{event.owner}: round {event.epoch}, iteration {event.iteration}{_loss(event.loss)}"
             case RoundOver():
                 samples = _count(sum(event.counted.values()), "sample")
-                return f"round {event.epoch} is over: {_count(len(event.counted), 'device')}, {samples}"
+                return f"round {event.epoch} is over: {_count(len(event.counted), 'device')}, {samples}{_partly(event)}"
+            case BegunAnew():
+                within = "" if event.deadline_s is None else f", within {event.deadline_s:g} s"
+                return f"round {event.epoch} begins anew{within}: nobody counts in it, and the model is that before it"
             case EpochResult():
                 return self._result(event)
             case Replanned():
@@ -146,7 +155,7 @@ class Narrator:
 
     def _result(self, result: EpochResult) -> str:
         devices = self._counted.pop(result.epoch, None)
-        words = [f"round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
+        words = [f"result of round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
         words += [f"validation loss {result.val_loss:.3f}"] if result.val_loss is not None else []
         words += [f"accuracy {result.val_accuracy:.1%}"] if result.val_accuracy is not None else []
         words += [_count(devices, "device")] if devices is not None else []
@@ -174,15 +183,17 @@ def _about_devices(event: Event) -> str:
 def _about_the_program(event: Event) -> str:
     match event:
         case Preparing():
-            return f"{event.what}: {event.share:.0%}"
+            return f"{event.what}: {event.share:.0%}" if event.share else f"{event.what}, for some seconds"
         case Listening():
             return f"listening on {event.address}"
+        case Barred():
+            return f"nobody is let in: {event.reason}"
         case Saved():
             return f"round {event.epoch} is saved in {event.path}"
         case SaveFailed():
             return f"round {event.epoch} could not be saved: {event.reason}"
         case Resumed():
-            return f"going on after round {event.epoch}, from its checkpoint"
+            return f"going on after round {event.epoch}, from its checkpoint; later rounds are trained again"
         case Welcomed():
             return f"{event.device} takes part by {event.plan}"
         case Trained():
@@ -199,6 +210,14 @@ def _about_the_program(event: Event) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _partly(event: RoundOver) -> str:
+    """Say who has taught a shared server-side model without counting, if somebody has."""
+    if not event.partly:
+        return ""
+    parts = ", ".join(f"{_count(samples, 'sample')} of {device}" for device, samples in sorted(event.partly.items()))
+    return f"; the shared server-side model keeps {parts}"
 
 
 def _loss(loss: float | None) -> str:

@@ -56,6 +56,10 @@ class Replanner:
         self._choosing: asyncio.Task[None] | None = None
         self._chosen: Mapping[str, Plan] | None = None
 
+    def begin(self, links: Mapping[str, Link]) -> None:
+        """These devices begin, by plans that were made for them."""
+        self._planned_for = self._measured = {name: _steady(link) for name, link in links.items()}
+
     def observe_round(self, measured: Mapping[str, MeasuredLink]) -> None:
         """Take what a round's traffic says of the links; if they have changed, a choice starts beside the training."""
         self._measured = {
@@ -64,9 +68,13 @@ class Replanner:
         self._start()
 
     def join(self, device: str, link: Link) -> None:
-        """A device has come for which only a first plan was made: all plans are to be chosen with it."""
+        """A device has come, or come back, that the others were not planned with: all plans are to be chosen anew."""
         self._measured = {**self._measured, device: _steady(link)}
         self._start()
+
+    def leave(self, device: str) -> None:
+        """A device is gone: from the next round's measurements on, plans are chosen for those who are there."""
+        self._measured = {name: link for name, link in self._measured.items() if name != device}
 
     def take(self) -> Mapping[str, Plan] | None:
         """Return new plans if a choice has ended since the last call; never waits for one."""
@@ -83,11 +91,12 @@ class Replanner:
 
         If one is under way, its end starts the next.
         """
-        has_changed = self._learned() or any(
-            name not in self._planned_for or _differs(link, self._planned_for[name])
-            for name, link in self._measured.items()
+        has_changed = (
+            self._learned()
+            or self._measured.keys() != self._planned_for.keys()
+            or any(_differs(link, self._planned_for[name]) for name, link in self._measured.items())
         )
-        if self._choosing is None and has_changed:
+        if self._choosing is None and has_changed and self._measured:
             self._planned_for = self._measured
             self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for))
 

@@ -15,9 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pipar.checkpoint import Checkpoint
 from pipar.config import Config, dump_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Observer, Replanned, RoundOver
+from pipar.events import EpochResult, Event, Observer, Replanned, RoundOver, Saved
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.protocol.messages import Body
@@ -87,48 +88,80 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """Takes the epochs of a run as they come and writes its files."""
+    """Takes the epochs of a run as they come and writes its files.
 
-    def __init__(self, path: Path, job: Job, *, world: str, command: str) -> None:
+    A run that `has_checkpoints` writes a round down when it is saved: the files tell of none that a crash can undo.
+    """
+
+    def __init__(self, path: Path, job: Job, *, world: str, command: str, has_checkpoints: bool = False) -> None:
         self.path = path
         self._job = job
         self._world = world
         self._command = command
         self.epochs: list[EpochResult] = []
         self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
+        self.partly: dict[int, dict[str, int]] = {}  # by round: who did not count, but taught a shared model
         self.plans: Mapping[str, Plan] = job.plans  # that are in force
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
+        self._safe_round = 0 if has_checkpoints else math.inf  # nothing undoes the rounds up to this one
+        self._held: list[tuple[int, str, dict[str, Any]]] = []  # rows of rounds that are not safe yet, with their files
         write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
         """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""
         self.epochs.append(result)
         self._spans += spans
-        self._append("metrics.jsonl", strict_json(result.to_dict()))
+        self._tell(result.epoch, "metrics.jsonl", strict_json(result.to_dict()))
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Add a line to a file; on a full disk the training goes on without it, and result.json has it in the end."""
-        with suppress(OSError), (self.path / name).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    def _tell(self, epoch: int, name: str, row: dict[str, Any]) -> None:
+        """Add a line about a round to a file, at once or when the round is safe."""
+        self._held.append((epoch, name, row))
+        self._write_safe_rows()
 
-    def go_on(
-        self,
-        done: int,
-        metrics: Sequence[Mapping[str, Any]],
-        round_log: Sequence[Mapping[str, int]],
-        plans: Mapping[str, Plan],
-    ) -> None:
-        """Take up a run behind this round; what the files say of later ones is trained again."""
-        known = {number: row for row in (*metrics, *self._rows_on_disk()) if 1 <= (number := row["epoch"]) <= done}
-        self.round_log = [dict(counted) for counted in round_log[:done]]
+    def _write_safe_rows(self) -> None:
+        safe = [held for held in self._held if held[0] <= self._safe_round]
+        self._held = [held for held in self._held if held[0] > self._safe_round]
+        for _, name, row in safe:
+            # On a full disk the training goes on without it, and result.json has it in the end.
+            with suppress(OSError), (self.path / name).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def begin(self) -> None:
+        """Begin anew, maybe in a folder whose files tell of a training of which nothing was saved."""
+        for name in ("metrics.jsonl", "rounds.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Take up a run behind the round of a checkpoint; whatever the files say of later ones is trained again."""
+        done = found.round
+        rows = (*found.metrics, *self._rows_on_disk())
+        known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
+        self.round_log = [dict(counted) for counted in found.round_log[:done]]
+        self.partly = {int(number): dict(taught) for number, taught in found.notes.get("partly", {}).items()}
         self.epochs = [
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
         ]
-        self.plans = dict(plans)
+        self.plans = dict(found.plans)
+        self._safe_round = max(self._safe_round, done)
         _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
-        _write_lines(self.path / "rounds.jsonl", [_round_row(n, of) for n, of in enumerate(self.round_log, start=1)])
+        _write_lines(self.path / "rounds.jsonl", self._rounds())
+
+    def _rounds(self) -> list[dict[str, Any]]:
+        return [self._round_row(number, counted) for number, counted in enumerate(self.round_log, start=1)]
+
+    def _round_row(self, number: int, counted: Mapping[str, int]) -> dict[str, Any]:
+        row = {"epoch": number, "counted": dict(sorted(counted.items()))}
+        return row if number not in self.partly else {**row, "partly": self.partly[number]}
+
+    def has_result(self) -> bool:
+        """Return whether result.json tells of all rounds: a crash may have come between the last one and its end."""
+        try:
+            told = json.loads((self.path / "result.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return False
+        return len(told.get("rounds", ())) >= len(self.round_log)
 
     def take_job(self, job: Job) -> None:
         """The fleet has grown."""
@@ -163,13 +196,20 @@ class RunFolder:
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
             elif isinstance(event, RoundOver):
                 self.round_log.append(event.counted)
-                self._append("rounds.jsonl", _round_row(event.epoch, event.counted))
+                if event.partly:
+                    self.partly[event.epoch] = event.partly
+                self._tell(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
+            elif isinstance(event, Saved):
+                self._safe_round = max(self._safe_round, event.epoch)
+                self._write_safe_rows()
             observe(event)
 
         return watch
 
     def finish(self, *, weights: Body | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
         """Write model.safetensors, trace.json and, last, result.json, not tested yet; return the result."""
+        self._safe_round = math.inf  # what is not in a checkpoint is in the model that is written now
+        self._write_safe_rows()
         if weights is not None:
             write_atomically(self.path / "model.safetensors", *weights.buffers)
         origin = min((span.start for span in self._spans), default=0.0)
@@ -202,16 +242,12 @@ class RunFolder:
             "plans": plans_as_json(job.plans),
             "replans": self._replans(),
             "epochs": [result.to_dict() for result in self.epochs],
-            "rounds": [_round_row(number, counted) for number, counted in enumerate(self.round_log, start=1)],
+            "rounds": self._rounds(),
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
             "versions": versions(),
             "command": self._command,
         }
-
-
-def _round_row(number: int, counted: Mapping[str, int]) -> dict[str, Any]:
-    return {"epoch": number, "counted": dict(sorted(counted.items()))}
 
 
 def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, int]) -> EpochResult:

@@ -7,7 +7,6 @@ aggregates the complete models at the end of each round and sends every device i
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipar.compute import Compute, Step
 from pipar.errors import LinkError, PiparError, ProtocolError, TooFewDevicesError, UnusableModelError
-from pipar.events import Dropped, Observer, Progress, Replanned, RoundOver, ignore
+from pipar.events import BegunAnew, Dropped, Observer, Progress, Replanned, RoundOver, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
@@ -61,6 +60,7 @@ class Learner(Protocol):
     def model_bytes(self) -> int: ...
     def aggregate(self, returned: Sequence[Returned]) -> None: ...
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
+    def rewind(self) -> None: ...  # what all have done since then to a model that they share
     def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
 
@@ -102,8 +102,9 @@ class Enrolment(Doorkeeper, Protocol):
 
 @dataclass(frozen=True)
 class _Served:
-    """What one device brought back in a round."""
+    """What one device brought back in a round; its session may be over by now."""
 
+    session: Session
     returned: Returned
     loss_sum: float | None
 
@@ -162,6 +163,10 @@ class Server:
             observe=observe,
         )
         self._turns: Turns | None = None
+        self._taught: dict[str, int] = {}  # samples of whole batches in a shared model, by device, in this round
+        self._taking_part: set[str] = set()  # who has a replica, and plans are made for
+        self._deadline_s = training.round_deadline_s
+        self._was_late = False  # somebody, in this round
         self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
         self._wanted = 0  # devices, if there were too few for the aggregation
         self._last_round_s = 0.0
@@ -219,8 +224,12 @@ class Server:
 
     async def _begin(self, done: int) -> None:
         """Take the first plans: those of before, or others for what the devices say of themselves."""
-        orders = await self._enrolment.begin([session.who for session in self._reception.present()])
+        everybody = [session.who for session in self._reception.present()]
+        orders = await self._enrolment.begin(everybody)
         self._orders = dict(orders)
+        self._taking_part = {who.name for who in everybody}
+        if self._replanner is not None:
+            self._replanner.begin({who.name: self._enrolment.link(who.name) for who in everybody})
         before = self._training.plans
         plans = {name: order.plan for name, order in sorted(orders.items())}
         changed = {name: plan for name, plan in plans.items() if plan != before.get(name)}
@@ -232,7 +241,7 @@ class Server:
         epoch = done
         while epoch < self._training.epochs:
             group = await self._assemble_group(epoch)
-            if not await self._round(epoch + 1, group):
+            if not group or not await self._round(epoch + 1, group):
                 continue  # everybody was lost: the same round again, with who comes
             epoch += 1
             self._ledger.check()
@@ -260,6 +269,7 @@ class Server:
         """Return who takes part in the next round, when there are enough: all that are there, with the latest model."""
         await self._reception.joined(max(self._training.min_devices, self._wanted))
         self._wanted = 0
+        self._let_go()
         for session in self._reception.present():
             if session.abandoned > done:  # the round that it was too late for is trained again
                 await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
@@ -285,17 +295,29 @@ class Server:
             self._orders[name] = self._enrolment.join(session.who)
             self._learner.move({name: self._orders[name].plan.split_point})
             self._put_into_force(done + 1, {name: self._orders[name].plan})
-            if self._replanner is not None:  # its first plan was made for it alone
-                self._replanner.join(name, self._enrolment.link(name))
+        if name not in self._taking_part and self._replanner is not None:  # others were planned for without it
+            self._replanner.join(name, self._enrolment.link(name))
+        self._taking_part.add(name)
         self._limit(session)
         self._reception.welcome(session, self._orders[name])
         self._learner.forget(name)  # it may have been here before, and the others have trained on since
         # Copying the layers behind the cut takes a while: before the round's clock starts.
         await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
 
+    def _let_go(self) -> None:
+        """Free the replicas of those who are gone, and plan for the others: who comes anew gets another one."""
+        gone = self._taking_part - self._reception.sessions.keys()
+        for device in sorted(gone):
+            if not self._training.method.shares_server_model:
+                self._learner.forget(device)
+            if self._replanner is not None:
+                self._replanner.leave(device)
+        self._taking_part -= gone
+
     async def _round(self, epoch: int, group: list[Session]) -> bool:
         """One round: from the devices' first loads to their new models; return whether anybody brought one back."""
         began = self._loop.time()
+        self._taught, self._was_late = {}, False
         one_by_one = self._training.method.one_device_at_a_time
         counted: list[_Counted] = []
         for number, sessions in enumerate([[session] for session in group] if one_by_one else [group]):
@@ -311,8 +333,10 @@ class Server:
     async def _close_round(self, epoch: int, in_model: list[_Counted], began: float) -> bool:
         """Send everybody the new model and write the round down; return whether there is one."""
         if not in_model:
+            await self._begin_anew(epoch)
             return False
         one_by_one = self._training.method.one_device_at_a_time
+        self._let_go()
         if epoch < self._training.epochs:
             await self._adopt_new_plans(epoch)
         counted = {one.device: one.samples for one in in_model}
@@ -332,9 +356,21 @@ class Server:
             seconds=seconds,
         )
         self.done, self._last_round_s = epoch, seconds
-        self._observe(RoundOver(epoch, counted))
+        self._observe(RoundOver(epoch, counted, {} if one_by_one else self._partly(counted)))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
+
+    async def _begin_anew(self, epoch: int) -> None:
+        """Leave a round in which nobody counts as if it had not been."""
+        if self._training.method.shares_server_model:
+            await self._pool.run((Work("install", epoch, size_bytes=self._learner.model_bytes()), self._learner.rewind))
+        if self._training.method.one_device_at_a_time and self._was_late and self._deadline_s is not None:
+            self._deadline_s *= 2  # all were too late, and would be again
+        self._observe(BegunAnew(epoch, self._deadline_s))
+
+    def _partly(self, counted: Mapping[str, int]) -> dict[str, int]:
+        """Return whose batches stay in a model that all share, although they do not count: they cannot be taken out."""
+        return {name: samples for name, samples in sorted(self._taught.items()) if name not in counted}
 
     # --- one round of several devices
 
@@ -343,10 +379,7 @@ class Server:
         if self._training.method.shares_server_model:
             self._turns = Turns(session.device for session in group)
         self._measured, self._unmeasured = {}, {session.device for session in group}
-        deadline_s = self._training.round_deadline_s
-        ends_at = math.inf if deadline_s is None else self._loop.time() + deadline_s
-        one_by_one = self._training.method.one_device_at_a_time
-        self._reception.waits_until = 0.0 if deadline_s is None else ends_at
+        ends_at = self._next_deadline()
         for session in group:
             session.has_model_of = None  # it trains on what it has
             session.channel.post(Message(Kind.ROUND, epoch))
@@ -355,19 +388,39 @@ class Server:
         try:
             waiting = set(serving)
             while waiting:
-                # Split learning goes on to the next device; otherwise somebody is to have ended before a round is.
-                is_timed = deadline_s is not None and (one_by_one or bool(brought))
-                left_s = max(0.0, ends_at - self._loop.time()) if is_timed else None
+                # Where each has a replica, somebody is to have ended before a round is.
+                is_timed = ends_at is not None and (self._turns is not None or bool(brought))
+                left_s = max(0.0, ends_at - self._loop.time()) if ends_at is not None and is_timed else None
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 brought += [served for task in done if (served := task.result()) is not None]
-                if not done:
-                    break  # the deadline has passed
-            for task in waiting:
-                await self._abandon(task, serving[task], epoch)
+                if not done:  # the deadline has passed
+                    late = [task for task in waiting if self._is_too_late(serving[task], has_ended=bool(brought))]
+                    for task in late:
+                        await self._abandon(task, serving[task], epoch)
+                    waiting -= set(late)
+                    ends_at = self._next_deadline()
         finally:
             for task in serving:
                 task.cancel()
         return sorted(brought, key=lambda one: one.returned.device)
+
+    def _next_deadline(self) -> float | None:
+        """Return when a round that goes on now has to be over."""
+        if self._deadline_s is None:
+            return None
+        self._reception.waits_until = ends_at = self._loop.time() + self._deadline_s
+        return ends_at
+
+    def _is_too_late(self, session: Session, *, has_ended: bool) -> bool:
+        """Return whether a round does without a device that has not ended it at the deadline.
+
+        It does when somebody has ended it, and in split learning, where others have their turn. Where devices take
+        turns batch by batch, who holds up the others is too late, and they are not.
+        """
+        if self._turns is None or self._training.method.one_device_at_a_time:
+            return True
+        holder = self._turns.held_up_by()
+        return has_ended if holder is None else session.device == holder and session.is_awaited
 
     async def _serve(self, session: Session, epoch: int) -> _Served | None:
         """Serve one device's epoch; None if it was lost on the way. What it does wrong ends its session only."""
@@ -387,14 +440,18 @@ class Server:
         """End the round without a device that is too late; it takes part in the next one."""
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._drop(session, epoch, f"it was not ready within {self._training.round_deadline_s:g} s")
+        self._was_late = True
+        await self._drop(session, epoch, f"it was not ready within {self._deadline_s:g} s")
         session.abandon(epoch)
 
     async def _drop(self, session: Session, epoch: int, reason: str) -> None:
         """Discard all that a device has done in this round."""
         if session.computing is not None:  # compute is never cancelled
             await asyncio.gather(session.computing, return_exceptions=True)
-        if self._turns is None or self._turns.is_with(session.device):  # or it has left nothing in a shared model
+        if self._training.method.one_device_at_a_time:  # nobody else has changed the model since its turn began
+            install = Work("install", epoch, size_bytes=self._learner.model_bytes(), device=session.device)
+            await self._compute(session, (install, self._learner.rewind))
+        elif self._turns is None or self._turns.is_with(session.device):  # or no half batch of it is in a shared model
             self._learner.forget(session.device)
         session.awaits_momentum = False
         if self._turns is not None:
@@ -430,7 +487,8 @@ class Server:
         model = await session.next()
         expect(model, Kind.MODEL, epoch)
         known = [batch for batch in losses if batch is not None]
-        return _Served(Returned(session.device, model.body, end.samples), sum(known) if known else end.loss_sum)
+        returned = Returned(session.device, model.body, end.samples)
+        return _Served(session, returned, sum(known) if known else end.loss_sum)
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
@@ -457,6 +515,8 @@ class Server:
     async def _finish_iteration(self, session: Session, replica: ServerPart, message: Message) -> float | None:
         """Apply the gradients of a batch; return its summed loss."""
         step = self._work(session.device, message)("step")
+        if self._turns is not None:  # before it is done: from here on nothing keeps it from being done
+            self._taught[session.device] = self._taught.get(session.device, 0) + message.batch_samples
         await self._compute(session, (step, replica.step))
         loss = replica.take_loss()  # while nobody else's forward, in another thread, adds to that of a shared model
         if self._turns is not None:
@@ -476,12 +536,10 @@ class Server:
                 await self._start_over(epoch, served, error)
                 return []
             except UnusableModelError as error:
+                for one in served:
+                    if one.returned.device == error.device:
+                        await self._dismiss(one.session, epoch, error)
                 served = [one for one in served if one.returned.device != error.device]
-                session = self._reception.sessions.get(error.device)
-                if session is not None:
-                    await self._dismiss(session, epoch, error)
-                else:
-                    self._learner.forget(error.device)
             else:
                 break
         return [_Counted(one.returned.device, one.returned.samples, one.loss_sum) for one in served]
@@ -490,11 +548,7 @@ class Server:
         """Discard a round that too few have ended for the aggregation; it begins anew when one more is there."""
         self._wanted = len(served) + 1
         for one in served:
-            session = self._reception.sessions.get(one.returned.device)
-            if session is None:
-                self._learner.forget(one.returned.device)
-            else:
-                await self._drop(session, epoch, str(error))
+            await self._drop(one.session, epoch, str(error))
 
     async def _distribute(self, group: list[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""

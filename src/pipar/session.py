@@ -50,6 +50,11 @@ class Session:
         self.stopped = False
         self.computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is the device that has to say something: nothing of it waits, or is being computed."""
+        return self.inbox.empty() and (self.computing is None or self.computing.done())
+
     def take(self, message: Message) -> None:
         """Keep a message until it is asked for, or raise if the device has sent more than a round has room for."""
         if self.inbox.qsize() >= self.allowed + _BESIDE_MICRO_BATCHES:

@@ -36,6 +36,11 @@ class Turns:
         """Return whether it is this device's turn."""
         return bool(self._next) and self._next[0][1] == device
 
+    def held_up_by(self) -> str | None:
+        """Return the device whose turn the others wait for, None if nobody waits."""
+        is_awaited = any(not waiting.done() for waiting in self._waiting.values())
+        return self._next[0][1] if is_awaited else None
+
     def finish(self, device: str) -> None:
         """Take a device out of the round."""
         self._finished.add(device)

@@ -378,3 +378,28 @@ def test_a_message_that_no_frame_can_carry_is_refused_by_post() -> None:
         await server.receive()
 
     MemoryWorld().run(scenario)
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.1])
+def test_what_goes_wrong_in_sending_ends_the_connection_with_its_reason(latency_s: float) -> None:
+    class Broken:
+        def __init__(self, transport: Transport) -> None:
+            self.read, self.close = transport.read, transport.close
+
+        async def write(self, _: object) -> None:
+            raise ValueError("no such frame")
+
+    async def main() -> None:
+        near, far = memory_pair()
+        lost: list[LinkError] = []
+        channel = Channel(Broken(near), Recorder("pi"), UPLINK, on_lost=lost.append)
+        channel.shape(None, latency_s)
+        channel.post(activation(1))
+        with pytest.raises(LinkError, match="Sending failed by ValueError: no such frame"):
+            await channel.receive()
+        with pytest.raises(LinkError):
+            await far.read()
+        assert lost == []  # it would go wrong over another link, too
+        await channel.close()
+
+    run_virtually(main())

@@ -281,6 +281,40 @@ def test_a_server_whose_tokens_cannot_be_read_any_more_lets_nobody_in(tmp_path: 
     run(main())
 
 
+@pytest.mark.parametrize(
+    "content", [b"half", b"[]", b'{"phone-1": "\\ud800"}', b'{"phone-1": 5}', b'{"phone-1": "short"}', b"\xff", None]
+)
+def test_a_damaged_file_of_tokens_is_said_once_and_is_no_reason_to_fall_over(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    tokens, said = tmp_path / "tokens.json", list[str]()
+    shown = [("authorization", f"Bearer {add_token(tokens, 'phone-1')}")]
+    whole = tokens.read_bytes()
+    guard = Guard(ServerSecurity(tokens=tokens), said.append)
+    assert guard.name_of({}, shown) == "phone-1"
+    for times in (1, 2):
+        tokens.unlink() if content is None else tokens.write_bytes(content)
+        for _ in range(3):
+            with pytest.raises(CredentialError, match="cannot check credentials at the moment"):
+                guard.name_of({}, shown)
+        assert len(said) == times
+        assert str(tokens) in said[-1]
+        with pytest.raises(InputError, match="tokens"):
+            check_server(ServerSecurity(tokens=tokens), "127.0.0.1:1")
+        tokens.write_bytes(whole)
+        assert guard.name_of({}, shown) == "phone-1"
+
+
+@pytest.mark.parametrize("content", [b'{"pi-1": [[1]]}', b'{"pi-1": "1234"}', b"null"])
+def test_a_damaged_list_of_revoked_certificates_lets_nobody_in(ours: Folder, tmp_path: Path, content: bytes) -> None:
+    denied = tmp_path / "denied.json"
+    denied.write_bytes(content)
+    guard = Guard(replace(ours.by_certificate, denied=denied))
+    shown = {"x509_common_name": [b"pi-1"], "x509_pem_cert": [(ours.path / "devices" / "pi-1.pem").read_bytes()]}
+    with pytest.raises(CredentialError, match="cannot check credentials at the moment"):
+        guard.name_of(shown, [])
+
+
 # --- dates
 
 

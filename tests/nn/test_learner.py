@@ -153,6 +153,31 @@ def test_a_shared_model_keeps_whole_batches_of_a_device_that_is_lost_and_no_half
     assert all(parameter.grad is None for parameter in one.replica("b").module.parameters())
 
 
+def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
+    one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
+    for each in (one, untouched):
+        step_with(each.replica("a"), 1.0)
+        each.aggregate([Returned("a", each.pack("a"), 1)])
+    step_with(one.replica("b"), 3.0)
+    one.replica("b").module(torch.ones(4, 5, dtype=torch.float64))  # running statistics
+    one.rewind()
+    assert same(one.replica("b").state(), untouched.replica("b").state())
+    for each in (one, untouched):
+        step_with(each.replica("b"), 0.0)  # what momentum alone does
+    assert same(one.replica("b").state(), untouched.replica("b").state())
+
+
+def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None:
+    before, one = (learner({"a": 1}, shared=True) for _ in range(2))
+    step_with(before.replica("a"), 1.0)
+    before.aggregate([Returned("a", before.pack("a"), 1)])
+    one.restore(before.snapshot())
+    step_with(one.replica("a"), 3.0)
+    one.rewind()
+    assert same(one.replica("a").momentum(), before.replica("a").momentum())
+    assert same(one.replica("a").state(), before.replica("a").state())
+
+
 def test_a_device_that_has_left_nothing_behind_takes_no_momentum_to_another_cut() -> None:
     one = learner({"a": 1, "b": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.checkpoint import latest, read
@@ -71,11 +72,27 @@ def counted_once_each(devices: Sequence[str]) -> None:
 
 
 def aggregate_is_the_mean(epoch: int, after: State, expected: State) -> None:
-    """A round's model is the mean, by samples, of what those who counted come to by plain training."""
+    """A round's model is what plain training of those who counted comes to, by the definition of the method."""
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     error = max(float((after[name] - tensor).abs().max()) for name, tensor in expected.items()) / largest
     if not error <= EXACT:
         raise Violation("aggregate is the mean", f"the model of round {epoch} is {error:.1e} from that of its devices.")
+
+
+def log_is_true(folder: Path, counted: Mapping[int, Mapping[str, int]], saved: int) -> None:
+    """rounds.jsonl tells of each round once, in order, of none that is not saved, and who counted in it."""
+    try:
+        lines = (folder / "rounds.jsonl").read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    told = [json.loads(line) for line in lines]
+    if [row["epoch"] for row in told] != list(range(1, len(told) + 1)):
+        raise Violation("log is true", f"rounds.jsonl tells of the rounds {[row['epoch'] for row in told]}.")
+    if len(told) > saved:
+        raise Violation("log is true", f"rounds.jsonl tells of round {len(told)}, but only {saved} are saved.")
+    wrong = next((row for row in told if row["counted"] != dict(counted[row["epoch"]])), None)
+    if wrong is not None:
+        raise Violation("log is true", f"rounds.jsonl says of round {wrong['epoch']}: {wrong['counted']}.")
 
 
 def weights_are_finite(epoch: int, state: State) -> None:
@@ -159,16 +176,89 @@ def plain_round(
 
 
 def plain_epoch(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Optimizer) -> State:
-    """Return what one device trains the model of before to: v = mu v + g and w = w - lr v, batch by batch."""
+    """Return what one device trains the model of before to."""
     model.load_state_dict(before)
-    weights = dict(model.named_parameters())
-    velocity = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    velocity: dict[str, Tensor] = {}
+    for batch in _batches(shard, epoch):
+        _descend(model, velocity, batch, rules)
+    return model.state_dict()
+
+
+def plain_relay(
+    model: nn.Sequential, before: State, velocity: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+) -> tuple[State, State]:
+    """Return the model that goes from device to device in split learning, and the momentum behind the cut.
+
+    That is all the momentum that is handed on; `velocity` is that of before, and its names are those of the server.
+    """
+    model.load_state_dict(before)
+    for shard in shards.values():
+        moving = dict(velocity)  # in front of the cut it starts anew
+        for batch in _batches(shard, epoch):
+            _descend(model, moving, batch, rules)
+        velocity = {name: moving[name] for name in velocity}
+    return _copied(model.state_dict()), velocity
+
+
+@dataclass(frozen=True)
+class Taught:
+    """How much one device has taught a server-side model that all share."""
+
+    shard: Shard
+    samples: int  # of whole batches
+    counts: bool  # with its own part, too
+
+
+def plain_turns(
+    model: nn.Sequential, before: State, velocity: State, taught: Mapping[str, Taught], epoch: int, rules: Optimizer
+) -> tuple[State, State]:
+    """Return the model of a round of SplitFed V2, and the momentum behind the cut.
+
+    Batch i of every device, in name order, comes before any batch i + 1; the parts in front of the cut are averaged.
+    """
+    server = {name: tensor.clone() for name, tensor in before.items() if name in velocity}
+    fronts = {name: {of: before[of] for of in before if of not in velocity} for name in taught}
+    moving: dict[str, State] = {name: {} for name in taught}
+    turns = [(n, name, batch) for name, one in taught.items() for n, batch in _first(one, epoch)]
+    for _, name, batch in sorted(turns, key=lambda turn: turn[:2]):
+        model.load_state_dict({**fronts[name], **server})
+        momentum = {**moving[name], **velocity}
+        _descend(model, momentum, batch, rules)
+        state = _copied(model.state_dict())
+        server, fronts[name] = ({of: state[of] for of in part} for part in (server, fronts[name]))
+        velocity, moving[name] = {of: momentum[of] for of in velocity}, momentum
+    counted = {name: one.samples / sum(t.samples for t in taught.values() if t.counts) for name, one in taught.items()}
+    names = [name for name, one in taught.items() if one.counts]
+    mean = {of: torch.stack([fronts[name][of] * counted[name] for name in names]).sum(0) for of in fronts[names[0]]}
+    return {**mean, **server}, velocity
+
+
+def _first(one: Taught, epoch: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield the batches that a device has taught, with their numbers."""
+    left = one.samples
+    for number, batch in enumerate(_batches(one.shard, epoch), start=1):
+        left -= len(batch[1])
+        if left < 0:
+            return
+        yield number, batch
+
+
+def _batches(shard: Shard, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     order = shard.order(epoch)
     for start in range(0, len(order), BATCH):
-        inputs, labels = shard.batch(epoch, order[start : start + BATCH])
-        gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
-        with torch.no_grad():
-            for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-                velocity[name].mul_(rules.momentum).add_(gradient)
-                weight.sub_(rules.learning_rate * velocity[name])
-    return model.state_dict()
+        yield shard.batch(epoch, order[start : start + BATCH])
+
+
+def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Optimizer) -> None:
+    """Step by one batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
+    inputs, labels = batch
+    weights = dict(model.named_parameters())
+    gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
+    with torch.no_grad():
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            velocity[name] = rules.momentum * velocity[name] + gradient if name in velocity else gradient
+            weight.sub_(rules.learning_rate * velocity[name])
+
+
+def _copied(state: State) -> State:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}

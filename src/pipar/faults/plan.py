@@ -72,8 +72,16 @@ class Scenario:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each round's model is the mean of plain trainings from the one before, whoever takes part."""
-        return not METHODS[self.method].shares_server_model and not self.keep_momentum
+        """Whether each round's model is known from the one before, whoever takes part.
+
+        Momentum that devices keep depends on who was there before; split learning keeps that of the server alone.
+        """
+        return not self.keep_momentum or METHODS[self.method].one_device_at_a_time
+
+    @property
+    def layers_behind_the_cut(self) -> range:
+        """Where the layers are that devices share on the server, if they do."""
+        return range(next(iter(self.plans.values())).split_point, LAYERS)
 
     def __str__(self) -> str:
         deadline = "no deadline" if self.round_deadline_s is None else f"deadline {self.round_deadline_s:g} s"

@@ -29,19 +29,23 @@ from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
 from pipar.errors import PiparError, ProtocolError
-from pipar.events import Dropped, Event, Progress, Resumed, RoundOver, Saved, SaveFailed
+from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
 from pipar.faults.disk import PowerLossError, UnreliableDisk
 from pipar.faults.invariants import (
     Held,
     OnDisk,
     State,
+    Taught,
     Violation,
     aggregate_is_the_mean,
     breaches_have_a_cause,
     checkpoint_is_whole,
     counted_once_each,
+    log_is_true,
     memory_is_bounded,
+    plain_relay,
     plain_round,
+    plain_turns,
     programs_do_not_fail,
     samples_count_once,
     training_ends,
@@ -53,8 +57,8 @@ from pipar.faults.watched import CountedLearner, breakable_builder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.lifeline import Lifeline
-from pipar.link.channel import Channel
-from pipar.methods import Plan
+from pipar.link.channel import Channel, Transport
+from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol import wire
@@ -167,6 +171,7 @@ class World:
         self._most = Held("all")
         self._bound = bound_of(scenario)
         self.models[0] = _copied(self._workload.build_model().state_dict())
+        self._velocities = {0: _still(self.models[0], scenario)}  # behind the cut, where it is shared, by round
 
     # --- the whole
 
@@ -283,9 +288,11 @@ class World:
         if found is not None:
             learner.restore(found.tensors)
         self._forget_rounds_behind(done)
-        folder = RunFolder(self.folder, job, world="real", command="pipar faults")
+        folder = RunFolder(self.folder, job, world="real", command="pipar faults", has_checkpoints=True)
         if found is not None:
-            folder.go_on(found.round, found.metrics, found.round_log, found.plans)
+            folder.go_on(found)
+        else:
+            folder.begin()
         observe = _while_alive(life, folder.watching(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
         enrolment = Open(job, {}, self._spec)
@@ -414,11 +421,16 @@ class World:
         build = breakable_builder(self._workload, lambda: self._is_poisoned(name))
         lanes = _lanes(Costs(self._profile, self.scenario.speeds[name]))
         equipment = Equipment(self._workload.shard(name), build, lanes, self._profile)
-        await lifeline.live(
-            lambda transport: run_device(
-                name, self._link, equipment, transport, lifeline=lifeline, observe=self._observe_device(name)
-            )
-        )
+        observe = self._observe_device(name)
+
+        async def take_part(transport: Transport) -> None:
+            try:
+                await run_device(name, self._link, equipment, transport, lifeline=lifeline, observe=observe)
+            except ProtocolError as error:  # it comes back, but should not have had to
+                self.check(breaches_have_a_cause, name, error, excused=self._is_excused(name))
+                raise
+
+        await lifeline.live(take_part)
 
     def _is_poisoned(self, name: str) -> bool:
         if name not in self._poisoned:
@@ -502,6 +514,8 @@ class World:
             self._disk_is_whole()
             return
         self._note(SERVER, str(event))
+        if isinstance(event, Lost) and "Sending failed" in event.reason:
+            self.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
         if isinstance(event, Dropped) and "broke the protocol" in event.reason:
             error = ProtocolError(event.reason)
             self.check(breaches_have_a_cause, event.device, error, excused=self._is_excused(event.device))
@@ -523,14 +537,27 @@ class World:
         self.models[epoch], self.counted[epoch] = state, counted
         self.check(weights_are_finite, epoch, state)
         if self.scenario.is_exact and self.violation is None:
-            shards = {name: self._workload.shard(name) for name in counted}
-            before, rules = self.models[epoch - 1], self._workload.optimizer()
-            expected = plain_round(self._workload.build_model(), before, shards, epoch, rules)
-            self.check(aggregate_is_the_mean, epoch, state, expected)
+            self.check(aggregate_is_the_mean, epoch, state, self._expected(epoch, counted, event.partly))
+
+    def _expected(self, epoch: int, counted: Mapping[str, int], partly: Mapping[str, int]) -> State:
+        """Return the model of a round by the definition of the method, from that of the round before."""
+        method, rules = METHODS[self.scenario.method], self._workload.optimizer()
+        model, before = self._workload.build_model(), self.models[epoch - 1]
+        shards = {name: self._workload.shard(name) for name in (*counted, *partly)}
+        if not method.shares_server_model:
+            return plain_round(model, before, shards, epoch, rules)
+        velocity = self._velocities[epoch - 1]
+        if method.one_device_at_a_time:
+            expected, self._velocities[epoch] = plain_relay(model, before, velocity, shards, epoch, rules)
+        else:
+            samples = {**counted, **partly}
+            taught = {name: Taught(shards[name], samples[name], name in counted) for name in shards}
+            expected, self._velocities[epoch] = plain_turns(model, before, velocity, taught, epoch, rules)
+        return expected
 
     def _forget_rounds_behind(self, done: int) -> None:
         """A server goes on behind this round: later ones are trained again."""
-        for known in (self.models, self.counted):
+        for known in (self.models, self.counted, self._velocities):
             for epoch in [epoch for epoch in known if epoch > done]:
                 del known[epoch]
         self._saved, self._save_failures = done, 0
@@ -539,6 +566,7 @@ class World:
         most = max(self.models)
         may_be = OnDisk(self._identity, self.models, self.counted, self._saved, most, self._save_failures)
         self.check(checkpoint_is_whole, self.folder / "checkpoint", may_be)
+        self.check(log_is_true, self.folder, self.counted, self._saved)
 
     async def _look(self) -> None:
         """Look now and then at what the programs hold on to, and at the clock."""
@@ -607,6 +635,12 @@ def _while_alive(life: _Life, take: Callable[..., None]) -> Callable[..., None]:
             take(*arguments)
 
     return gated
+
+
+def _still(state: State, scenario: Scenario) -> State:
+    """Return no momentum for the weights behind the cut."""
+    shared = {str(number) for number in scenario.layers_behind_the_cut}
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items() if name.partition(".")[0] in shared}
 
 
 def _copied(state: Mapping[str, torch.Tensor]) -> State:

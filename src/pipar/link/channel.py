@@ -63,6 +63,10 @@ class _Posted:
         return next(self._frames)
 
 
+class _CannotSendError(LinkError):
+    """This side fails at sending, which it would do over another transport, too."""
+
+
 class Channel:
     """Messages to and from one peer: in order, each once, shaped in the direction that this side sends.
 
@@ -241,7 +245,7 @@ class Channel:
     def _lose(self, transport: Transport, error: LinkError) -> None:
         if transport is not self._transport:
             return
-        if self._on_lost is None:
+        if self._on_lost is None or isinstance(error, _CannotSendError):
             self.fail(error)
             return
         self._retire()
@@ -292,8 +296,12 @@ class Channel:
     async def _send_all(self) -> None:
         """Send over one transport until it is retired; what it may have lost goes again over the next one."""
         link = self._link
-        while self._link is link and self._transport is not None:
-            await self._send(*await self._next_frame())
+        try:
+            while self._link is link and self._transport is not None:
+                await self._send(*await self._next_frame())
+        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever receives is told
+            if self._link is link:
+                self.fail(_cannot_send(error))
 
     async def _next_frame(self) -> tuple[Frame, float]:
         while True:
@@ -359,6 +367,10 @@ class Channel:
             self._recorder.busy(self._lane, kind, *place, began, end)
 
 
+def _cannot_send(error: Exception) -> _CannotSendError:
+    return _CannotSendError(f"Sending failed by {type(error).__name__}: {error}")
+
+
 def _count(total: dict[int, int], frame: Frame) -> None:
     epoch = _travels_in(frame.message)
     total[epoch] = total.get(epoch, 0) + frame.size_bytes
@@ -377,15 +389,19 @@ class DelayLine:
         self._latency_s = latency_s
         self._loop = asyncio.get_running_loop()
         self._under_way: asyncio.Queue[tuple[float, Frame]] = asyncio.Queue()
+        self._failure: LinkError | None = None
         self._pump = self._loop.create_task(self._deliver())
 
     async def write(self, frame: Frame) -> None:
         if self._pump.done():
-            raise LinkError("The peer closed the connection.")
+            raise self._failure or LinkError("The peer closed the connection.")
         self._under_way.put_nowait((self._loop.time() + self._latency_s, frame))
 
     async def read(self) -> Frame:
-        return await self._transport.read()
+        try:
+            return await self._transport.read()
+        except LinkError as error:
+            raise self._failure or error from None
 
     def drop(self) -> None:
         """Forget what is under way: the peer takes nothing over this transport any more."""
@@ -409,6 +425,9 @@ class DelayLine:
                 self._under_way.task_done()
         except LinkError:
             return
+        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever reads or writes is told
+            self._failure = _cannot_send(error)
+            await self._transport.close()
 
 
 def delayed(transport: Transport, latency_s: float) -> Transport:

@@ -115,7 +115,8 @@ class Listener:
     """Listens for devices; hands each new stream to `accept`, which returns when the device's session is over.
 
     Who has no credential that `security` asks for gets the error UNAUTHENTICATED and nothing else; `accept` never hears
-    of it. Beside it stands gRPC's health service, which needs none.
+    of it. `barred` is told, once, if nobody can be let in because a file of credentials cannot be read. Beside it
+    stands gRPC's health service, which needs none.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Listener:
         limits: Limits | None = None,
         keepalive: Keepalive | None = None,
         refused: Refused | None = None,
+        barred: Callable[[str], None] = lambda _: None,
     ) -> None:
         from pipar.link.health import Health  # brings protobuf, which devices do without
 
@@ -133,7 +135,7 @@ class Listener:
         self._security = security or ServerSecurity()
         self._limits = limits or Limits()
         self._refused = refused
-        self._guard = Guard(self._security)
+        self._guard = Guard(self._security, barred)
         self._streams: dict[_Stream, str | None] = {}  # with the credential's name
         self._server = grpc.aio.server(options=_server_options(self._limits, keepalive or Keepalive()))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._connected)

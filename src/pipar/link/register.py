@@ -11,7 +11,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pipar.link.private_files import read_bytes, write_private
 _TOKEN_BYTES = 32
 #: So that a token is recognised where it should not be, as in a log or a repository.
 _PREFIX = "pipar_"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -56,7 +57,7 @@ def _sha256(token: str) -> str:
 
 def read_tokens(path: Path) -> Tokens:
     """Return the tokens of a file that `add_token` wrote."""
-    return Tokens(_read_names(path, "the devices' tokens", str))
+    return Tokens(_read_names(path, "the devices' tokens", _is_sha256))
 
 
 def add_token(path: Path, name: str, *, force: bool = False) -> str:
@@ -98,7 +99,7 @@ def is_token(text: str) -> bool:
 
 def read_serials(path: Path) -> Mapping[str, list[str]]:
     """Return the serial numbers in a file, by the name of the device."""
-    return _read_names(path, "certificates' serial numbers", list)
+    return _read_names(path, "certificates' serial numbers", _are_texts)
 
 
 def add_serials(path: Path, name: str, serials: list[str]) -> None:
@@ -120,13 +121,21 @@ def move_serials(issued: Path, denied: Path, name: str) -> int:
 # --- files of names
 
 
-def _read_names(path: Path, what: str, kind: type) -> dict[str, Any]:
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _read_names(path: Path, what: str, is_right: Callable[[object], bool]) -> dict[str, Any]:
     content = read_bytes(path, what)
     try:
         names = json.loads(content)
     except (ValueError, RecursionError):
         names = None
-    if not isinstance(names, dict) or not all(isinstance(value, kind) for value in names.values()):
+    if not isinstance(names, dict) or not all(map(is_right, names.values())):
         raise InputError(f"{path} should hold {what} as `pipar certs` writes them; it is damaged.")
     return names
 

@@ -182,7 +182,9 @@ def _read_register(security: ServerSecurity) -> None:
 class Guard:
     """Tells whose connection it is. Files are read again when they change: what is taken back is so at once."""
 
-    def __init__(self, security: ServerSecurity) -> None:
+    def __init__(self, security: ServerSecurity, barred: Callable[[str], None] = lambda _: None) -> None:
+        self._barred = barred  # told why nobody can be let in: once, not for everybody who knocks
+        self._trouble: str | None = None
         self._needs_certificate = security.client_ca is not None
         self._tokens = _Fresh(security.tokens, read_tokens) if security.tokens is not None else None
         self._denied = _Fresh(security.denied, _denied_serials) if security.denied is not None else None
@@ -195,8 +197,12 @@ class Guard:
         try:
             of_certificate = self._name_of_certificate(auth) if self._needs_certificate else None
             of_token = self._name_of_token(metadata) if self._tokens is not None else None
-        except InputError:  # a file that could be read when the server started
+        except InputError as error:  # a file that could be read when the server started
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._barred(self._trouble)
             raise CredentialError("The server cannot check credentials at the moment.") from None
+        self._trouble = None
         if of_certificate is not None and of_token is not None and of_certificate != of_token:
             raise CredentialError("The token is not that of the device that the certificate names.")
         return of_certificate or of_token

@@ -54,6 +54,7 @@ class TorchLearner:
         self._proximal = proximal
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[int, Body] = {}
+        self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, as the last aggregation left it
 
     def replica(self, device: str) -> TorchServerPart:
         """Return M^s_k; made from the global model when it is first asked for."""
@@ -93,6 +94,14 @@ class TorchLearner:
         else:
             self._replicas.pop(device, None)
 
+    def rewind(self) -> None:
+        """Put a model that all share back to what the last aggregation left: weights, buffers and momentum."""
+        for replica in self._replicas.values() if self._shared else ():
+            # The global model has had the same weights since then: only momentum needs a copy.
+            replica.install(part_of_state(self.model.state_dict(), replica.module), keep_momentum=False)
+            replica.restore_momentum(self._momentum)
+            replica.discard()
+
     def pack(self, device: str) -> Body:
         """Return the device's part of the global model, as it is now; devices with one split point share the bytes."""
         split_point = self._split_points[device]
@@ -111,6 +120,7 @@ class TorchLearner:
             replica = self.replica(ordered[0].device)
             self._load(join_states(aggregated, replica.state()))
             replica.stay_near(rest.state_dict())  # nothing is installed into it
+            self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
         else:
             self._load(self._aggregated(self.model, _Brought(ordered, self._whole)))
             for back in ordered:
@@ -206,6 +216,7 @@ class TorchLearner:
         _refuse_another_network(snapshot.model, self.state())
         self._load(snapshot.model)
         self._replicas.clear()
+        self._momentum = dict(snapshot.momentum.get("", {}))
         for key, momentum in snapshot.momentum.items() if self._momentum_stays else ():
             device = next(iter(self._split_points)) if self._shared else key
             if device in self._split_points:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pipar.errors import ProtocolError
+from pipar.errors import ProtocolError, VersionError
 from pipar.protocol.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message
 
 VERSION = 2
@@ -156,7 +156,7 @@ def unpack_frame(data: bytes) -> Frame:
     ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
-        raise ProtocolError(f"The peer speaks version {version} of the protocol; this is version {VERSION}.")
+        raise VersionError(f"The peer speaks version {version} of the protocol; this is version {VERSION}.")
     if kind not in _KINDS or dtype not in _DTYPE_NAMES or encoding not in _ENCODING_NAMES:
         raise ProtocolError(
             f"The peer sent a frame of kind {kind}, dtype {dtype}, encoding {encoding}: one is unknown."
