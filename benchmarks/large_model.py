@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,13 +67,13 @@ def copies(bare: Peaks, large: Peaks, size: int) -> tuple[float, float]:
     return (large.server_bytes - bare.server_bytes) / size, (large.device_bytes - bare.device_bytes) / size
 
 
-def peaks(folder: Path, layers: int, side: int, devices: int) -> Peaks:
-    """Train a round and return what it took."""
+def peaks(folder: Path, layers: int, side: int, devices: int, more: Sequence[str] = ()) -> Peaks:
+    """Train a round, with more settings if there are, and return what it took."""
     (folder / "large.py").write_text(_FACTORY, "utf-8")
     runs, cache = folder / f"runs-{layers}", str(folder / "cache")
     environment = os.environ | {"PIPAR_RUNS": str(runs), "XDG_CACHE_HOME": cache}
     environment |= {"LARGE_LAYERS": str(layers), "LARGE_SIDE": str(side)}
-    settings = [f"--set={setting}" for setting in [*_SETTINGS, f"devices.count={devices}"]]
+    settings = [f"--set={setting}" for setting in [*_SETTINGS, f"devices.count={devices}", *more]]
     start = time.perf_counter()
     command = [sys.executable, "-m", "pipar", "run", "--json", *settings]
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
