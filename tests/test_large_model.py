@@ -23,6 +23,6 @@ _NOT_MEASURED = [
 def test_a_large_model_is_trained_in_bounded_memory(tmp_path: Path) -> None:
     bare, large = (peaks(tmp_path, layers, _SIDE, 2, _NOT_MEASURED) for layers in (0, _LAYERS))
     server, device = copies(bare, large, model_bytes(_LAYERS, _SIDE))
-    print(f"server {server:.2f}, device {device:.2f} times the model", bare, large)
+    print(f"server {server:.2f}, device {device:.2f} times the model")
     assert server < MOST_IN_SERVER + _BESIDE
     assert device < MOST_IN_DEVICE + _BESIDE
