@@ -45,7 +45,7 @@ def bombard(count: int, seed: int) -> Counter[str]:
         if number % 5000 == 0:
             assembler = Assembler(limit=limit)
         result = outcome(assembler, damaged(chance, frames))
-        results[type(result).__name__] += 1
+        results["ProtocolError" if isinstance(result, ProtocolError) else type(result).__name__] += 1
         if isinstance(result, Message):
             assert len(result.body.contiguous()) == result.body.size_bytes
         assert len(assembler._begun) <= wire.MAX_HALF_RECEIVED
