@@ -10,8 +10,12 @@ from pathlib import Path
 from benchmarks import (
     agreement,
     bare_loop,
+    codec,
+    coded_epochs,
     efficiency,
+    exact_wire,
     large_model,
+    lossy,
     many_devices,
     prediction,
     record,
@@ -25,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "shaping": shaping.measure,
     "efficiency": efficiency.measure,
     "agreement": agreement.measure,
+    "codec": codec.measure,
     "bare_loop": bare_loop.measure,
     "scale": scale.measure,
     "selection": selection.measure,
@@ -32,6 +37,9 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "replanning": replanning.measure,
     "large_model": large_model.measure,
     "many_devices": many_devices.measure,
+    "exact_wire": exact_wire.measure,
+    "coded_epochs": coded_epochs.measure,
+    "lossy": lossy.measure,
 }
 
 

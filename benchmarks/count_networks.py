@@ -17,7 +17,8 @@ from pipar.data.catalog import CATALOG
 from pipar.nn.blocks import NORMS
 from pipar.nn.count import count_layers
 from pipar.nn.models import NETWORKS, build_model
-from pipar.planner.counts import FEW_CLASSES, MANY_CLASSES, Counts, counts_key, pack_counts
+from pipar.nn.rectified import rectified_cuts
+from pipar.planner.counts import FEW_CLASSES, MANY_CLASSES, Counts, counts_key, pack_counts, rectified_at
 
 FILE = Path(pipar.planner.__file__).with_name("networks.json")
 Case = tuple[str, str, tuple[int, int, int]]
@@ -40,7 +41,7 @@ def _count(case: Case, classes: int) -> Counts:
     name, norm, shape = case
     with torch.device("meta"):  # there is nothing to draw weights for
         model = build_model(name, input_shape=shape, classes=classes, norm=norm)
-    return count_layers(model, shape)
+    return rectified_at(count_layers(model, shape), rectified_cuts(model, shape))
 
 
 def as_text(entries: dict[str, dict[str, list[Any]]]) -> str:

@@ -107,12 +107,11 @@ async def _train(config_path: Path, log: _Log, devices: int, first: int) -> dict
     torch.set_num_threads(1)
     workload = Workload(load_config(config_path))
     profile = measured_profile(workload, workload.checked_model())
-    build = part_builder(workload)
     clock = asyncio.get_running_loop().time
 
     async def live(name: str) -> None:
         lifeline = Lifeline(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
-        equipment = Equipment(workload.shard(name), build, ThreadCompute, profile)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadCompute, profile)
         take_part = partial(run_device, name, Link(), equipment, lifeline=lifeline, is_real=True, observe=ignore)
         await lifeline.live(take_part)
 

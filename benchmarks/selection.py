@@ -103,6 +103,7 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
         "model": {"name": model, "norm": "batch"},
         "data": {"name": dataset, "samples_per_device": SAMPLES[dataset], "validation": 0, "test": 0},
         "server": {"profile": "i7-11850h"},
+        "wire": {"encoding": "raw"},  # as in the paper
         "devices": groups,
     }
 

@@ -136,6 +136,17 @@ class Program:
     def rss_bytes(self) -> int:
         return _memory(self.pid, "VmRSS")
 
+    def live_bytes(self) -> int:
+        """Return what it has allocated and not freed."""
+        answer = self._output.with_name(self._output.name + ".live")
+        answer.unlink(missing_ok=True)
+        self.signal(signal.SIGUSR1)
+        until(answer.exists, f"{self.name} to say what it has in use")
+        return int(answer.read_text("utf-8"))
+
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
     def peak_bytes(self) -> int:
         return _memory(self.pid, "VmHWM")
 

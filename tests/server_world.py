@@ -56,7 +56,7 @@ class ScriptedLearner(HollowLearner):
         loss = next(self._losses)
         return lambda samples: (loss * samples, samples)
 
-    def aggregate(self, returned: Sequence[Returned]) -> None:
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002
         self.averaged.append([back.device for back in returned])
 
     def forget(self, device: str) -> None:
@@ -147,6 +147,7 @@ def train(
     min_devices: int = 1,
     round_deadline_s: float | None = None,
     resume_window_s: float = 0.0,
+    keep_spans: frozenset[str] | None = None,
     learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
 ) -> Outcome:
     """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined."""
@@ -192,6 +193,7 @@ def train(
             background=VirtualCompute(["validation"], beside, costs.seconds),
             recorder=recorder,
             ledger=ledger,
+            keep_spans=keep_spans,
             replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
             observe=observe,
         )

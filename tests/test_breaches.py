@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from server_world import (
     EPOCH_BY_HAND,
     ScriptedLearner,
+    World,
     activation,
     by_hand,
     end_epoch,
     hello,
     honest,
     model,
+    roaming,
     trace,
     train,
+    until,
 )  # fmt: skip
 
 from pipar.errors import TrainingError, UnusableModelError
 from pipar.events import Dropped, Lost
+from pipar.link.channel import Channel, Transport
+from pipar.link.limits import Rate
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.orders import Returned
+from pipar.protocol.wire import Frame
+from pipar.session import Session
+from pipar.trace import UPLINK, Recorder
 
 BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
-BREACHES: dict[str, tuple[tuple[Message | Kind, ...], str]] = {
+BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "another epoch": ((activation(epoch=2),), "where micro-batch 1 of iteration 1 of epoch 1 belongs"),
     "a later iteration": ((activation(iteration=2),), "where micro-batch 1 of iteration 1"),
     "a later micro-batch": ((activation(n=2),), "where micro-batch 1 of iteration 1"),
@@ -66,9 +76,10 @@ BREACHES: dict[str, tuple[tuple[Message | Kind, ...], str]] = {
     "an end without json": ((Message(Kind.END_EPOCH, 1),), "does not carry readable JSON"),
     "a model too early": ((model(),), "where END_EPOCH of epoch 1 belongs"),
     "a gradient": ((activation(kind=Kind.GRADIENT),), "where END_EPOCH of epoch 1 belongs"),
+    "two models at once": ((activation(), model(), model()), "came with 1 of its kind waiting"),
     "hello again": ((hello("b"),), "came in the middle of a session"),
     "no model": (
-        (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), end_epoch()),
+        (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), 3.0, end_epoch()),
         "where MODEL of epoch 1 belongs",
     ),
     "a model of another epoch": (
@@ -103,12 +114,84 @@ def test_who_breaks_the_protocol_is_told_why_and_the_others_train_on_without_it(
     assert outcome.left_running == 0
 
 
+class Unthankful:
+    """A link whose frames acknowledge nothing."""
+
+    def __init__(self, link: Transport) -> None:
+        self._link = link
+        self.read, self.close = link.read, link.close
+
+    async def write(self, frame: Frame) -> None:
+        await self._link.write(replace(frame, acknowledged=0))
+
+
+def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
+    async def live(world: World) -> None:
+        channel = Channel(Unthankful(world.dial()), Recorder("b"), UPLINK)
+        try:
+            channel.post(hello("b", samples=1000))
+            await until(channel, Kind.ROUND)
+            for iteration in range(1, 101):
+                for n in (1, 2):
+                    channel.post(activation(iteration, n))
+                await until(channel, Kind.GRADIENT)
+                await until(channel, Kind.GRADIENT)
+        finally:
+            await channel.close()
+
+    outcome = train([honest("a"), ("b", live)], epochs=2)
+    assert outcome.failure is None
+    assert outcome.counted == [{"a": 20}, {"a": 20}]
+    assert "messages unacknowledged, which is more than there can be" in str(outcome.lives[1])
+
+
+def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipar.link.channel._USELESS", Rate(at_once=5, a_second=0.1))
+    too_late = (Kind.ROUND, Kind.ABANDON, *(activation() for _ in range(7)))
+    outcome = train([honest("a"), by_hand(*too_late)], epochs=3, round_deadline_s=10.0)
+    assert outcome.failure is None
+    assert [counted.keys() for counted in outcome.counted] == [{"a"}] * 3
+    assert "is of no use, as were 5 frames before it" in str(outcome.lives[1])
+
+
+LAST_WORDS = {
+    "a broken rule": by_hand(Kind.ROUND, activation(), activation(n=2, samples=6)),
+    "more than there is room for": by_hand(Kind.ROUND, activation(), activation(n=2), activation(iteration=2)),
+    "what cannot be read": by_hand(Kind.ROUND, activation(), Message(Kind.TRACE, 1, body=Body.of(b"?"))),
+    "an end that cannot be read": by_hand(Kind.ROUND, Message(Kind.END_EPOCH, 1)),
+    "half a model that is of no use": by_hand(*EPOCH_BY_HAND[1:-3], model(2)),
+    "nothing": roaming("b", 6, pause_s=5.0),
+}
+
+
+@pytest.mark.parametrize("last", LAST_WORDS)
+def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last: str) -> None:
+    left: list[Session] = []
+
+    class Looking(ScriptedLearner):
+        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+            super().aggregate(returned, keep_before=keep_before)
+            if len(self.averaged) == 3:
+                left.extend(one for one in gc.get_objects() if type(one) is Session and one.is_over)
+
+    gc.collect()
+    gc.disable()  # in a program with as many objects as torch has, the collector hardly ever looks at them all
+    try:
+        outcome = train([honest("a"), LAST_WORDS[last]], epochs=3, resume_window_s=2.0, learner=Looking)
+    finally:
+        gc.enable()
+    assert [event.device for event in outcome.of(Lost)] == ["b"]
+    assert outcome.learner is not None
+    assert len(outcome.learner.averaged) == 3
+    assert not left
+
+
 def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() -> None:
     class Choosy(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned]) -> None:
+        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
             if any(back.device == "b" for back in returned):
                 raise UnusableModelError("b", "b brought back no model.")
-            super().aggregate(returned)
+            super().aggregate(returned, keep_before=keep_before)
 
     outcome = train([honest("a"), honest("b")], epochs=2, learner=Choosy)
     assert outcome.failure is None
@@ -119,7 +202,7 @@ def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() 
 
 def test_something_that_fails_on_the_server_ends_the_training_instead_of_hanging() -> None:
     class Broken(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned]) -> None:
+        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002
             raise TrainingError(f"no memory for {len(returned)} models")
 
     outcome = train([honest("a"), honest("b")], epochs=2, learner=Broken)

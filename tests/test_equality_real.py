@@ -44,7 +44,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
     """Return what a case comes to with the server and every device on streams of their own."""
     torch.set_num_threads(1)
     workload = case.workload()
-    job, build = make_job(workload), part_builder(workload)
+    job = make_job(workload)
     learner = make_learner(job, workload)
     epochs: list[EpochResult] = []
     spans: list[Span] = []
@@ -71,7 +71,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
 
     async def live(name: str) -> None:
         transport = await connect(f"127.0.0.1:{port}")
-        equipment = Equipment(workload.shard(name), build, lanes)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), lanes)
         await run_device(name, job.links[name], equipment, transport, observe=ignore)
 
     try:

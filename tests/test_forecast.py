@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipar.config import config_from, device_specs
+from pipar.coding import encodings
+from pipar.config import Link, config_from, device_specs
 from pipar.events import EpochResult, ignore
 from pipar.forecast import forecast, simulate, timeline, transfer_s
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose
 from pipar.planner.timing import Timing
 from pipar.planning import rehearse
@@ -149,6 +150,80 @@ def check_timing(job: Job) -> None:
 def test_a_forecast_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
     for seed in seeds:
         check_timing(random_job(seed))
+
+
+CODED = encodings.CODED
+
+
+def coded_job(seed: int) -> Job:
+    """Return the same devices with any encodings, which take and leave anything."""
+    job, rng = random_job(seed), random.Random(seed)
+
+    def with_coding(profile: Profile) -> Profile:
+        names = (*CODED, "changes")
+        coding = {n: CodingTimes(1e-5, rng.uniform(1e-9, 2e-8), 2e-5, rng.uniform(1e-9, 2e-8)) for n in names}
+        shares = [{name: (rng.uniform(0.3, 1), rng.uniform(0.3, 1)) for name in CODED} for _ in profile.layers]
+        layers = [replace(layer, shares=of) for layer, of in zip(profile.layers, shares, strict=True)]
+        return replace(profile, coding=coding, layers=tuple(layers), changes_share=rng.uniform(0.2, 0.9))
+
+    def with_encodings(plan: Plan) -> Plan:
+        return plan if plan.split_point == 4 else replace(plan, up=rng.choice(CODED), down=rng.choice(CODED))
+
+    device = with_coding(next(iter(job.device_profiles.values())))
+    return replace(
+        job,
+        server_profile=with_coding(job.server_profile),
+        device_profiles=dict.fromkeys(job.device_profiles, device),
+        plans={name: with_encodings(plan) for name, plan in job.plans.items()},
+    )
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)], ids=str)
+def test_a_forecast_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
+    # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels behind the last cost.
+    for seed in seeds:
+        job = coded_job(seed)
+        ran, timing = run(job), forecast(job.fleet(), job.plans)
+        assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=5e-4), seed
+        assert dict(timing.ends) == {name: pytest.approx(ends, rel=5e-4) for name, ends in ran.ends.items()}, seed
+
+
+def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> None:
+    job = steady_job(count=1, cores=1, samples=24)
+    (name,) = job.sizes
+    layers = tuple(replace(layer, shares={"planes": (0.75, 0.5)}) for layer in job.server_profile.layers)
+    profile = replace(job.server_profile, layers=layers)
+
+    def sent(plan: Plan) -> tuple[int, int]:
+        result = run(replace(job, plans={name: plan}, server_profile=profile, device_profiles={name: profile})).result
+        return result.bytes_up, result.bytes_down
+
+    raw, coded = sent(Plan(2, 4)), sent(Plan(2, 4, 0, "planes", "planes"))
+    size = 24 * profile.output_bytes(2)
+    saved = [before - after for before, after in zip(raw, coded, strict=True)]
+    assert saved == [pytest.approx(0.25 * size, rel=2e-3), pytest.approx(0.5 * size, rel=2e-3)]  # but for headers
+
+
+def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> None:
+    """The first model comes whole; behind it each direction decides for itself, as the forecast does."""
+    job = steady_job(count=1, cores=1, samples=24)
+    (name,) = job.sizes
+    times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
+    profile = replace(job.server_profile, coding=times, changes_share=0.25)
+    (spec,) = job.specs
+    size = profile.parameter_bytes(1, job.plans[name].split_point)
+
+    def sent(up_bps: float, down_bps: float) -> tuple[int, int]:
+        link = Link(up_bps=up_bps, down_bps=down_bps)
+        of = replace(job, specs=(replace(spec, link=link),), server_profile=profile, device_profiles={name: profile})
+        ran = run(of)
+        assert forecast(of.fleet(), of.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
+        return ran.result.bytes_up, ran.result.bytes_down
+
+    whole, up, down = sent(1e9, 1e9), sent(1e7, 1e9), sent(1e9, 1e7)
+    saved, few = pytest.approx(0.75 * size, abs=100), pytest.approx(0, abs=100)  # numbers in JSON differ in length
+    assert (whole[0] - up[0], whole[1] - up[1]) == (saved, few)
+    assert (whole[0] - down[0], whole[1] - down[1]) == (few, saved)
 
 
 def test_these_fleets_have_everything_that_a_forecast_has_to_know() -> None:

@@ -19,6 +19,7 @@ LINES = [
     for line in """
     errors units clock keyed factory events
     backoff logs monitor
+    coding.*
     stages schedule methods aggregation config
     planner.*
     protocol.*
@@ -40,6 +41,7 @@ LINES = [
 #: Modules that need no torch, so that planning and timing-only runs start at once.
 WITHOUT_TORCH = {
     "planner.*", "protocol.*", "trace", "stages", "schedule", "methods", "aggregation", "config", "checkpoint",
+    "coding.*",
 }  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "manager"}
 

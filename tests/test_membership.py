@@ -449,10 +449,10 @@ def test_nobody_is_too_late_before_somebody_is_ready() -> None:
 
 def test_a_round_that_begins_anew_is_trained_with_who_was_too_late_for_it() -> None:
     class Choosy(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned]) -> None:
+        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
             if any(back.device == "a" for back in returned):
                 raise UnusableModelError("a", "a brought back no model.")
-            super().aggregate(returned)
+            super().aggregate(returned, keep_before=keep_before)
 
     outcome = train([honest("a"), roaming("b", speed=0.2)], epochs=2, round_deadline_s=20.0, learner=Choosy)
     assert outcome.failure is None
@@ -514,10 +514,10 @@ def test_plans_are_made_for_those_who_are_there() -> None:
 class Choosy(ScriptedLearner):
     """Averages no fewer than two models, as Krum and the trimmed mean have a least number, too."""
 
-    def aggregate(self, returned: Sequence[Returned]) -> None:
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
         if len(returned) < 2:
             raise TooFewDevicesError("Two models are needed.")
-        super().aggregate(returned)
+        super().aggregate(returned, keep_before=keep_before)
 
 
 def test_a_round_that_too_few_have_ended_begins_anew_when_one_more_is_there() -> None:
@@ -560,3 +560,12 @@ def test_who_is_late_in_every_round_keeps_no_models_waiting_to_be_acknowledged()
     assert outcome.failure is None
     assert len(outcome.of(Dropped)) > 8
     assert max(outcome.unacknowledged) <= 6  # two rounds' plans, models and calls
+
+
+def test_for_who_is_away_for_many_rounds_no_model_of_each_is_kept() -> None:
+    away = roaming("b", 12, pause_s=1000.0, gives_up_s=1000.0)
+    outcome = train([honest("a"), away], method="fl", epochs=40, round_deadline_s=10.0, resume_window_s=900.0)
+    assert outcome.failure is None
+    assert max(outcome.unacknowledged) <= 27
+    assert [event.reason for event in outcome.of(Lost)] == ["it has not taken the messages of several rounds"]
+    assert len(outcome.counted) == 40

@@ -21,10 +21,10 @@ from pipar.plan_view import _why_not, signed_percent
 from pipar.planner.cache import usable_cores
 from pipar.planner.counts import LayerCount, known_counts
 from pipar.planner.memory import training_bytes
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
-ENTRY = {"device", "split_point", "micro_batches", "window", "encoding"}
+ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}
 FIELDS = {"plans", "predicted_epoch_s", "bottleneck", "runners_up"}
 ADDED = {"groups", "server", "method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
 SEARCHED = {"best", "chosen_epoch_s", "score", "exhaustive"}
@@ -292,7 +292,26 @@ def test_where_plans_stay_the_states_of_links_are_timed_with_them(pipar: Pipar) 
     first, second = document["states"]
     assert first["plans"] == second["plans"]
     assert second["epoch_s"] > first["epoch_s"]
-    assert "60 s, but plans stay; all else" in pipar(*CHANGING, "--method", "sfl2")
+    assert "60 s, but plans stay; all else" in pipar(*CHANGING, "--method", "sfl2", "--set", "wire.encoding=raw")
+    assert "60 s, encodings with them; all else" in pipar(*CHANGING, "--method", "sfl2")
+
+
+CODING = {name: CodingTimes(1e-5, 1e-9, 1e-5, 1e-9) for name in ("planes", "sparse-planes")}
+SHARES = {"planes": (0.8, 0.85), "sparse-planes": (0.45, 0.4)}
+
+
+def test_a_plan_shows_its_encodings_and_what_they_leave(pipar: Pipar, board: Path) -> None:
+    profile = _profile()
+    layers = tuple(replace(layer, shares=SHARES) for layer in profile.layers)
+    replace(profile, layers=layers, coding=CODING).save(board)
+    slow = ("--method", "sfl", "--set", "devices.link={up='1Mbit/s', down='unlimited'}")
+    (group,) = json.loads(pipar("--json", *slow))["groups"]
+    assert (group["encoding"], group["up"], group["down"]) == ("sparse-planes/raw", "sparse-planes", "raw")
+    assert (group["share_up"], group["share_down"]) == (0.45, 1.0)
+    text = pipar(*slow)
+    assert "sparse-planes/raw" in text
+    assert "45 %/100 %" in text
+    assert "encoding" not in pipar(*slow, "--set", "wire.encoding=raw").partition("Predicted")[0]
 
 
 def test_the_picture_of_federated_learning_is_an_epoch_with_the_exchange_of_models(pipar: Pipar) -> None:

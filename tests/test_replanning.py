@@ -21,6 +21,7 @@ from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.link.shaping import Traffic
 from pipar.methods import Plan
 from pipar.nn.steps import Part
+from pipar.prepare import prepare_timing_only
 from pipar.replanning import Choose, MeasuredLink, Replanner
 from pipar.trace import Span
 from pipar.virtual import train_virtually, train_without_mathematics
@@ -173,7 +174,7 @@ def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() ->
     still = [[Plan(2, 3)] * 3] * 2
     bytes_down = []
     for script in (moves, still):
-        trained, _ = train(Case("pipar", (2,), (3,), epochs=3), script)
+        trained, _ = train(Case("pipar", (2,), (3,), epochs=3, encoding="raw"), script)
         states = [span for span in trained.spans if span.kind == "model" and span.lane == "uplink"]
         assert len(states) == 3 * 3  # one model a device and epoch
         bytes_down.append(trained.epochs[0].bytes_down)
@@ -186,7 +187,7 @@ def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() ->
 @pytest.mark.usefixtures("every_round")
 def test_each_epoch_is_trained_by_the_plan_in_force() -> None:
     script = [[Plan(2, 3), Plan(Q, 1), Plan(1, 7)], [Plan(Q, 1), Plan(1, 2), Plan(1, 7)]]
-    trained, seen = train(Case("pipar", (2,), (7,), sizes=(100,) * 3, epochs=3), script)
+    trained, seen = train(Case("pipar", (2,), (7,), sizes=(100,) * 3, epochs=3, encoding="raw"), script)
     forwards = {
         (epoch, owner): max(
             s.micro_batch for s in trained.spans if (s.epoch, s.owner, s.kind, s.waiting) == (epoch, owner, "fc", False)
@@ -266,7 +267,7 @@ def timed(tree: dict[str, Any], choose: Choose) -> Timed:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_without_the_mathematics_takes_as_long_whatever_plans_come(script: str, momentum: str) -> None:
     # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
-    case = Case("pipar", (2,), (7,), shape=(1, 16, 16), sizes=(60, 40, 20), epochs=3, momentum=momentum)
+    case = Case("pipar", (2,), (7,), shape=(1, 16, 16), sizes=(60, 40, 20), epochs=3, momentum=momentum, encoding="raw")
     trained, seen = train(case, SCRIPTS[script])
     without = timed(case.tree(), scripted(NAMES, SCRIPTS[script]))
     assert without.replanned == seen
@@ -467,3 +468,60 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
     cuts = {plan["split_point"] for event in seen if isinstance(event, Replanned) for plan in event.plans.values()}
     assert len(cuts) > 1  # layers did change sides
     assert largest_error(learner.state(), reference_state(case)) < EXACT
+
+
+# --- encodings
+
+
+@pytest.mark.parametrize("method", ["sl", "sfl", "sfl2", "pipar"])
+def test_where_p_and_n_are_given_changed_links_change_the_encodings_alone(method: str) -> None:
+    config = config_from(
+        {
+            "run": {"method": method, "epochs": 16, "batch_size": 20},
+            "model": {"name": "vgg5"},
+            "data": {"name": "cifar10", "samples_per_device": 100},
+            "server": {"profile": "i7-11850h", "cores": 2},
+            "devices": [
+                {
+                    "count": 2,
+                    "profile": "raspberry-pi-5",
+                    "link": {"cycle": ["unlimited", "4g"], "every": "2s"},
+                    "split_point": 1,
+                    "micro_batches": 4 if method == "pipar" else 1,
+                }
+            ],
+        }
+    )
+    job = prepare_timing_only(config)
+    assert job is not None
+    replanned: list[Replanned] = []
+
+    def observe(event: Event) -> None:
+        replanned.extend([event] if isinstance(event, Replanned) else [])
+
+    train_without_mathematics(job, lambda *_: None, observe)
+    assert {plan.encoding for plan in job.plans.values()} == {"raw"}
+    seen = [Plan(**plan) for event in replanned for plan in event.plans.values()]
+    assert "sparse-planes" in {plan.up for plan in seen}
+    assert {(plan.split_point, plan.micro_batches) for plan in seen} == {(1, 4 if method == "pipar" else 1)}
+
+
+def test_an_encoding_that_was_given_stays_whatever_links_do() -> None:
+    tree = {
+        "run": {"method": "sfl", "epochs": 6, "batch_size": 20},
+        "model": {"name": "vgg5"},
+        "data": {"name": "cifar10", "samples_per_device": 100},
+        "wire": {"encoding": "planes"},
+        "server": {"profile": "i7-11850h", "cores": 2},
+        "devices": [
+            {"profile": "raspberry-pi-5", "link": {"cycle": ["4g", "unlimited"], "every": "5s"}, "split_point": 1}
+        ],
+    }
+    job = prepare_timing_only(config_from(tree))
+    assert job is not None
+    replanned: list[Event] = []
+    train_without_mathematics(
+        job, lambda *_: None, lambda event: replanned.extend([event] if isinstance(event, Replanned) else [])
+    )
+    assert {plan.encoding for plan in job.plans.values()} == {"planes"}
+    assert replanned == []

@@ -140,8 +140,8 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "equivalence": "exact",
         "seed": 7,
         "plans": [
-            {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0},
-            {"device": "pi-2", "split_point": 1, "micro_batches": 2, "window": 0},
+            {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},
+            {"device": "pi-2", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},
         ],
         "replans": [],
         "rounds": [],
@@ -160,14 +160,20 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
 def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
     seen: list[Event] = []
     watch = folder.watching(seen.append)
-    plans = {name: {"split_point": 2, "micro_batches": 1, "window": 0} for name in ("pi-2", "pi-1")}
+    plans = {
+        name: {"split_point": 2, "micro_batches": 1, "window": 0, "up": "raw", "down": "raw"}
+        for name in ("pi-2", "pi-1")
+    }
     for number in (1, 2):
         folder.add_epoch(replace(EPOCH, epoch=number), [])
     for first_epoch in (2, 3):
         watch(Replanned(first_epoch, plans))
     result = folder.finish()
     assert [event.epoch for event in seen if isinstance(event, Replanned)] == [2, 3]
-    new = [{"device": name, "split_point": 2, "micro_batches": 1, "window": 0} for name in ("pi-1", "pi-2")]
+    new = [
+        {"device": name, "split_point": 2, "micro_batches": 1, "window": 0, "up": "raw", "down": "raw"}
+        for name in ("pi-1", "pi-2")
+    ]
     assert result["replans"] == [{"epoch": 2, "plans": new}]
     assert {plan["split_point"] for plan in result["plans"]} == {1}
 

@@ -11,6 +11,7 @@ import reference
 import torch
 from cutting import CutLink, Loss
 from reference import State
+from torch import nn
 from training import EXACT, Case, largest_error, make_job, reference_data
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
@@ -27,6 +28,7 @@ from pipar.link.memory import memory_pair
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
+from pipar.protocol.messages import Body
 from pipar.torchside import make_learner, part_builder, repeatable
 from pipar.workload import Own, Workload
 
@@ -44,6 +46,7 @@ class Roamed:
     results: list[EpochResult] = field(default_factory=list)
     carried: dict[str, int] = field(default_factory=dict)  # frames over each device's first link
     left_running: int = 0
+    snapshots: dict[int, Body] = field(default_factory=dict)  # by round, if they were asked for
 
     def of(self, kind: type) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -60,13 +63,19 @@ def roam(
     loss: Loss = Loss.FRAMES,
     pause_s: float = 0.05,
     replan: Sequence[Plan] = (),
+    saves: bool = False,
+    goes_on: tuple[int, Body] | None = None,
+    model: nn.Sequential | None = None,
     **server: object,
 ) -> Roamed:
-    """Train a case with the real mathematics over links that are lost behind so many frames each."""
+    """Train a case with the real mathematics over links that are lost behind so many frames each.
+
+    It goes on behind a round from a snapshot of it, if there is one.
+    """
     tree = case.tree()
     tree["server"] |= {"min_devices": 1, **server}
     config = config_from(tree)
-    workload = Workload(config, Own.of(config, None, None, None, None))
+    workload = Workload(config, Own.of(config, model, None, None, None))
     job, out = make_job(workload), Roamed()
     plans = iter(replan)
 
@@ -81,6 +90,8 @@ def roam(
 
         def observe(event: Event) -> None:
             out.events.append(event)
+            if saves and isinstance(event, RoundOver):
+                out.snapshots[event.epoch] = Body.of(bytes(learner.snapshot().contiguous()), encoding="safetensors")
             if type(event).__name__ == "Joined" and event.devices == len(job.specs):  # type: ignore[union-attr]
                 enough.set()
 
@@ -95,8 +106,9 @@ def roam(
             emit=lambda result, _: out.results.append(result),
             observe=observe,
             choose=choose if replan else None,
+            done=[1.0] * (0 if goes_on is None else goes_on[0]),
         )
-        costs, build, admissions, lives, first = shared_costs(), part_builder(workload), [], [], {}
+        costs, admissions, lives, first = shared_costs(), [], [], {}
 
         async def live(name: str, number: int) -> None:
             spec, left = job.specs[number], iter(cuts.get(name, ()))
@@ -109,7 +121,8 @@ def roam(
                 return link
 
             async def take_part(transport: Transport) -> None:
-                equipment = Equipment(workload.shard(name), build, lanes(costs(job.device_profiles[name], spec.speed)))
+                of_device = lanes(costs(job.device_profiles[name], spec.speed))
+                equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device)
                 await run_device(name, spec.link, equipment, transport, lifeline=lifeline, observe=ignore)
 
             backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)
@@ -118,7 +131,7 @@ def roam(
 
         lives = [asyncio.create_task(live(spec.name, number)) for number, spec in enumerate(job.specs)]
         await enough.wait()
-        await server.train()
+        await server.train(0 if goes_on is None else goes_on[0])
         await server.farewell()
         await asyncio.gather(*lives)
         await asyncio.gather(*admissions)
@@ -126,6 +139,8 @@ def roam(
         out.left_running = len(asyncio.all_tasks()) - 1
 
     learner = make_learner(job, workload)
+    if goes_on is not None:
+        learner.restore(goes_on[1])
     run_virtually(main(learner), within=repeatable(config.run.seed))
     out.state = learner.state()
     assert out.left_running == 0

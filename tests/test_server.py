@@ -73,6 +73,12 @@ def test_a_shared_model_is_served_by_iteration_and_then_by_name() -> None:
     assert served == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "b")]
 
 
+def test_spans_of_devices_that_are_not_traced_are_not_kept_although_they_send_them() -> None:
+    outcome = train([honest("a"), honest("b")], keep_spans=frozenset({"a"}))
+    assert {span.owner for span in outcome.spans} == {"a", "server"}
+    assert outcome.results[0].utilisation["device"] > 0
+
+
 def test_nobody_has_more_micro_batches_outstanding_than_its_plan_says() -> None:
     outcome = train([honest("a", 30), honest("b", 30)])
     events = []

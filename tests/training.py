@@ -21,7 +21,7 @@ from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import planned
 from pipar.trace import Span
 from pipar.virtual import train_virtually
@@ -59,6 +59,7 @@ class Case:
     weight_decay: float = 0.0
     aggregator: str = "fedavg"
     aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
+    encoding: str = "auto"
     even: bool = False  # all devices fast on an unlimited link: what the real world needs to be quick
 
     def __str__(self) -> str:
@@ -88,6 +89,7 @@ class Case:
                 "augment": self.augment,
             },
             "plan": {"schedule": self.schedule},
+            "wire": {"encoding": self.encoding},
             "server": {"cores": 2, "aggregator": self.aggregator, "aggregation": dict(self.aggregation)},
             "devices": [self._device(number) for number in range(len(self.sizes))],
         }
@@ -121,7 +123,9 @@ def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: s
             backward = tuple(2 * seconds for seconds in forward)
             weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
             layers.append(LayerProfile(name, forward, backward, x[0].nbytes, weights))
-    return Profile("by hand", dtype, sizes, tuple(layers), **overheads)
+    # Changes of models cost nothing to find, so they are sent wherever a link has a limit.
+    changes = {"coding": {"changes": CodingTimes()}, "changes_share": 0.5}
+    return Profile("by hand", dtype, sizes, tuple(layers), **changes, **overheads)
 
 
 def make_job(workload: Workload) -> Job:

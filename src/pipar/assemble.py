@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from pipar.choosing import Choices, Search, search_by_estimate
+from pipar.choosing import Choices, Recodings, Search, search_by_estimate
 from pipar.compute import Compute
 from pipar.config import Link, device_names
 from pipar.device import Device, DevicePart, Samples
@@ -58,9 +58,12 @@ def assemble_server(
     # How a shared server-side model is served, device by device in turn, is not foreseen.
     foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
     is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+    recodings = Recodings(job.fleet(), job.plans)
     if choose is None and search is not None and foresight is not None and is_auto:
         by_paper = config.plan.estimate == "paper"
         choose = Choices(foresight, search_by_estimate if by_paper else search)
+    elif choose is None and search is not None and config.wire.encoding == "auto":
+        choose = recodings
     ledger = Ledger(
         job.links,
         job.bounds(),
@@ -79,8 +82,9 @@ def assemble_server(
 
     def changed(now: Job) -> None:
         """Tell everybody who counts on the fleet that it has grown, or that its machines are known better."""
+        recodings.fleet, recodings.plans = now.fleet(), now.plans
         if foresight is not None:
-            foresight.fleet = now.fleet()
+            foresight.fleet = recodings.fleet
         for name, link in now.links.items():
             ledger.join(name, link)
 
@@ -124,9 +128,11 @@ def _both(one: Callable[[Job], None], other: Callable[[Job], None]) -> Callable[
 def can_replan(job: Job) -> bool:
     """Return whether a device can be given another plan between two rounds.
 
-    Not where devices share a server-side model, which has one cut; in federated learning there is nothing to choose.
+    Where devices share a server-side model, which has one cut, its encodings only; in federated learning there is
+    nothing to choose.
     """
-    return job.config.plan.replan and job.method.splits and not job.method.shares_server_model
+    may_change = not job.method.shares_server_model or job.config.wire.encoding == "auto"
+    return job.config.plan.replan and job.method.splits and may_change
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import astuple, replace
 from typing import BinaryIO
 
 from pipar.config import Link
@@ -21,6 +22,7 @@ from pipar.errors import PlanError
 from pipar.forecast import simulate
 from pipar.foresight import Foresight
 from pipar.methods import Plan
+from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
 from pipar.planner.select import QUICK, choose_by_estimate, choose_for
@@ -38,11 +40,12 @@ _LENGTH = struct.Struct("!Q")
 
 
 def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
-    """Return the best plans of a fleet, or those in force if others are hardly better."""
+    """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now."""
     plans = choose_for(fleet, simulate, start=start, effort=QUICK).plans
+    as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
-    new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, start))
-    return start if new_s > as_it_is_s * (1 - _WORTH_IT) else plans
+    new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, as_it_is))
+    return as_it_is if new_s > as_it_is_s * (1 - _WORTH_IT) else plans
 
 
 class Choices:
@@ -61,6 +64,22 @@ class Choices:
             plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
             self._known[situation] = await self._search(fleet, plans)
         return self._known[situation]
+
+
+class Recodings:
+    """New encodings for changed links where P and N stay: they are given, or one server-side model has one cut.
+
+    Nothing is simulated, so this takes no time worth mentioning.
+    """
+
+    def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+        self.fleet = fleet
+        self.plans = plans
+
+    async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        """Return every device's plan for these links."""
+        members = tuple(replace(member, link=links.get(member.name, member.link)) for member in self.fleet.members)
+        return recoded(replace(self.fleet, members=members), self.plans)
 
 
 async def search_at_once(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
@@ -101,7 +120,7 @@ class Chooser:
         self.cpu_s += answer["cpu_s"]
         if answer["problem"]:
             raise PlanError(answer["problem"])
-        return {name: Plan(*numbers) for name, numbers in answer["plans"].items()}
+        return {name: Plan(*values) for name, values in answer["plans"].items()}
 
     async def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -118,7 +137,7 @@ def _answer(questions: BinaryIO) -> bool:
     fleet, start = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
     before, problem, plans = time.process_time(), "", {}
     try:
-        plans = {name: (p.split_point, p.micro_batches, p.window) for name, p in chosen(fleet, start).items()}
+        plans = {name: astuple(plan) for name, plan in chosen(fleet, start).items()}
     except Exception as error:  # noqa: BLE001 - a question ends here, and who asked is told
         problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}

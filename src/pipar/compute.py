@@ -22,13 +22,17 @@ from pipar.trace import Recorder
 
 #: Work and its function; the first function of a job takes nothing, each other one the result of the one before.
 Step = tuple[Work, Callable[..., Any]]
+Ended = Callable[[int, Any], None]
 
 
 class Compute(Protocol):
     """Some lanes that serve jobs first come first served; a job stays on one lane."""
 
-    async def run(self, *steps: Step) -> Any:
-        """Run the steps one behind the other and return the last one's result."""
+    async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
+        """Run the steps one behind the other and return the last one's result.
+
+        `ended` is told each step's place and result when the step ends, also if nobody waits for the last one any more.
+        """
 
     def close(self) -> None: ...
 
@@ -58,7 +62,7 @@ class VirtualCompute:
         self._free = [(self._loop.time(), number, lane) for number, lane in enumerate(lanes)]
         self._idle_kind = "u" if len(lanes) and lanes[0].startswith("core") else ""
 
-    async def run(self, *steps: Step) -> Any:
+    async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
         now = self._loop.time()
         free_at, number, lane = self._free[0]
         start = max(now, free_at)
@@ -68,10 +72,12 @@ class VirtualCompute:
             self._recorder.waited(lane, self._idle_kind, epoch, iteration, micro_batch, free_at, start, device)
         slower = self._slower(steps[0][0], start)
         value: tuple[Any, ...] = ()
-        for work, function in steps:
+        for place, (work, function) in enumerate(steps):
             value = (function(*value),)
             end = start + self._seconds(work) * slower
             self._recorder.busy(lane, *work_label(work), start, end, work.device)
+            if ended is not None:
+                self._loop.call_at(end, ended, place, value[0])
             start = end
         heapq.heapreplace(self._free, (start, number, lane))
         await sleep_until(start)
@@ -110,8 +116,8 @@ class ThreadCompute:
         if self._nice and sys.platform == "linux":  # elsewhere a priority is the whole process's
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
 
-    async def run(self, *steps: Step) -> Any:
-        job = _Job(steps, self._loop.time())
+    async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
+        job = _Job(steps, self._loop.time(), ended)
         await self._loop.run_in_executor(self._pool, self._execute, job)
         self._record(job)
         return job.value[0]
@@ -119,13 +125,15 @@ class ThreadCompute:
     def _execute(self, job: _Job) -> None:
         job.lane, job.free_at = self._thread.lane, self._thread.free_at
         clock = self._loop.time
-        for _, function in job.steps:
+        for place, (_, function) in enumerate(job.steps):
             start, used = clock(), time.thread_time()
             job.value = (function(*job.value),)
             if self._speed < 1:
                 used = time.thread_time() - used
                 time.sleep(max(0.0, used / self._speed - (clock() - start) if used else 0.0))
             job.times.append((start, clock()))
+            if job.ended is not None:
+                self._loop.call_soon_threadsafe(job.ended, place, job.value[0])
         self._thread.free_at = job.times[-1][1]
 
     def _record(self, job: _Job) -> None:
@@ -147,10 +155,11 @@ class ThreadCompute:
 class _Job:
     """One job on its way through a thread."""
 
-    __slots__ = ("free_at", "lane", "steps", "submitted_at", "times", "value")
+    __slots__ = ("ended", "free_at", "lane", "steps", "submitted_at", "times", "value")
 
-    def __init__(self, steps: tuple[Step, ...], submitted_at: float) -> None:
+    def __init__(self, steps: tuple[Step, ...], submitted_at: float, ended: Ended | None) -> None:
         self.steps = steps
+        self.ended = ended
         self.submitted_at = submitted_at
         self.times: list[tuple[float, float]] = []
         self.value: tuple[Any, ...] = ()

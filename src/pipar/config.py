@@ -290,7 +290,7 @@ class PlanSection(_Section):
 
 
 class WireSection(_Section):
-    encoding: Literal["auto", "raw"] = "auto"
+    encoding: Literal["auto", "raw", "sparse", "planes", "sparse-planes", "fp16", "bf16", "int8", "topk"] = "auto"
 
 
 class ServerSection(_Section):

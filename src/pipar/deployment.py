@@ -306,7 +306,9 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     samples = workload.own_shard(options.name)
     profile = measured_profile(workload, workload.checked_model(), observe, memory_bytes=spec.memory_bytes)
     seed_dropout(config.run.seed, options.name)
-    equipment = Equipment(samples, part_builder(workload), partial(ThreadCompute, speed=spec.speed), profile)
+    equipment = Equipment(
+        samples, part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed), profile
+    )
     stopped = _until_signal(_live(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ from pipar.planner.profile import Profile
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
-from pipar.stages import Work
+from pipar.stages import Place, Work
 from pipar.trace import COMPUTE, Clock, Recorder, pack_trace
 
 T = TypeVar("T")
@@ -38,9 +38,11 @@ class DevicePart(Protocol):
     def step(self) -> None: ...
     def discard(self) -> None: ...
     def take_loss(self) -> float | None: ...
-    def encode(self, activation: Any, piece: Any) -> Body: ...
-    def decode(self, message: Message) -> Any: ...
-    def pack(self) -> Body: ...
+    def take_error(self) -> tuple[float, float] | None: ...  # of a lossy encoding: squared errors, squared values
+    def chunk_bytes(self, activation: Any, encoding: str) -> Sequence[int]: ...  # before encoding, chunk by chunk
+    def encode(self, activation: Any, piece: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
+    def decode(self, message: Message, encoding: str) -> Any: ...
+    def pack(self, *, changes: bool = False) -> Body: ...  # all of it, or what has changed since the last one came
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
     def take_over(self, before: Any) -> Body: ...
     def take_momentum(self, body: Body) -> None: ...
@@ -198,18 +200,24 @@ class Device:
         await self._compute.run((step, part.step))
 
     async def _send_model(self, epoch: int) -> None:
-        counted = {"samples": len(self._samples), "loss_sum": self._part.take_loss()}
+        counted: dict[str, Any] = {"samples": len(self._samples), "loss_sum": self._part.take_loss()}
+        lost = self._part.take_error()
+        if lost is not None:
+            counted["error"] = list(lost)
         uplink = self._channel.meter.read(epoch)
         measured = {"up_bytes": uplink.size_bytes, "up_s": uplink.seconds}
         self._channel.post(Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured})))
-        pack = Work("pack", epoch, size_bytes=self._model_bytes)
-        body = await self._compute.run((pack, self._part.pack))
+        changes = self._orders.sends_changes(self._channel.rate_bps(epoch))
+        pack = Work("pack", epoch, size_bytes=self._model_bytes, encoding="changes" if changes else "raw")
+        body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
 
     async def _install(self, message: Message) -> None:
         body, keep = message.body, self._orders.keep_momentum
-        self._model_bytes = body.size_bytes
-        install = Work("install", message.epoch, size_bytes=body.size_bytes)
+        form = "changes" if body.encoding == "changes" else "raw"
+        if form == "raw":
+            self._model_bytes = body.size_bytes
+        install = Work("install", message.epoch, size_bytes=self._model_bytes, encoding=form)
         await self._compute.run((install, partial(self._part.unpack_and_install, body, keep_momentum=keep)))
 
     async def _adopt(self, message: Message) -> None:
@@ -253,13 +261,23 @@ class Device:
         return self._loop.create_task(load)
 
     async def _upload(self) -> None:
-        """Encode and send activations in the order of their forwards, off the compute lane."""
+        """Encode and send activations in the order of their forwards, off the compute lane.
+
+        A large one leaves with its first chunk, and the others follow as they are encoded.
+        """
         while True:
             work, activation, piece = await self._uploads.get()
-            encode = Work("encode", work.epoch, work.iteration, work.micro_batch, size_bytes=_size_bytes(activation))
-            body = await self._io.run((encode, partial(self._part.encode, activation, piece)))
-            counts = (work.epoch, work.iteration, work.micro_batch, piece.samples, piece.batch_samples)
+            encoding = self._orders.plan.up
+            place = (work.epoch, work.iteration, work.micro_batch)
+            first, *others = (
+                Work("encode", *place, size_bytes=size, encoding=encoding)
+                for size in self._part.chunk_bytes(activation, encoding)
+            )
+            body = await self._io.run((first, partial(self._part.encode, activation, piece, encoding, place)))
+            counts = (*place, piece.samples, piece.batch_samples)
             self._channel.post(Message(Kind.ACTIVATION, *counts, body=body))
+            for chunk in others:
+                self._channel.add_chunk(body.chunks, await self._io.run((chunk, body.chunks.encode_next)))
 
     async def _receive(self) -> None:
         """Decode gradients as they come, off the compute lane; everything else is a command."""
@@ -277,8 +295,11 @@ class Device:
 
     async def _take_gradient(self, message: Message) -> None:
         place = (message.epoch, message.iteration, message.micro_batch)
-        decode = Work("decode", *place, size_bytes=message.body.size_bytes)
-        gradient = await self._io.run((decode, partial(self._part.decode, message)))
+        encoding = self._orders.plan.down
+        if message.epoch <= self._abandoned:
+            return
+        decode = Work("decode", *place, size_bytes=message.body.size_bytes, encoding=encoding)
+        gradient = await self._io.run((decode, partial(self._part.decode, message, encoding)))
         if message.epoch <= self._abandoned:
             return
         waiting = self._gradients.get(place)
@@ -344,7 +365,3 @@ def _fault(message: Message, what: str) -> TrainingError | SessionOverError:
     content = read_json(message)
     text = f"The server {what}: {content.get('reason', 'no reason')}"
     return SessionOverError(text) if content.get("again") is True else TrainingError(text)
-
-
-def _size_bytes(activation: Any) -> int:
-    return int(activation.nbytes)

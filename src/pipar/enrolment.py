@@ -11,6 +11,7 @@ from pipar.errors import PlanError, ProtocolError
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
+from pipar.planner.encoding import recoded
 from pipar.planner.profile import Profile
 from pipar.planner.select import choose_by_estimate
 from pipar.planning import make_plans
@@ -53,7 +54,7 @@ class Open:
     """Everybody who comes; a device that is not in the configuration is a machine of its own on a link of its own."""
 
     def __init__(self, job: Job, specs: Mapping[str, DeviceSpec], unlisted: Callable[[str], DeviceSpec]) -> None:
-        self.job = job  # of those who have come
+        self.job = replace(job, real_links=True)  # of those who have come
         self.changed: Callable[[Job], None] = lambda _: None
         self._kept: Mapping[str, Plan] = {}
         self._specs = specs
@@ -72,8 +73,10 @@ class Open:
         if known is None:
             alone = replace(self.job, specs=(), sizes={}, device_profiles={})
             fleet = self._with(alone, who).fleet()
+            (member,) = fleet.members
+            cut = self._common_plan
             try:
-                allowed_plans(fleet, fleet.members[0])
+                allowed_plans(fleet, member if cut is None else replace(member, split_point=cut.split_point))
             except PlanError as error:
                 raise ProtocolError(str(error)) from None
 
@@ -84,10 +87,10 @@ class Open:
         job = self.job
         for who in everybody:
             job = self._with(job, who)
-        plans = {name: plan for name, plan in self._kept.items() if name in job.sizes}
-        if plans and job.method.shares_server_model:  # one model, cut where it was
-            plans = {name: plans.get(name, next(iter(plans.values()))) for name in job.sizes}
-        elif len(plans) < len(job.sizes):
+        kept = {name: plan for name in job.sizes if (plan := self._kept_plan(job, name)) is not None}
+        if len(kept) == len(job.sizes):
+            plans: Mapping[str, Plan] = recoded(job.fleet(), kept)
+        else:
             # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
             plans = await asyncio.to_thread(make_plans, job)
         self._change(replace(job, plans={**job.plans, **plans}))
@@ -98,10 +101,11 @@ class Open:
         job = self._with(self.job, who)
         fleet = job.fleet()
         kind = next(kind for kind in fleet.kinds() if who.name in {member.name for member in kind})
-        plan = self._kept.get(who.name)
-        plan = plan or next((job.plans[member.name] for member in kind if member.name in job.plans), None)
-        if plan is None and job.method.shares_server_model and job.plans:
-            plan = next(iter(job.plans.values()))
+        kept = self._kept_plan(job, who.name)
+        if kept is not None:
+            plan: Plan | None = recoded(fleet.of({who.name}), {who.name: kept})[who.name]
+        else:
+            plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
         if plan is None:
             try:
                 plan = choose_by_estimate(fleet.of({who.name}))[who.name][0]
@@ -109,6 +113,18 @@ class Open:
                 raise ProtocolError(str(error)) from None
         self._change(replace(job, plans={**job.plans, who.name: plan}))
         return self.job.orders()[who.name]
+
+    @property
+    def _common_plan(self) -> Plan | None:
+        """Return a plan with the cut that everybody has, if there is one model for all that is cut already."""
+        plans = self.job.plans or self._kept
+        return next(iter(plans.values()), None) if self.job.method.shares_server_model else None
+
+    def _kept_plan(self, job: Job, name: str) -> Plan | None:
+        """Return the plan that a device goes on by; its encodings are to be chosen anew, as configured now."""
+        plan = self._kept.get(name) or self._common_plan
+        # It may have come back as a machine that holds less of the network.
+        return plan if plan is None or plan.split_point <= len(job.device_profiles[name].layers) else None
 
     def _with(self, job: Job, who: Introduction) -> Job:
         if who.name in job.sizes:

@@ -68,3 +68,12 @@ class CheckpointError(PiparError):
 
 class TooFewDevicesError(TrainingError):
     """Fewer devices have ended a round than its aggregation needs."""
+
+
+def forget_frames(error: Exception) -> None:
+    """Let go of the functions that an error of ours came through: kept with it, they keep what they had, even models.
+
+    Any other error is a mistake in a program, and they show where.
+    """
+    if isinstance(error, PiparError):
+        error.__traceback__ = error.__context__ = error.__cause__ = None

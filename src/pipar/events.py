@@ -40,6 +40,8 @@ class EpochResult:
     utilisation: dict[str, float] = field(default_factory=dict)  # of the four lanes: device, uplink, server, downlink
     predicted_s: float | None = None  # `seconds` as expected when the epoch began
     devices: int = 0  # that took part
+    error_up: float | None = None  # of lossily coded activations, relative to their norm
+    error_down: float | None = None  # of gradients, likewise
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +95,7 @@ class Replanned:
     """The devices go on by these plans, from this epoch on: all of them, also those that keep theirs."""
 
     epoch: int
-    plans: dict[str, dict[str, int]]  # by device: split_point, micro_batches, window
+    plans: dict[str, dict[str, Any]]  # by device: the fields of its Plan
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.forecast import lane_s, timeline
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.candidates import candidates
+from pipar.planner.candidates import candidates, needed_bytes
+from pipar.planner.encoding import recoded
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.memory import training_bytes
 from pipar.planner.select import everybodys, extended, plans_in_common
 from pipar.planner.timing import LANES, Simulate, Timing
 from pipar.planning import plan_choice, plans_by_estimate, simulation
@@ -58,6 +58,7 @@ class Row:
     predicted_s: float  # until the last of them has ended its last iteration
     needed_bytes: int
     utilisation: Mapping[str, float]  # busy shares of the epoch, of a device's own lanes and of all cores
+    shares: tuple[float, float] = (1.0, 1.0)  # that the encodings leave of the bytes up and down
 
     @property
     def bottleneck(self) -> str:
@@ -78,6 +79,9 @@ class Row:
             "memory_bytes": self.memory_bytes,
             "needed_bytes": self.needed_bytes,
             **asdict(plan),
+            "encoding": plan.encoding,
+            "share_up": self.shares[0],
+            "share_down": self.shares[1],
             "schedule": "1f1b" if plan.window else "all-forward",
             "predicted_s": self.predicted_s,
             "bottleneck": self.bottleneck,
@@ -166,11 +170,12 @@ class Explanation:
 
     def _row(self, members: tuple[Member, ...], plan: Plan) -> Row:
         first, fleet = members[0], self.fleet
-        profile, statistics = first.costs.profile, fleet.batch_statistics
-        needed = training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
+        profile, needed = first.costs.profile, needed_bytes(fleet, first, plan)
         machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
         ended_s = max(self.predicted_s[member.name] for member in members)
-        return Row(members, machine, plan, ended_s, needed, self._utilisation(members, plan))
+        p, server = plan.split_point, fleet.server.profile
+        shares = (profile.share(p, "up", plan.up), server.share(p, "down", plan.down))
+        return Row(members, machine, plan, ended_s, needed, self._utilisation(members, plan), shares)
 
     def _utilisation(self, members: tuple[Member, ...], plan: Plan) -> dict[str, float]:
         """Return how busy the lanes of the one with most data are; the server's cores are everybody's."""
@@ -243,7 +248,7 @@ class Explanation:
 
 
 def _tree(option: Option) -> list[dict[str, Any]]:
-    return [{**plan, "encoding": "raw"} for plan in plans_as_json(option.plans)]
+    return [{**plan, "encoding": option.plans[plan["device"]].encoding} for plan in plans_as_json(option.plans)]
 
 
 # --- from a configuration
@@ -344,7 +349,9 @@ def _at(link: Link, number: int) -> Link:
 
 def _replanned(job: Job, fleet: Fleet, plans: Plans, simulate: Simulate) -> Option:
     """Return the plans that a training has behind such a change: new ones if it may choose and they are better."""
-    if can_replan(job):
+    if job.method.shares_server_model:
+        plans = recoded(fleet, plans) if can_replan(job) else plans
+    elif can_replan(job):
         by_paper = job.config.plan.estimate == "paper"
         plans = plans_by_estimate(job, fleet) if by_paper else plans_again(fleet, plans)
     return Option(plans, simulate(fleet.sampled(), plans, None).epoch_s)

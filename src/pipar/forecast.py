@@ -2,7 +2,7 @@
 
     device compute   f_c 1 .. f_c N          b_c 1 .. b_c N  step
     device io        load, encode 1 .. encode N, decode 1 .. decode N
-    uplink           u 1 .. u N                              at last the trained part
+    uplink           u 1 .. u N                              at last the trained part; coded ones leave chunk by chunk
     server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices
     downlink         d 1 .. d N                              at last the new part
 
@@ -20,6 +20,7 @@ from heapq import heappop, heappush, heapreplace
 
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.profile import Profile
 from pipar.planner.timing import Timing, steady_epoch_s
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
@@ -31,8 +32,15 @@ from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 _FEW = 32
 #: So many micro-batches take less than a tenth of a second.
 _QUICK = 4000
+#: The frames of coded tensors say their shape.
+_CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
 #: What the JSON of 'stop epoch' has, give or take a few bytes.
 _END_EPOCH_BYTES = 80
+
+
+#: The share of a tensor that each of its chunks is.
+ChunkShares = tuple[float, ...]
+_WHOLE: ChunkShares = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,9 @@ class BatchTimes:
     step: float
     server_step: float
     crowded: list[float]  # by how much longer a job of the server's takes for each other core that is busy
+    answer: list[float]  # the encode at the end of `served`
+    up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
+    down_chunks: list[ChunkShares]
 
 
 #: Changes the times of one device's iteration: (device, iteration, times) -> times.
@@ -125,7 +136,9 @@ def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float],
 
 def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
     size = fleet.server.profile.parameter_bytes(1, plan.split_point)
-    device_s = sum(member.costs.seconds(Work(kind, size_bytes=size)) for kind in ("pack", "install"))
+    ways = (("pack", member.link.up_bps), ("install", member.link.down_bps))
+    forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
+    device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)
     server_s = 0.0
     for batch in fleet.batches(member.samples):
         times = batch_times(fleet, member, plan, batch)
@@ -138,10 +151,10 @@ class _Device:
     """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "compute_s", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding", "ends",
-        "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
-        "returned_at", "served", "serving", "splits", "stepped", "stepped_at", "times", "up_free", "up_s",
-        "waits_for", "watched", "working",
+        "answered", "batch", "chunks", "compute_s", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding",
+        "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
+        "returned_at", "served", "serving", "slower", "splits", "stepped", "stepped_at", "times", "up_began", "up_free",
+        "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
 
     def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
@@ -155,13 +168,16 @@ class _Device:
         self.ends: list[float] = []  # of its iterations
         # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
         self.loads = self.loaded = self.forwarded = self.encoded = self.answered = self.decoded = 0
+        self.chunks = 0  # of the micro-batch that is being encoded
         self.encoding = self.decoding = False
+        self.up_began = 0.0
         self.io_free = self.up_free = self.down_free = 0.0
         self.compute_s = self.up_s = self.down_s = 0.0
         # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
         self.batch, self.stepped, self.stepped_at = times[0], 0, 0.0
         self.served = self.inbox = 0
         self.serving = False
+        self.slower = 1.0  # what other cores make of the job that is being served
         self.returned_at = 0.0
 
 
@@ -204,7 +220,7 @@ class _Epoch:
 
     def run(self) -> Timing:
         # Nobody waits for the others' new parts: who has a short way begins early.
-        distributed, installed = self._distribute(0.0)
+        distributed, installed = self._distribute(0.0, changes=False)
         for device in self._devices:
             told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)
             device.down_free, device.down_s = told, 0.0
@@ -292,16 +308,25 @@ class _Epoch:
     def _encode(self, device: _Device, now: float) -> None:
         assert device.working is not None
         n, device.encoding = device.encoded, True
-        self._on_io(device, now, "encode", n + 1, device.working.encode[n], _ENCODED)
+        seconds = device.working.encode[n] * device.working.up_chunks[n][device.chunks]
+        self._on_io(device, now, "encode", n + 1, seconds, _ENCODED)
 
     def _encoded(self, device: _Device, now: float) -> None:
+        """Send what is encoded: a micro-batch's activations, or a chunk of them."""
         assert device.working is not None
-        n = device.encoded
-        begin, seconds = max(now, device.up_free), device.working.u[n]
+        n, chunks = device.encoded, device.working.up_chunks[device.encoded]
+        begin, seconds = max(now, device.up_free), device.working.u[n] * chunks[device.chunks]
         device.up_free = begin + seconds
         device.up_s += seconds
+        device.chunks += 1
+        if device.chunks == 1:
+            device.up_began = begin
+        if device.chunks < len(chunks):
+            self._encode(device, now)
+            return
+        device.chunks = 0
         if device.watched:
-            self._span(device, UPLINK, "u", n + 1, begin, device.up_free)
+            self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
         self._at(device.up_free + device.latency, _ARRIVED, device)
         device.encoded, device.encoding = n + 1, False
         if device.encoded < device.forwarded:
@@ -339,8 +364,10 @@ class _Epoch:
         begin = max(now, self._cores[0])
         self._alone_s += seconds
         crowded = device.batch.crowded[device.served if then == _SERVED else -1]
+        device.slower = 1.0
         if crowded:
-            seconds *= 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
+            device.slower = 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
+            seconds *= device.slower
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:
@@ -351,8 +378,11 @@ class _Epoch:
 
     def _served(self, device: _Device, now: float) -> None:
         n = device.served
-        begin, seconds = max(now, device.down_free), device.batch.d[n]
-        device.down_free = begin + seconds
+        chunks, seconds = device.batch.down_chunks[n], device.batch.d[n]
+        # Chunks are sent as they are encoded: all behind the first, but the last not before it is there.
+        first = now - device.slower * device.batch.answer[n] * (1.0 - chunks[0])
+        begin = max(first, device.down_free)
+        device.down_free = max(begin + seconds, now + seconds * chunks[-1])
         device.down_s += seconds
         if device.watched:
             self._span(device, DOWNLINK, "d", n + 1, begin, device.down_free)
@@ -387,35 +417,45 @@ class _Epoch:
         models = server.profile.parameter_bytes(1, self._fleet.layers) * len(self._devices)
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
         averaged = returned + server.seconds(Work("aggregate", size_bytes=models))
-        _, installed = self._distribute(averaged)
+        _, installed = self._distribute(averaged, changes=True)
         for device in self._devices:
             if device.watched:
                 self.spans.append(Span(SERVER, CORE, "aggregate", 1, 0, 0, returned, averaged))
-                seconds = transfer_s(self._part_bytes(device), device.member.link.down_bps)
+                seconds = _model_s(self._fleet, device.member, device.plan, device.member.link.down_bps)
                 self._span(device, DOWNLINK, "model", 0, device.down_free - seconds, device.down_free)
         return max(installed.values())
 
-    def _distribute(self, now: float) -> tuple[float, dict[str, float]]:
-        """Return when the last part was packed, and when each device has installed its own."""
-        packed: set[int] = set()
+    def _distribute(self, now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
+        """Return when the last part was packed, and when each device has installed its own.
+
+        One split point is packed once: as it is, and once more as what has changed, for devices on slow links.
+        """
+        packed: set[tuple[int, bool]] = set()
         installed = {}
         for device in self._devices:
             member, size = device.member, self._part_bytes(device)
-            if device.plan.split_point not in packed:  # one split point is packed once
-                now += self._fleet.server.seconds(Work("pack", size_bytes=size))
-                packed.add(device.plan.split_point)
-            seconds = transfer_s(size, member.link.down_bps)
+            changed = changes and self._fleet.sends_changes(member, member.link.down_bps)
+            form = "changes" if changed else "raw"
+            key = (device.plan.split_point, changed)
+            if key not in packed:
+                now += self._fleet.server.seconds(Work("pack", size_bytes=size, encoding=form))
+                packed.add(key)
+            rate_bps = member.link.down_bps
+            first_s = transfer_s(size, rate_bps)
+            seconds = _model_s(self._fleet, member, device.plan, rate_bps) if changes else first_s
             device.down_s += seconds
             device.down_free = max(now, device.down_free) + seconds
-            install = member.costs.seconds(Work("install", size_bytes=size))
+            install = member.costs.seconds(Work("install", size_bytes=size, encoding=form))
             installed[member.name] = device.down_free + device.latency + install
         return now, installed
 
     def _return_part(self, device: _Device) -> None:
         member, size = device.member, self._part_bytes(device)
         said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
-        packed = device.ends[-1] + member.costs.seconds(Work("pack", size_bytes=size))
-        seconds = transfer_s(size, member.link.up_bps)
+        changed = self._fleet.sends_changes(member, member.link.up_bps)
+        pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
+        packed = device.ends[-1] + member.costs.seconds(pack)
+        seconds = _model_s(self._fleet, member, device.plan, member.link.up_bps)
         device.up_s += seconds
         sent = max(packed, said)
         if device.watched:
@@ -460,24 +500,40 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         by_size = {m: seconds(m) for m in set(pieces)}  # pieces have one of two sizes
         return [by_size[m] for m in pieces]
 
+    def chunks(m: int, encoding: str) -> int:
+        return len(server.profile.chunk_bytes(p, m, encoding))
+
+    def in_chunks(encoding: str) -> list[ChunkShares]:
+        if whole or encoding == "raw":
+            return [_WHOLE] * len(pieces)
+        by_size = {m: server.profile.chunk_bytes(p, m, encoding) for m in set(pieces)}
+        shares = {m: tuple(size / sum(sizes) for size in sizes) for m, sizes in by_size.items()}
+        return [shares[m] for m in pieces]
+
+    def answer(m: int) -> float:
+        return server.coding_s("encode", plan.down, m * at_cut, chunks(m, plan.down))
+
     def served(m: int) -> float:
-        sent = m * (at_cut + LABEL_BYTES)
-        job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m, sent) for kind in ("decode", "fs", "bs", "encode")]
-        return sum(map(server.seconds, job))
+        job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
+        received = m * (at_cut + LABEL_BYTES)
+        return server.coding_s("decode", plan.up, received) + sum(map(server.seconds, job)) + answer(m)
 
     none = [0.0] * len(pieces)
     return BatchTimes(
         load=costs.seconds(Work("load", samples=batch)),
         fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
-        encode=none if whole else each(lambda m: costs.seconds(Work("encode", size_bytes=m * at_cut))),
-        u=none if whole else each(lambda m: transfer_s(m * (at_cut + LABEL_BYTES), link.up_bps)),
+        encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
+        u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
         served=none if whole else each(served),
-        d=none if whole else each(lambda m: transfer_s(m * at_cut, link.down_bps)),
-        decode=none if whole else each(lambda m: costs.seconds(Work("decode", size_bytes=m * at_cut))),
+        d=none if whole else each(lambda m: _crossing_s(server.profile, plan, m, "down", link.down_bps)),
+        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut)),
         bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
         step=costs.seconds(Work("step", last_layer=p)),
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
         crowded=each(server.crowded),
+        answer=none if whole else each(answer),
+        up_chunks=in_chunks(plan.up),
+        down_chunks=in_chunks(plan.down),
     )
 
 
@@ -486,12 +542,29 @@ def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
     batches = fleet.batches(member.samples)
     known = {batch: batch_times(fleet, member, plan, batch) for batch in set(batches)}
     every = [known[batch] for batch in batches]
-    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
     return {
         "device": sum(sum(times.fc) + sum(times.bc) + times.step for times in every),
-        "uplink": sum(sum(times.u) for times in every) + transfer_s(size, member.link.up_bps),
-        "downlink": sum(sum(times.d) for times in every) + transfer_s(size, member.link.down_bps),
+        "uplink": sum(sum(times.u) for times in every) + _model_s(fleet, member, plan, member.link.up_bps),
+        "downlink": sum(sum(times.d) for times in every) + _model_s(fleet, member, plan, member.link.down_bps),
     }
+
+
+def _model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
+    """Return how long a device's part is on a link, behind the first time: as changes where that is quicker."""
+    changes = fleet.sends_changes(member, rate_bps)
+    return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
+
+
+def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None) -> float:
+    """Return how long a micro-batch's activations with their labels, or its gradients, are on the link."""
+    if rate_bps is None:
+        return 0.0
+    p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
+    labels = samples * LABEL_BYTES if direction == "up" else 0
+    if encoding == "raw":
+        return transfer_s(samples * profile.output_bytes(p) + labels, rate_bps)
+    sizes = profile.coded_bytes(p, samples, direction, encoding)
+    return (sum(sizes) + labels + len(sizes) * _CODED_HEADER_BYTES) * 8 / rate_bps
 
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:

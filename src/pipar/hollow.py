@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import LABEL_BYTES, Body, Message
+from pipar.protocol.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
+from pipar.stages import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,28 @@ class HollowPiece:
     batch_samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class HollowActivation:
-    nbytes: int
+class _Cut:
+    """What crosses the cut, in sizes: so many bytes a sample, and the share of them that an encoding leaves."""
+
+    def __init__(self, profile: Profile, split_point: int, direction: str) -> None:
+        self._profile = profile
+        self._split_point = split_point
+        self._direction = direction
+        self._sample_bytes = profile.output_bytes(split_point)
+
+    def chunk_bytes(self, samples: int, encoding: str) -> list[int]:
+        return self._profile.chunk_bytes(self._split_point, samples, encoding)
+
+    def body(self, samples: int, encoding: str, labels: int = 0) -> Body:
+        size, dtype = samples * self._sample_bytes + labels, self._profile.dtype
+        if encoding == "raw":
+            return Body(size, dtype=dtype)
+        sizes = self._profile.coded_bytes(self._split_point, samples, self._direction, encoding)
+        sizes[-1] += labels
+        chunks = Chunks(len(sizes), lambda number: Payload(sizes[number]))
+        chunks.add(chunks.encode_next())
+        shape = (samples, self._sample_bytes // ITEM_BYTES[dtype])
+        return Body(size, (), dtype, shape, encoding, chunks)
 
 
 class HollowSamples:
@@ -44,13 +64,13 @@ class HollowDevicePart:
 
     last_loss: float | None = None
 
-    def __init__(self, profile: Profile, split_point: int) -> None:
-        self._output_bytes = profile.output_bytes(split_point)
-        self._dtype = profile.dtype
+    def __init__(self, profile: Profile, split_point: int, changes_share: float = 1.0) -> None:
+        self._cut = _Cut(profile, split_point, "up")
         self._weights = Body(profile.parameter_bytes(1, split_point), encoding="safetensors")
+        self._changes = Body(round(self._weights.size_bytes * changes_share), encoding="changes")
 
-    def forward(self, micro_batch: int, piece: HollowPiece) -> HollowActivation:  # noqa: ARG002
-        return HollowActivation(piece.samples * self._output_bytes)
+    def forward(self, micro_batch: int, piece: HollowPiece) -> HollowPiece:  # noqa: ARG002
+        return piece
 
     def backward(self, micro_batch: int, gradient: Any) -> None:
         pass
@@ -64,14 +84,20 @@ class HollowDevicePart:
     def take_loss(self) -> None:
         return None
 
-    def encode(self, activation: HollowActivation, piece: HollowPiece) -> Body:
-        return Body(activation.nbytes + piece.samples * LABEL_BYTES, dtype=self._dtype)
-
-    def decode(self, message: Message) -> None:  # noqa: ARG002
+    def take_error(self) -> None:
         return None
 
-    def pack(self) -> Body:
-        return self._weights
+    def chunk_bytes(self, activation: HollowPiece, encoding: str) -> list[int]:
+        return self._cut.chunk_bytes(activation.samples, encoding)
+
+    def encode(self, activation: HollowPiece, piece: HollowPiece, encoding: str, place: Place) -> Body:  # noqa: ARG002
+        return self._cut.body(activation.samples, encoding, piece.samples * LABEL_BYTES)
+
+    def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
+        return None
+
+    def pack(self, *, changes: bool = False) -> Body:
+        return self._changes if changes else self._weights
 
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         pass
@@ -87,10 +113,9 @@ class HollowServerPart:
     """Layers P+1..Q: takes sizes, gives sizes back."""
 
     def __init__(self, profile: Profile, split_point: int) -> None:
-        self._output_bytes = profile.output_bytes(split_point)
-        self._dtype = profile.dtype
+        self._cut = _Cut(profile, split_point, "down")
 
-    def decode(self, message: Message) -> int:
+    def decode(self, message: Message, encoding: str) -> int:  # noqa: ARG002
         return message.samples
 
     def forward(self, samples: int) -> int:
@@ -99,13 +124,19 @@ class HollowServerPart:
     def backward(self, samples: int) -> int:
         return samples
 
-    def encode(self, samples: int) -> Body:
-        return Body(samples * self._output_bytes, dtype=self._dtype)
+    def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
+        return self._cut.chunk_bytes(message.samples, encoding)
+
+    def encode(self, samples: int, encoding: str, place: Place) -> Body:  # noqa: ARG002
+        return self._cut.body(samples, encoding)
 
     def step(self) -> None:
         pass
 
     def take_loss(self) -> None:
+        return None
+
+    def take_error(self) -> None:
         return None
 
     def take_momentum(self, body: Body) -> None:
@@ -138,8 +169,9 @@ class HollowLearner:
     def rewind(self) -> None:
         pass
 
-    def pack(self, device: str) -> Body:
-        return Body(self.part_bytes(device), encoding="safetensors")
+    def pack(self, device: str, *, changes: bool = False) -> Body:
+        size = self._profile.exchanged_bytes(self._split_points[device], changes=changes)
+        return Body(size, encoding="changes" if changes else "safetensors")
 
     def part_bytes(self, device: str) -> int:
         return self._profile.parameter_bytes(1, self._split_points[device])
@@ -147,7 +179,7 @@ class HollowLearner:
     def model_bytes(self) -> int:
         return self._profile.parameter_bytes(1, len(self._profile.layers))
 
-    def aggregate(self, returned: Sequence[Any]) -> None:
+    def aggregate(self, returned: Sequence[Any], *, keep_before: bool = False) -> None:
         pass
 
     def evaluator(self) -> Callable[[Any], tuple[float, int]]:

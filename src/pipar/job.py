@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipar.coding.encodings import LOSSY
 from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
@@ -35,6 +36,7 @@ class Job:
     plans: Mapping[str, Plan]
     dataset: str
     model: str
+    real_links: bool = False  # between machines, whatever else is emulated on them
 
     @property
     def method(self) -> Method:
@@ -63,6 +65,8 @@ class Job:
     @property
     def equivalence(self) -> str:
         """ "exact" if the method trains the very weights that plain training would, whatever P and N."""
+        if any({plan.up, plan.down} & set(LOSSY) for plan in self.plans.values()):
+            return "lossy"
         cut = any(plan.micro_batches > 1 for plan in self.plans.values())
         return "statistical" if self.dropout or (self.batch_statistics and cut) else "exact"
 
@@ -85,19 +89,20 @@ class Job:
 
     def orders(self) -> dict[str, Orders]:
         """Return what each device is told when it joins."""
-        config = self.config
+        config, fleet = self.config, self.fleet()
         return {
-            spec.name: Orders(
+            member.name: Orders(
                 session=number,
-                plan=self.plans[spec.name],
+                plan=self.plans[member.name],
                 layers=self.layers,
                 batch_size=config.run.batch_size,
                 batch_statistics=self.batch_statistics,
                 # Split learning hands weights on to another device: their momentum stays behind.
                 keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
                 proximal=config.server.proximal,
+                changes_below_bps=fleet.changes_below_bps(member) if fleet.keeps_base(member) else 0.0,
             )
-            for number, spec in enumerate(self.specs, start=1)
+            for number, member in enumerate(fleet.members, start=1)
         }
 
     def fleet(self) -> Fleet:
@@ -113,12 +118,19 @@ class Job:
                 spec.split_point,
                 spec.micro_batches,
                 window,
+                self.config.wire.encoding,
             )
             for spec in self.specs
         )
         config = self.config
         return Fleet(
-            self.method, members, self.server_costs(), self.cores, config.run.batch_size, self.batch_statistics
+            self.method,
+            members,
+            self.server_costs(),
+            self.cores,
+            config.run.batch_size,
+            self.batch_statistics,
+            self.real_links,
         )
 
     @property

@@ -34,6 +34,7 @@ class _Epoch:
     counted: Mapping[str, int] = field(default_factory=dict)  # samples of the devices that took part
     seconds: float = 0.0  # on the server's clock, for a round of which no device is left to tell
     train_loss: float | None = None
+    errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
     validated: bool = False
     val_loss: float | None = None
     val_accuracy: float | None = None
@@ -88,10 +89,12 @@ class Ledger:
         *,
         reporting: Iterable[str],
         seconds: float,
+        errors: tuple[float | None, float | None] = (None, None),
     ) -> None:
         """Take what the server knows of a round when it is over; the traces of the `reporting` devices are to come."""
         epoch = self._epoch(number)
         epoch.counted, epoch.train_loss, epoch.seconds = dict(counted), train_loss, seconds
+        epoch.errors = errors
         epoch.awaited |= set(reporting)
         epoch.server = self._recorder.take(number)
         self._settle()
@@ -203,6 +206,8 @@ class Ledger:
             validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
             devices=len(epoch.counted),
+            error_up=epoch.errors[0],
+            error_down=epoch.errors[1],
             predicted_s=self._foresight.predicted_s(number, epoch.counted) if self._foresight is not None else None,
         )
 

@@ -43,15 +43,24 @@ class Plan:
     """{P, N} of one device: where its network is cut and into how many micro-batches each batch is.
 
     `window` limits how many micro-batches' activations the device keeps at once (1F1B); 0 is all forwards first.
+    `up` and `down` are the encodings of activations and of gradients, of `pipar.coding.encodings`.
     """
 
     split_point: int
     micro_batches: int
     window: int = 0
+    up: str = "raw"
+    down: str = "raw"
+
+    @property
+    def encoding(self) -> str:
+        """Both encodings in words: "planes", or "sparse/raw" if they differ."""
+        return self.up if self.up == self.down else f"{self.up}/{self.down}"
 
     def __str__(self) -> str:
         window = f" 1f1b({self.window})" if self.window else ""
-        return f"P={self.split_point} N={self.micro_batches}{window}"
+        coded = "" if self.encoding == "raw" else f" {self.encoding}"
+        return f"P={self.split_point} N={self.micro_batches}{window}{coded}"
 
 
 def check_plan(plan: Plan, *, layers: int, batch_size: int, model: str) -> Plan:

@@ -52,6 +52,7 @@ def _choice(explained: Explanation) -> Table:
     """Return one row for devices that are alike; what none of them has is no column."""
     rows = explained.rows()
     windows, limits = any(row.plan.window for row in rows), any(row.memory_bytes is not None for row in rows)
+    coded = any(row.plan.encoding != "raw" for row in rows)
     table = new_table()
     table.add_column("devices", overflow="fold")
     table.add_column("machine", no_wrap=True)
@@ -60,17 +61,20 @@ def _choice(explained: Explanation) -> Table:
         "P",
         "N",
         *(["schedule"] if windows else []),
+        *(["encoding", "bytes\nup/down"] if coded else []),
         "trained\nafter s",
         *(["memory\nMiB"] if limits else []),
     ):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         schedule = [f"1F1B({row.plan.window})" if row.plan.window else ""] if windows else []
+        encoding = [row.plan.encoding, _shares_text(row)] if coded else []
         memory = [_memory_text(row)] if limits else []
         plan = (str(row.plan.split_point), str(row.plan.micro_batches))
         link = link_text(row.devices[0].link).replace(" Mbit/s", "")
         seconds = f"{row.predicted_s:.2f}"
-        table.add_row(_devices_text(row.devices), _machine_text(row), link, *plan, *schedule, seconds, *memory)
+        who = (_devices_text(row.devices), _machine_text(row), link)
+        table.add_row(*who, *plan, *schedule, *encoding, seconds, *memory)
     return table
 
 
@@ -90,6 +94,11 @@ def _memory_text(row: Row) -> str:
     if row.memory_bytes is None:
         return "no limit"
     return f"{row.needed_bytes / 2**20:.0f} of {row.memory_bytes / 2**20:.0f}"
+
+
+def _shares_text(row: Row) -> str:
+    up, down = (percent(share, 0) for share in row.shares)
+    return f"{up}/{down}"
 
 
 def _epoch_line(explained: Explanation) -> Text:
@@ -119,7 +128,8 @@ def _picture_title(explained: Explanation, picture: Picture) -> Text:
 def _states_line(explained: Explanation) -> Text:
     every = sorted({member.link.every_s for member in explained.fleet.members if member.link.cycle})
     times = " or ".join(f"{seconds:g}" for seconds in every)
-    plans = "plans with them" if can_replan(explained.job) else "but plans stay"
+    changing = "encodings" if explained.job.method.shares_server_model else "plans"
+    plans = f"{changing} with them" if can_replan(explained.job) else "but plans stay"
     return Text.assemble((f"\nLinks change every {times} s", "bold"), f", {plans}; all else here is for the first row")
 
 

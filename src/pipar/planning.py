@@ -11,6 +11,7 @@ from pipar.forecast import simulate
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
+from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import Choice, choose_by_estimate, choose_for, everybodys
 from pipar.planner.timing import Simulate, Timing
@@ -47,7 +48,7 @@ def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
     asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
     _check_common(asked)
     common = min(asked or {plan.split_point for plan in chosen.values()})
-    return {name: replace(plan, split_point=common) for name, plan in chosen.items()}
+    return recoded(fleet, {name: replace(plan, split_point=common) for name, plan in chosen.items()})
 
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:

@@ -19,7 +19,7 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
-from pipar.planner.counts import Counts, known_counts, network_sizes
+from pipar.planner.counts import Counts, known_counts, network_sizes, rectified_at
 from pipar.planner.machines import MACHINES, machine_profile
 from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network
@@ -162,14 +162,21 @@ def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> 
 
 def _counts(workload: Workload, model: nn.Sequential) -> Counts:
     """Return the counts of a workload's network, its user's own or not."""
-    config, shape = workload.config, workload.input_shape
-    if workload.model_name == config.model.name:
-        known = known_counts(config.model.name, config.model.norm, shape, workload.classes)
-        if known is not None:
-            return known
+    known, shape = _known_counts(workload), workload.input_shape
+    if known is not None:
+        return known
     from pipar.nn.count import count_layers
+    from pipar.nn.rectified import rectified_cuts
 
-    return count_layers(model, shape, run=True)
+    return rectified_at(count_layers(model, shape, run=True), rectified_cuts(model, shape))
+
+
+def _known_counts(workload: Workload) -> Counts | None:
+    """Return the counts of a workload's network if they are kept."""
+    config = workload.config
+    if workload.model_name != config.model.name:
+        return None
+    return known_counts(config.model.name, config.model.norm, workload.input_shape, workload.classes)
 
 
 def check_given_plans(config: Config, layers: int, model: str) -> None:
@@ -273,8 +280,8 @@ class _Profiles:
         dtype = self._config.model.dtype
         machine = MACHINES.get(given)
         if machine is None:
-            profile = _load_profile(given)
-            return check_network(profile, network_sizes(self._count(), self.model, dtype), given)
+            profile = check_network(_load_profile(given), network_sizes(self._count(), self.model, dtype), given)
+            return _of_counted(profile, self._count())
         return machine_profile(
             machine,
             self._count(),
@@ -283,6 +290,15 @@ class _Profiles:
             batch_size=self._config.run.batch_size,
             batch_statistics=self.batch_statistics,
         )
+
+
+def _of_counted(profile: Profile, counts: Counts) -> Profile:
+    """Return a profile that says of no cut that it lies behind a ReLU unless it does in the network that is here.
+
+    It may be of a network with the same sizes and other activations, whose gradients sparse encodings would falsify.
+    """
+    layers = [replace(one, rectified=count.rectified) for one, count in zip(profile.layers, counts, strict=False)]
+    return replace(profile, layers=tuple(layers))
 
 
 def _load_profile(file: str) -> Profile:
@@ -355,6 +371,7 @@ def measured_profile(
     kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
     if kept is not None:
         return kept
+    known = _known_counts(workload)
     shard = workload.shard(workload.names[0])
     positions = shard.order(1)
     observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up, and reports nothing
@@ -369,6 +386,7 @@ def measured_profile(
         progress=lambda share: observe(Preparing(_measuring(share), share)),
         budget_s=budget_s,
         memory_bytes=memory_bytes,
+        rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
     if profile.whole:
         keep_profile(key, profile)

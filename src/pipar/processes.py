@@ -354,7 +354,7 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     from pipar.torchside import part_builder, seed_dropout, warm_up_device
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
-    samples, build = workload.own_shard(name), part_builder(workload)
+    samples, build = workload.own_shard(name), part_builder(workload, name)
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)

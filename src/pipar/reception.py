@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pipar.clock import clock_machine
 from pipar.config import Link
-from pipar.errors import LinkError, ProtocolError
+from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
@@ -181,6 +181,7 @@ class Reception:
             return
         session.is_over = True
         reason = session.verdict or reason
+        forget_frames(reason)
         self._wait_no_longer(session)
         if self.sessions.get(session.device) is session:
             del self.sessions[session.device]
@@ -234,8 +235,10 @@ class Reception:
             await self._take_in(session)
         except LinkError as error:
             self.end(session, error)
+            forget_frames(error)  # also if the session, which keeps it, was over already
         except ProtocolError as error:
             await self.dismiss(session, error)
+            forget_frames(error)
         except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits is told
             self._ledger.fail(error)
             session.inbox.put_nowait(error)
@@ -264,6 +267,8 @@ class Reception:
             if message.kind is Kind.ACTIVATION:
                 session.count_outstanding(message)
             session.take(message)
+        else:
+            session.channel.count_useless(message)
 
     def _take_trace(self, session: Session, message: Message) -> None:
         trace = unpack_trace(message.body.contiguous(), owner=session.device)
@@ -272,11 +277,12 @@ class Reception:
         if not {COMPUTE, IO} <= trace.totals.keys():
             raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
         session.asked_for.popleft()
+        if self._keep_spans is not None and session.device not in self._keep_spans:
+            trace = replace(trace, spans=[])  # a device does not know whose spans are kept
         if trace.clock is not None:
             trace = trace.later(trace.clock.offset_s(clock_machine(), session.hello_at, session.welcome_at))
         downlink = session.recorder.take(trace.epoch)
-        received, sent = session.channel.received_bytes, session.channel.sent_bytes
-        self._ledger.add_trace(trace, downlink, received.pop(trace.epoch, 0), sent.pop(trace.epoch, 0))
+        self._ledger.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
 
 
 def _answers_plan(message: Message, abandoned: int) -> bool:

@@ -7,13 +7,21 @@ aggregates the complete models at the end of each round and sends every device i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from pipar.compute import Compute, Step
-from pipar.errors import LinkError, PiparError, ProtocolError, TooFewDevicesError, UnusableModelError
+from pipar.compute import Compute, Ended, Step
+from pipar.errors import (
+    LinkError,
+    PiparError,
+    ProtocolError,
+    TooFewDevicesError,
+    UnusableModelError,
+    forget_frames,
+)
 from pipar.events import BegunAnew, Dropped, Observer, Progress, Replanned, RoundOver, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
@@ -24,8 +32,8 @@ from pipar.protocol.orders import Orders, Returned, plan_body
 from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
-from pipar.session import Introduction, Pieces, Session, expect, read_end
-from pipar.stages import Work
+from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
+from pipar.stages import Place, Work
 from pipar.trace import DOWNLINK, SERVER, Recorder
 from pipar.turns import Turns
 from pipar.validation import Validation
@@ -42,12 +50,14 @@ _LAST_TRACES_S = 60.0
 class ServerPart(Protocol):
     """M^s_k, the server-side model of one device."""
 
-    def decode(self, message: Message) -> Any: ...
+    def decode(self, message: Message, encoding: str) -> Any: ...
     def forward(self, decoded: Any) -> Any: ...
     def backward(self, forwarded: Any) -> Any: ...
-    def encode(self, gradient: Any) -> Body: ...
+    def chunk_bytes(self, message: Message, encoding: str) -> Sequence[int]: ...  # of its gradient, chunk by chunk
+    def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def step(self) -> None: ...
     def take_loss(self) -> float | None: ...
+    def take_error(self) -> tuple[float, float] | None: ...  # of a lossy encoding: squared errors, squared values
     def take_momentum(self, body: Body) -> None: ...
 
 
@@ -55,10 +65,10 @@ class Learner(Protocol):
     """The global model and its replicas."""
 
     def replica(self, device: str) -> ServerPart: ...
-    def pack(self, device: str) -> Body: ...
+    def pack(self, device: str, *, changes: bool = False) -> Body: ...
     def part_bytes(self, device: str) -> int: ...
     def model_bytes(self) -> int: ...
-    def aggregate(self, returned: Sequence[Returned]) -> None: ...
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None: ...
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
     def rewind(self) -> None: ...  # what all have done since then to a model that they share
     def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
@@ -107,6 +117,7 @@ class _Served:
     session: Session
     returned: Returned
     loss_sum: float | None
+    errors: tuple[SquaredError, SquaredError] = (None, None)  # of lossy encodings, up and down
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,7 @@ class _Counted:
     device: str
     samples: int
     loss_sum: float | None
+    errors: tuple[SquaredError, SquaredError] = (None, None)
 
 
 class Server:
@@ -271,7 +283,9 @@ class Server:
         self._wanted = 0
         self._let_go()
         for session in self._reception.present():
-            if session.abandoned > done:  # the round that it was too late for is trained again
+            if session.owes_acknowledgements:  # it has taken nothing for rounds: what is kept for it must not grow
+                self._reception.end(session, LinkError("it has not taken the messages of several rounds"))
+            elif session.abandoned > done:  # the round that it was too late for is trained again
                 await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
             elif not session.is_welcome:
                 await self._try_to_welcome(session, done)
@@ -354,6 +368,7 @@ class Server:
             sum(losses) / samples if losses else None,
             reporting=[session.device for session in reporting],
             seconds=seconds,
+            errors=(_relative(one.errors[0] for one in in_model), _relative(one.errors[1] for one in in_model)),
         )
         self.done, self._last_round_s = epoch, seconds
         self._observe(RoundOver(epoch, counted, {} if one_by_one else self._partly(counted)))
@@ -428,8 +443,10 @@ class Server:
             return await self._serve_epoch(session, epoch)
         except LinkError as error:
             await self._drop(session, epoch, str(error))
+            forget_frames(error)  # the session keeps it for who asks again
         except ProtocolError as error:
             await self._dismiss(session, epoch, error)
+            forget_frames(error)
         return None
 
     async def _dismiss(self, session: Session, epoch: int, error: ProtocolError) -> None:
@@ -465,14 +482,16 @@ class Server:
         if session.awaits_momentum:
             await self._take_momentum(session, replica, epoch)
         splits = orders.plan.split_point < orders.layers
-        pieces, losses = Pieces(epoch, orders.plan.micro_batches if splits else 0), []
+        pieces, losses, errors = Pieces(epoch, orders.plan.micro_batches if splits else 0), [], []
         while (message := await session.next()).kind is Kind.ACTIVATION:
             pieces.take(message)
             if pieces.samples > session.who.samples:
                 raise ProtocolError(f"{message} is more than the {session.who.samples} samples that it has.")
             await self._serve_micro_batch(session, replica, message)
             if pieces.whole:
-                losses.append(await self._finish_iteration(session, replica, message))
+                loss, error = await self._finish_iteration(session, replica, message)
+                losses.append(loss)
+                errors.append(error)
         if self._turns is not None:
             self._turns.finish(session.device)
         end = read_end(message, epoch)
@@ -488,48 +507,59 @@ class Server:
         expect(model, Kind.MODEL, epoch)
         known = [batch for batch in losses if batch is not None]
         returned = Returned(session.device, model.body, end.samples)
-        return _Served(session, returned, sum(known) if known else end.loss_sum)
+        return _Served(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
             await self._turns.mine(session.device)
+        plan = self._orders[session.device].plan
         work = self._work(session.device, message)
-        body = await self._compute(
-            session,
-            (work("decode"), partial(replica.decode, message)),
+        first, *others = (
+            replace(work("encode"), size_bytes=size, encoding=plan.down)
+            for size in replica.chunk_bytes(message, plan.down)
+        )
+        answer = Answer(session, message)
+        job = (
+            (replace(work("decode"), encoding=plan.up), partial(replica.decode, message, encoding=plan.up)),
             (work("fs"), replica.forward),
             (work("bs"), replica.backward),
-            (work("encode"), replica.encode),
+            (first, partial(replica.encode, encoding=plan.down, place=(*answer.place, session.device))),
         )
-        place = (message.epoch, message.iteration, message.micro_batch, message.samples, message.batch_samples)
-        session.outstanding -= 1
-        session.channel.post(Message(Kind.GRADIENT, *place, body=body))
+        if others:  # the first chunk leaves while they are encoded
+            follow = tuple((chunk, answer.encode_next) for chunk in others)
+            await self._compute(session, *job, *follow, ended=answer.ended_behind(len(job)))
+        else:
+            answer.begin(await self._compute(session, *job))
 
-    async def _compute(self, session: Session, *steps: Step) -> Any:
+    async def _compute(self, session: Session, *steps: Step, ended: Ended | None = None) -> Any:
         if self._turns is None:
-            return await self._pool.run(*steps)
+            return await self._pool.run(*steps, ended=ended)
         # A model that is shared may not be handed on while somebody still computes on it, wanted or not.
-        session.computing = self._loop.create_task(self._pool.run(*steps))
+        session.computing = self._loop.create_task(self._pool.run(*steps, ended=ended))
         return await asyncio.shield(session.computing)
 
-    async def _finish_iteration(self, session: Session, replica: ServerPart, message: Message) -> float | None:
-        """Apply the gradients of a batch; return its summed loss."""
+    async def _finish_iteration(
+        self, session: Session, replica: ServerPart, message: Message
+    ) -> tuple[float | None, SquaredError]:
+        """Apply the gradients of a batch; return its summed loss, and what a lossy encoding has lost of it."""
         step = self._work(session.device, message)("step")
         if self._turns is not None:  # before it is done: from here on nothing keeps it from being done
             self._taught[session.device] = self._taught.get(session.device, 0) + message.batch_samples
         await self._compute(session, (step, replica.step))
-        loss = replica.take_loss()  # while nobody else's forward, in another thread, adds to that of a shared model
+        # While nobody else's forward, in another thread, adds to those of a shared model.
+        loss, error = replica.take_loss(), replica.take_error()
         if self._turns is not None:
             self._turns.done(session.device)
         self._report_progress(message, loss)
-        return loss
+        return loss, error
 
     async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Counted]:
         """Make the new global model; return who counts in it: a device whose model cannot be used is dismissed."""
         await self._validation.copied()  # before the global model changes
         while served:
             work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(served))
-            aggregate = partial(self._learner.aggregate, [one.returned for one in served])
+            keep_before = any(self._sends_changes(one.session, epoch) for one in served)
+            aggregate = partial(self._learner.aggregate, [one.returned for one in served], keep_before=keep_before)
             try:
                 await self._pool.run((work, aggregate))
             except TooFewDevicesError as error:
@@ -542,7 +572,7 @@ class Server:
                 served = [one for one in served if one.returned.device != error.device]
             else:
                 break
-        return [_Counted(one.returned.device, one.returned.samples, one.loss_sum) for one in served]
+        return [_Counted(one.returned.device, one.returned.samples, one.loss_sum, one.errors) for one in served]
 
     async def _start_over(self, epoch: int, served: list[_Served], error: TooFewDevicesError) -> None:
         """Discard a round that too few have ended for the aggregation; it begins anew when one more is there."""
@@ -552,15 +582,22 @@ class Server:
 
     async def _distribute(self, group: list[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; one split point is packed once."""
-        packed: dict[int, Body] = {}
+        packed: dict[tuple[int, bool], Body] = {}
         for session in group:
-            split_point = self._orders[session.device].plan.split_point
-            if split_point not in packed:
-                device = session.device
-                work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device))
-                packed[split_point] = await self._pool.run((work, partial(self._learner.pack, device)))
-            session.channel.post(Message(Kind.MODEL, epoch, body=packed[split_point]))
-            session.has_model_of = epoch
+            device, orders = session.device, self._orders[session.device]
+            version = (epoch, orders.plan.split_point)
+            # Who has the model before this one, cut in the same place, needs to know its changes only.
+            changes = session.installed == (epoch - 1, version[1]) and self._sends_changes(session, epoch)
+            key = (version[1], changes)
+            if key not in packed:
+                form = "changes" if changes else "raw"
+                work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device), encoding=form)
+                packed[key] = await self._pool.run((work, partial(self._learner.pack, device, changes=changes)))
+            session.channel.post(Message(Kind.MODEL, epoch, body=packed[key]))
+            session.has_model_of, session.installed = epoch, version
+
+    def _sends_changes(self, session: Session, epoch: int) -> bool:
+        return self._orders[session.device].sends_changes(session.channel.rate_bps(epoch))
 
     # --- other plans between two rounds
 
@@ -669,6 +706,12 @@ class Server:
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             self._observe(Progress(*place, loss, self._loop.time(), busy))
+
+
+def _relative(errors: Iterable[SquaredError]) -> float | None:
+    """Return the norm of all errors over that of all values; None if nothing was coded lossily."""
+    lost, values = added_errors(errors) or (0.0, 0.0)
+    return math.sqrt(lost / values) if values else None
 
 
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +14,18 @@ from pipar.errors import ConfigError, ProtocolError
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
-from pipar.protocol.messages import Kind, Message, json_body, read_json
+from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body, read_json
+from pipar.stages import Place
 from pipar.trace import Recorder
+
+#: Squared errors and squared values of what was coded lossily, summed; None if all was exact.
+SquaredError = tuple[float, float] | None
+
+
+def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
+    """Return the sums of those that there are."""
+    known = [error for error in errors if error is not None]
+    return (sum(lost for lost, _ in known), sum(values for _, values in known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,29 @@ class Introduction:
     profile: Profile | None = None
 
 
+class Inbox(asyncio.Queue[Message | Exception]):
+    """What a device has said and nobody has asked for yet, how much that is, and why nothing more will come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[Kind] = Counter()
+        self.size_bytes = 0
+
+    def _put(self, item: Message | Exception) -> None:
+        super()._put(item)
+        self._count(item, 1)
+
+    def _get(self) -> Message | Exception:
+        item = super()._get()
+        self._count(item, -1)
+        return item
+
+    def _count(self, item: Message | Exception, sign: int) -> None:
+        if isinstance(item, Message):
+            self.kinds[item.kind] += sign
+            self.size_bytes += sign * item.body.size_bytes
+
+
 class Session:
     """One device's part in the training, from its hello to its end; connections may come and go meanwhile."""
 
@@ -34,12 +69,13 @@ class Session:
         self.number = number
         self.channel = channel
         self.recorder = recorder
-        self.inbox: asyncio.Queue[Message | Exception] = asyncio.Queue()
+        self.inbox = Inbox()
         self.is_welcome = False  # it has its orders
         self.hello_at = self.welcome_at = 0.0  # on the server's clock
         self.is_over = False
         self.verdict: Exception | None = None  # why the server ends it, whatever the device does meanwhile
         self.has_model_of: int | None = None  # the epoch whose global model was sent to it last
+        self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.awaits_momentum = False  # of layers that the device has handed over
         self.allowed = 0  # micro-batches that may be outstanding: the plan's N
         self.outstanding = 0  # micro-batches that came and are not answered yet
@@ -56,11 +92,13 @@ class Session:
         return self.inbox.empty() and (self.computing is None or self.computing.done())
 
     def take(self, message: Message) -> None:
-        """Keep a message until it is asked for, or raise if the device has sent more than a round has room for."""
-        if self.inbox.qsize() >= self.allowed + _BESIDE_MICRO_BATCHES:
-            raise ProtocolError(
-                f"{message} came with {self.inbox.qsize()} messages waiting, which is all there can be."
-            )
+        """Keep a message until it is asked for, or raise if the device has sent more than a round has room for.
+
+        That is N micro-batches, and one of each other kind: END_EPOCH and MODEL, and STATE before the round.
+        """
+        waiting = self.inbox.kinds[message.kind]
+        if waiting >= (self.allowed if message.kind is Kind.ACTIVATION else 1):
+            raise ProtocolError(f"{message} came with {waiting} of its kind waiting, which is all there can be.")
         self.inbox.put_nowait(message)
 
     async def next(self) -> Message:
@@ -77,6 +115,21 @@ class Session:
             raise ProtocolError(
                 f"{message} came with {self.allowed} micro-batches outstanding, which is all it may have."
             )
+        if self.owes_acknowledgements:
+            raise ProtocolError(
+                f"{message} came with {self.channel.unacknowledged} messages unacknowledged, which is more than there "
+                "can be: a device has the answers of a batch before it sends the next one."
+            )
+
+    @property
+    def owes_acknowledgements(self) -> bool:
+        """Whether more is kept for the device than its plan needs: N gradients, and what a few rounds begin with."""
+        return self.channel.unacknowledged > self.allowed + _MOST_UNACKNOWLEDGED
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes are kept for the device: what it may not have, and what it has sent and nobody has read."""
+        return self.channel.held_bytes + self.inbox.size_bytes
 
     def ask_for_trace(self, epoch: int) -> None:
         """Tell the device that a round is over; it answers with its trace."""
@@ -92,6 +145,7 @@ class Session:
             if isinstance(one, Exception) or one.epoch > epoch:
                 self.inbox.put_nowait(one)
         self.recorder.take(epoch)
+        self.channel.take_counts(epoch)
         self.channel.post(Message(Kind.ABANDON, epoch))
 
     def refuse(self, reason: Exception | str, *, again: bool = False) -> None:
@@ -102,6 +156,52 @@ class Session:
 def fault(reason: Exception | str, *, again: bool = False) -> Message:
     """Return the message that ends a connection; `again` if joining anew may help."""
     return Message(Kind.FAULT, body=json_body({"reason": str(reason), "again": again}))
+
+
+class Answer:
+    """The gradient of one micro-batch on its way to the device, chunk by chunk as it is encoded."""
+
+    def __init__(self, session: Session, to: Message) -> None:
+        self._session = session
+        self._place = (to.epoch, to.iteration, to.micro_batch, to.samples, to.batch_samples)
+        self._body: Body | None = None
+        self._is_wanted = True
+
+    @property
+    def place(self) -> Place:
+        """Epoch, iteration and number of the micro-batch."""
+        return self._place[:3]
+
+    def begin(self, body: Body) -> None:
+        """Send the first chunk, or all if there is one; to nobody who has been given up in the meantime."""
+        session = self._session
+        self._is_wanted = not session.is_over and self._place[0] > session.abandoned
+        if self._is_wanted:
+            session.outstanding -= 1
+            session.channel.post(Message(Kind.GRADIENT, *self._place, body=body))
+
+    def encode_next(self, before: Body | Payload) -> Payload:
+        """Return the chunk behind the one before."""
+        if isinstance(before, Body):
+            self._body = before
+        return self._chunks.encode_next()
+
+    def ended_behind(self, steps: int) -> Callable[[int, Any], None]:
+        """Return what sends each chunk when it is encoded: the first of them is the last of so many steps."""
+
+        def ended(place: int, value: Any) -> None:
+            if place == steps - 1:
+                self.begin(value)
+            elif place >= steps and self._is_wanted:
+                self._session.channel.add_chunk(self._chunks, value)
+
+        return ended
+
+    @property
+    def _chunks(self) -> Chunks:
+        assert self._body is not None
+        assert self._body.chunks is not None
+        return self._body.chunks
 
 
 class Pieces:
@@ -182,6 +282,7 @@ class End:
     samples: int  # that it trained on
     loss_sum: float | None  # over them, if it has computed it
     uplink: Traffic  # as it measured it
+    error: SquaredError = None  # of its activations
 
 
 def read_end(message: Message, epoch: int) -> End:
@@ -194,11 +295,20 @@ def read_end(message: Message, epoch: int) -> End:
     sent, seconds = content.get("up_bytes", 0), content.get("up_s", 0.0)
     if type(sent) is not int or not 0 <= sent < _MOST_BYTES or not _is_time(seconds):
         raise ProtocolError(f"{message} carries {sent!r} bytes sent in {seconds!r} s.")
-    return End(samples, loss, Traffic(sent, seconds))
+    return End(samples, loss, Traffic(sent, seconds), _read_error(message, content.get("error")))
 
 
-#: END_EPOCH and MODEL of a round, and STATE before it.
-_BESIDE_MICRO_BATCHES = 3
+def _read_error(message: Message, said: Any) -> SquaredError:
+    if said is None:
+        return None
+    are_sums = isinstance(said, list) and all(type(one) is float and math.isfinite(one) and one >= 0 for one in said)
+    if not are_sums or len(said) != 2:
+        raise ProtocolError(f"{message} carries {str(said)[:80]!r} where the error of a lossy encoding belongs.")
+    return said[0], said[1]
+
+
+#: WELCOME, PLAN, STATE, MODEL, ROUND, ABANDON and REPORT of as many rounds as a device that is late may miss.
+_MOST_UNACKNOWLEDGED = 20
 _MOST_BYTES = 1 << 62
 _LONGEST_NAME = 64
 _MOST_SAMPLES = 100_000_000

@@ -83,6 +83,10 @@ def end_times(micro_batches: int, seconds: Callable[[Stage], float]) -> dict[Sta
     return ends
 
 
+#: Where a micro-batch belongs: epoch, iteration, its number, and whatever else tells it from others.
+Place = tuple[int | str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One piece of work on a lane: what its span is called, and all that its cost can depend on.
@@ -98,5 +102,6 @@ class Work:
     first_layer: int = 1
     last_layer: int = 0
     samples: int = 0
-    size_bytes: int = 0
+    size_bytes: int = 0  # before encoding, or after decoding
     device: str = ""
+    encoding: str = "raw"  # of encode and decode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -113,9 +114,11 @@ def _replans(content: Mapping[str, Any]) -> list[str]:
 
 
 def _plans_of(content: Mapping[str, Any]) -> str:
-    return plans_text(
-        str(Plan(plan["split_point"], plan["micro_batches"], plan.get("window", 0))) for plan in content["plans"]
-    )
+    return plans_text(str(_plan(plan)) for plan in content["plans"])
+
+
+def _plan(content: Mapping[str, Any]) -> Plan:
+    return Plan(**{name.name: content[name.name] for name in fields(Plan) if name.name in content})
 
 
 # --- tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -29,16 +30,24 @@ def make_learner(job: Job, workload: Workload) -> TorchLearner:
         shares_server_model=job.method.shares_server_model,
         keep_momentum=job.keep_momentum,
         proximal=job.config.server.proximal,
+        seed=job.config.run.seed,
         aggregator=make_aggregator(job.config.server.aggregator, job.config.server.aggregation),
     )
 
 
-def part_builder(workload: Workload) -> Callable[[Orders], TorchDevicePart]:
+def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDevicePart]:
     """Return what builds a device's part when its plan is known; the weights come from the server."""
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
-        return TorchDevicePart(part, workload.optimizer(), has_loss=len(rest) == 0, proximal=orders.proximal)
+        return TorchDevicePart(
+            part,
+            workload.optimizer(),
+            has_loss=len(rest) == 0,
+            proximal=orders.proximal,
+            chance=partial(keyed.generator, workload.config.run.seed, "rounding", device, "up"),
+            keeps_base=orders.keeps_base,
+        )
 
     return build
 

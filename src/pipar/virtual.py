@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
@@ -46,9 +47,9 @@ def train_virtually(
     from pipar.torchside import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
-    build = part_builder(workload)
+    build = partial(part_builder, workload)
     validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, lambda _: build, emit, observe, choose)
+    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose)
     run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
@@ -63,7 +64,8 @@ def train_without_mathematics(
         return HollowSamples(job.sizes[name])
 
     def builder(name: str) -> Callable[[Orders], DevicePart]:
-        return lambda orders: HollowDevicePart(job.device_profiles[name], orders.plan.split_point)
+        profile, share = job.device_profiles[name], job.server_profile.changes_share
+        return lambda orders: HollowDevicePart(profile, orders.plan.split_point, share)
 
     run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search))
 

@@ -15,7 +15,7 @@ from pipar.errors import LinkError
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.memory import memory_pair
-from pipar.protocol.messages import Body, Kind, Message, json_body
+from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body
 from pipar.protocol.wire import cut_message
 from pipar.trace import DOWNLINK, UPLINK, Recorder
 
@@ -403,3 +403,70 @@ def test_what_goes_wrong_in_sending_ends_the_connection_with_its_reason(latency_
         await channel.close()
 
     run_virtually(main())
+
+
+# --- messages that leave while they are still being encoded
+
+
+def growing(count: int, size: int = 100_000) -> tuple[Message, Chunks]:
+    """Return a coded message of so many chunks, the first of them ready; each is (nearly) as long as `size`."""
+    shape = (count, 50_000)  # samples that fit a chunk one by one
+    chunks = Chunks(count, lambda number: Payload.of(bytes([number]) * size))
+    chunks.add(chunks.encode_next())
+    body = Body(count * 200_000, (), "float32", shape, "planes", chunks)
+    return Message(Kind.GRADIENT, 1, 1, 1, count, count, body), chunks
+
+
+def test_chunks_leave_as_they_are_encoded_and_not_before() -> None:
+    async def scenario(device: Channel, server: Channel) -> list[float]:
+        device.shape(8e6, 0.0)  # a chunk takes 0.1 s
+        loop = asyncio.get_running_loop()
+        message, chunks = growing(3)
+        device.post(message)
+        device.post(activation(2))
+        times = []
+        receiving = loop.create_task(server.receive())
+        for pause in (0.05, 1.0):  # while the first one is on the link; long after the second one
+            await asyncio.sleep(pause)
+            assert not receiving.done()
+            device.add_chunk(chunks, chunks.encode_next())
+        whole = await receiving
+        times.append(loop.time())
+        assert [bytes(buffer[:1]) for buffer in whole.body.buffers] == [b"\0", b"\1", b"\2"]
+        assert (await server.receive()).iteration == 2  # behind it, although it was ready before
+        return times
+
+    (at,) = MemoryWorld().run(scenario)
+    assert at == pytest.approx(0.05 + 1.0 + 0.1, abs=1e-3)  # the last chunk was sent when it was there
+
+
+def test_what_opens_or_ends_a_link_overtakes_a_message_that_is_half_encoded(world: World) -> None:
+    async def scenario(device: Channel, server: Channel) -> bytes:
+        message, chunks = growing(2)
+        device.post(message)
+        await asyncio.sleep(0)
+        device.post(FAULT)  # overtakes what is not there yet
+        assert (await server.receive()).kind is Kind.FAULT
+        device.add_chunk(chunks, chunks.encode_next())
+        whole = await server.receive()
+        return b"".join(bytes(buffer[:1]) for buffer in whole.body.buffers)
+
+    assert world.run(scenario) == b"\0\1"
+
+
+def test_the_rate_of_an_emulated_link_is_known_and_that_of_a_real_one_when_it_has_carried_something() -> None:
+    async def main() -> list[float | None]:
+        near, far = memory_pair()
+        real = Channel(near, Recorder("a"), UPLINK, is_real=True)
+        emulated = Channel(far, Recorder("b"), DOWNLINK)
+        try:
+            unknown, limitless = real.rate_bps(1), emulated.rate_bps(1)
+            emulated.shape(5e6, 0.0)
+            real.meter.count(1, 1_000_000, 0.4)
+            of_last_epoch = real.rate_bps(2)
+            return [unknown, limitless, emulated.rate_bps(1), real.rate_bps(1), of_last_epoch]
+        finally:
+            await real.close()
+            await emulated.close()
+
+    assert run_virtually(main()) == [0.0, None, 5e6, 20e6, 20e6]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from credentials import Folder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pipar.backoff import Backoff
 from pipar.errors import CredentialError, LinkError, ProtocolError
 from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
-from pipar.link.limits import Keepalive, Limits
+from pipar.link.limits import Allowance, Keepalive, Limits, Rate
 from pipar.link.security import ServerSecurity
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.wire import Frame, cut_message
@@ -219,6 +221,74 @@ def test_health_is_watched_by_few_and_checked_by_all() -> None:
             assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
             first.cancel()
+
+    run(main())
+
+
+# --- rates
+
+
+def test_an_allowance_is_used_up_at_once_and_comes_back_in_time() -> None:
+    allowance = Allowance(Rate(at_once=3, a_second=2.0))
+    assert [allowance.take(100.0) for _ in range(5)] == [True, True, True, False, False]
+    assert [allowance.take(100.5), allowance.take(100.5)] == [True, False]
+    assert [allowance.take(1000.0) for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", ["pi-1", "pi-2", "phone"])
+def test_a_device_whose_link_breaks_all_the_time_never_connects_too_often(name: str) -> None:
+    """Two hours: each connection is lost as soon as it is made, and the next attempt is the first of a backoff."""
+    now, allowance = 0.0, Allowance(Limits().streams)
+    backoff = Backoff.of_device(1, name, lambda: now)
+    while now < 7200:
+        assert allowance.take(now)
+        now += next(backoff.pauses()).wait_s
+
+
+def test_who_connects_too_often_is_refused_and_nobody_else(tmp_path: Path) -> None:
+    folder = Folder.make(tmp_path / "certs")
+
+    async def main() -> None:
+        limits = Limits(streams=Rate(at_once=3, a_second=0.01))
+        async with listening(security=folder.by_token, limits=limits) as server:
+            server.leave()
+            for _ in range(3):
+                await (await connect(server.address, security=folder.bearer())).close()
+            with pytest.raises(LinkError, match="pi-1 connects too often") as refused:
+                await connect(server.address, security=folder.bearer())
+            assert not isinstance(refused.value, CredentialError)  # trying again later helps
+            await (await connect(server.address, security=folder.bearer("pi-2"))).close()
+
+    run(main())
+
+
+def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
+    async def main() -> None:
+        async with listening(limits=Limits(open_streams=Rate(at_once=2, a_second=0.01))) as server:
+            server.leave()
+            for _ in range(2):
+                await (await connect(server.address)).close()
+            with pytest.raises(LinkError, match="Too many devices connect at once"):
+                await connect(server.address)
+
+    run(main())
+
+
+def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does(tmp_path: Path) -> None:
+    folder = Folder.make(tmp_path / "certs")
+
+    async def main() -> None:
+        limits = Limits(refusals=Rate(at_once=1, a_second=0.01), refusal_s=2.0)
+        async with listening(security=folder.by_token, limits=limits) as server:
+            server.leave()
+            stranger = replace(folder.bearer(), token="guessed")
+            with pytest.raises(CredentialError):
+                await connect(server.address, security=stranger)
+            second = asyncio.ensure_future(connect(server.address, security=stranger))
+            await (await connect(server.address, security=folder.bearer())).close()
+            assert not second.done()
+            with pytest.raises(CredentialError):
+                await second
 
     run(main())
 

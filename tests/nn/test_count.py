@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,9 +62,15 @@ def test_running_on_few_samples_counts_the_same_but_for_the_most_memory(norm: st
     assert hollow[0].working == real[0].working
     known = known_counts("vgg5", norm, (1, 28, 28), 10)
     assert known is not None
+    known = tuple(_counted(layer) for layer in known)
     assert known[:-1] == hollow[:-1]
     assert _without_working(known[-1]) == _without_working(hollow[-1])
     assert known[-1].working >= hollow[-1].working
+
+
+def _counted(layer: LayerCount) -> LayerCount:
+    """Return a layer without what is known of it by measuring."""
+    return replace(layer, rectified=False, shares={})
 
 
 def _without_working(layer: LayerCount) -> list[object]:

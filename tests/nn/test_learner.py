@@ -13,7 +13,7 @@ from pipar.errors import ProtocolError
 from pipar.nn.aggregate import federated_average, weights_sha256
 from pipar.nn.learner import TorchLearner, evaluate_batch
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer, Part
+from pipar.nn.steps import Optimizer, Part, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
@@ -396,3 +396,26 @@ def test_a_batch_is_evaluated_to_its_summed_loss_and_its_right_answers() -> None
 def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
     one = learner({"a": 1})
     assert same(read_state(one.packed_state()), one.state())
+
+
+def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_them_only() -> None:
+    one = learner({"a": 2})
+    part = TorchDevicePart(split_model(network(), 2)[0], Optimizer(), has_loss=False, keeps_base=True)
+    part.unpack_and_install(one.pack("a"), keep_momentum=False)
+    with torch.no_grad():
+        for weight in part.module.parameters():
+            weight += 1e-6 * torch.randn(weight.shape, dtype=weight.dtype)
+    assert part.pack().encoding == "safetensors"
+    back = part.pack(changes=True)
+    assert back.encoding == "changes"
+    assert back.size_bytes < part.pack().size_bytes
+
+    one.aggregate([Returned("a", back, 1)], keep_before=True)
+    assert same(split_model(one.model, 2)[0].state_dict(), part.state())
+    told = one.pack("a", changes=True)
+    assert told.encoding == "changes"
+    part.unpack_and_install(told, keep_momentum=False)
+    assert same(split_model(one.model, 2)[0].state_dict(), part.state())
+
+    one.aggregate([Returned("a", part.pack(), 1)])
+    assert one.pack("a", changes=True).encoding == "safetensors"  # nothing is left to tell changes from

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from statistics import median
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pipar.coding.encodings import ALL
 from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.measure import _Batch, _training_pass, measure_profile
@@ -88,6 +90,34 @@ def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> N
 
     assert measure(small_network(), load=load).load_s > 0
     assert set(loaded) == {8}
+
+
+def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> None:
+    profile = measure(small_network())
+    assert [layer.rectified for layer in profile.layers] == [True, True, False]
+    first, second, last = (layer.shares for layer in profile.layers)
+    assert set(first) == set(second) == set(profile.coding) - {"changes"} == set(ALL) - {"raw"}
+    assert 0.1 < profile.changes_share < 0.9  # five steps change the lower half of a weight's bits
+    assert last == {}
+    assert all(0 < share <= 1 for shares in (first, second) for both in shares.values() for share in both)
+    times = [asdict(one) for one in profile.coding.values()]
+    assert all(one["encode_s"] + one["encode_s_per_byte"] > 0 for one in times)
+    assert all(one["decode_s"] + one["decode_s_per_byte"] > 0 for one in times)
+    smooth = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Hardswish()), nn.Linear(64, 5))
+    assert set(measure(smooth).layers[0].shares) == set(ALL) - {"raw", "sparse", "sparse-planes"}
+
+
+def test_shares_are_those_of_the_samples_that_are_loaded() -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 512, bias=False), nn.ReLU()), nn.Linear(512, 5)
+    )
+
+    def dark(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return -torch.ones(samples, *SHAPE), torch.zeros(samples, dtype=torch.int64)
+
+    (up, down) = measure(model, 32, load=dark).layers[0].shares["sparse"]
+    assert max(up, down) < 0.05  # all zeros, which nobody sends
+    assert measure(model, 32).layers[0].shares["sparse"][0] > 0.3
 
 
 def test_float64_outputs_are_twice_as_large() -> None:

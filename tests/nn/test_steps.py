@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from pipar import keyed
 from pipar.errors import ProtocolError
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
@@ -63,11 +65,11 @@ def accumulate(device: TorchDevicePart, server: TorchServerPart, pieces: list[Pi
     """All forwards, then all backwards, over message bodies as in a real iteration."""
     gradients = []
     for n, piece in enumerate(pieces, start=1):
-        activation = message(device.encode(device.forward(n, piece), piece), n, piece)
-        gradient = server.encode(server.backward(server.forward(server.decode(activation))))
+        activation = message(device.encode(device.forward(n, piece), piece, "raw"), n, piece)
+        gradient = server.encode(server.backward(server.forward(server.decode(activation, "raw"))), "raw")
         gradients.append(message(gradient, n, piece, Kind.GRADIENT))
     for n, gradient_message in enumerate(gradients, start=1):
-        device.backward(n, device.decode(gradient_message))
+        device.backward(n, device.decode(gradient_message, "raw"))
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -226,8 +228,8 @@ def activation_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, la
 def test_activations_that_the_layers_do_not_take_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _, server = parts(network(), 3)  # takes (samples, 12) in float64
     with pytest.raises(ProtocolError, match="do not take activations of"):
-        server.forward(server.decode(activation_of(shape, dtype)))
-    server.forward(server.decode(activation_of((2, 12))))  # the replica is as good as before
+        server.forward(server.decode(activation_of(shape, dtype), "raw"))
+    server.forward(server.decode(activation_of((2, 12)), "raw"))  # the replica is as good as before
 
 
 def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
@@ -236,24 +238,24 @@ def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
     values[1, 3] = float("nan")
     piece = Piece(values, torch.zeros(2, dtype=torch.int64), 2)
     with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1, iteration 1, micro-batch 4\) has values that are"):
-        server.decode(message(tensor_body(values, piece.labels), 4, piece))
+        server.decode(message(tensor_body(values, piece.labels), 4, piece), "raw")
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 3), (2, 3, 1, 4), (2, 12), (2, 6, 2, 2)], ids=str)
 def test_activations_of_another_shape_than_before_are_refused(shape: tuple[int, ...]) -> None:
     _, server = parts(network(), 1)
-    server.forward(server.decode(activation_of((5, 3, 2, 2))))
-    server.forward(server.decode(activation_of((1, 3, 2, 2))))  # another number of samples is another piece
+    server.forward(server.decode(activation_of((5, 3, 2, 2)), "raw"))
+    server.forward(server.decode(activation_of((1, 3, 2, 2)), "raw"))  # another number of samples is another piece
     with pytest.raises(ProtocolError, match="another shape or dtype"):
-        server.decode(activation_of(shape))
+        server.decode(activation_of(shape), "raw")
 
 
 def test_a_failure_that_is_not_the_peers_comes_out_as_it_is() -> None:
     _, server = parts(network(), 3)
-    server.forward(server.decode(activation_of((2, 12))))
+    server.forward(server.decode(activation_of((2, 12)), "raw"))
     server.module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
-        server.forward(server.decode(activation_of((2, 12))))
+        server.forward(server.decode(activation_of((2, 12)), "raw"))
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
@@ -269,4 +271,34 @@ def test_labels_that_are_no_classes_are_refused() -> None:
     (piece,) = cut_pieces(*batch(2), [2])
     wrong = replace(piece, labels=torch.tensor([0, 4]))
     with pytest.raises(ProtocolError, match=r"label outside 0\.\.3"):
-        server.decode(message(device.encode(device.forward(1, piece), wrong), 1, piece))
+        server.decode(message(device.encode(device.forward(1, piece), wrong, "raw"), 1, piece), "raw")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Body(20, encoding="raw"),
+        Body(20, dtype="float32", shape=(100_000_000, 100), encoding="json"),
+        Body(20, dtype="float32", shape=(2, 10**9), encoding="planes"),
+        Body(2 * 12 * 8 + 8, dtype="float64", shape=(1, 24), encoding="planes"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_before_its_answer_is_cut_into_chunks(body: Body) -> None:
+    server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), Optimizer(), classes=3)
+    with pytest.raises(ProtocolError):
+        server.chunk_bytes(Message(Kind.ACTIVATION, 1, 1, 1, 2, 2, body), "planes")
+
+
+def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
+    chance = partial(keyed.generator, 1, "rounding")
+    part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, chance=chance)
+    piece = Piece(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
+    output = part.forward(1, piece)
+
+    def coded(place: tuple[int, ...]) -> bytes:
+        body = part.encode(output, piece, "int8", place)
+        part._losses._lossy = None  # without what is made up for
+        assert body.chunks is not None
+        return b"".join(body.chunks.ready[0].buffers)
+
+    assert coded((1, 2, 3)) == coded((1, 2, 3)) != coded((1, 2, 4))

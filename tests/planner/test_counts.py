@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipar.planner.counts import counts_key
+from pipar.planner.counts import counts_key, known_counts
 
 _MAKER = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "count_networks.py"))
 FILE, as_text, cases, counted = (_MAKER[name] for name in ("FILE", "as_text", "cases", "counted"))
@@ -29,3 +29,15 @@ def test_the_file_holds_what_torch_counts(model: str) -> None:
     for case in ALL:
         if case[0] == model:
             assert counted(case) == KEPT[counts_key(*case)], case
+
+
+def test_every_network_has_shares_for_each_of_its_cuts_the_sparse_ones_behind_a_relu() -> None:
+    for model, norm, shape in ALL:
+        counts = known_counts(model, norm, shape, 10)
+        assert counts is not None
+        *cuts, last = counts
+        assert last.shares == {}
+        for layer in cuts:
+            exact = {"planes", "sparse", "sparse-planes"} if layer.rectified else {"planes"}
+            assert set(layer.shares) == exact | {"fp16", "bf16", "int8", "topk"}, (model, norm, layer.name)
+            assert all(0 < share <= 1 for both in layer.shares.values() for share in both)

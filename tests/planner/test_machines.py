@@ -36,6 +36,24 @@ def test_a_named_machine_has_a_profile_of_every_layer_at_the_sizes_that_are_meas
     assert "Scaled, not measured" in profile.how
 
 
+def test_a_named_machine_knows_what_encodings_take_and_leave_of_a_known_network() -> None:
+    profile, quick = profile_of(PI.name, "resnet18"), profile_of(I7.name, "resnet18")
+    assert [layer.rectified for layer in profile.layers] == [True] * 8 + [False] * 2
+    for layer in profile.layers[:8]:
+        up, down = layer.shares["sparse-planes"]
+        assert 0.2 < down < layer.shares["planes"][1] < 1
+        assert 0.2 < up < layer.shares["planes"][0] < 1
+    assert "sparse" not in profile.layers[8].shares
+    assert profile.layers[9].shares == {}
+    for name in ("sparse", "planes", "sparse-planes", "fp16", "bf16", "int8", "topk"):
+        assert profile.coding[name].encode_s_per_byte > quick.coding[name].encode_s_per_byte > 0
+        assert profile.coding[name].decode_s > quick.coding[name].decode_s > 0
+
+
+def test_no_cut_of_a_mobilenet_lies_behind_a_relu() -> None:
+    assert not any(layer.rectified for layer in profile_of(PI.name, "mobilenetv3_small").layers)
+
+
 def test_a_time_is_calls_and_elements_of_weights_once_and_the_rest_for_each_sample() -> None:
     count = counts_of()[1].forward
     each = count.dense / PI.dense_macs_per_s + count.elements / PI.elements_per_s

@@ -41,6 +41,13 @@ def test_a_plan_needs_weights_three_times_a_gradient_what_is_in_flight_and_one_t
     assert training_bytes(PROFILE, plan, 100) == BASE_BYTES + expected
 
 
+def test_the_model_that_changes_are_told_from_is_there_once_more() -> None:
+    assert training_bytes(PROFILE, Plan(2, 4), 100, keeps_base=True) == training_bytes(PROFILE, Plan(2, 4), 100) + 5000
+    enough = training_bytes(PROFILE, Plan(1, 4), 100)
+    assert fitting_window(PROFILE, 1, 4, 100, enough) == 0
+    assert fitting_window(PROFILE, 1, 4, 100, enough, keeps_base=True) == 3
+
+
 def test_with_batch_statistics_there_are_fewer_and_larger_micro_batches() -> None:
     assert training_bytes(PROFILE, Plan(1, 100, 1), 100) == BASE_BYTES + 4000 + 1 * 120
     assert training_bytes(PROFILE, Plan(1, 100, 1), 100, batch_statistics=True) == BASE_BYTES + 4000 + 2 * 120

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.planner.profile import FORMAT, LayerProfile, NetworkSizes, Profile, check_network
+from pipar.planner.profile import FORMAT, CodingTimes, LayerProfile, NetworkSizes, Profile, check_network
 
 PROFILE = Profile(
     model="vgg5",
@@ -40,12 +40,16 @@ def profiles(draw: st.DrawFn) -> Profile:
     sizes = tuple(sorted(draw(st.sets(st.integers(1, 1000), min_size=1, max_size=4))))
     times = st.tuples(*[amounts] * len(sizes))
     counts = st.integers(0, 2**40)
-    layer = st.builds(LayerProfile, st.text(), times, times, counts, counts, times, counts, counts)
+    shares = st.dictionaries(st.sampled_from(["planes", "topk"]), st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)))
+    layer = st.builds(
+        LayerProfile, st.text(), times, times, counts, counts, times, counts, counts, st.booleans(), shares
+    )
     layers = draw(st.lists(layer, min_size=1, max_size=4))
     overheads = {name: draw(amounts) for name in ("load_s", "encode_s_per_byte", "pack_s_per_byte")}
     total = draw(st.sampled_from([0, len(layers), len(layers) + 3]))
     changed = replace(PROFILE, model=draw(st.text()), batch_sizes=sizes, layers=tuple(layers), total_layers=total)
-    return replace(changed, **overheads)  # type: ignore[arg-type]
+    coding = draw(st.dictionaries(st.sampled_from(["sparse", "int8"]), st.builds(CodingTimes, *[amounts] * 4)))
+    return replace(changed, coding=coding, **overheads)  # type: ignore[arg-type]
 
 
 @given(profiles())
@@ -71,6 +75,15 @@ def test_layers_are_counted_from_one() -> None:
     assert PROFILE.parameter_bytes(3, 2) == 0
 
 
+def test_a_share_is_what_was_measured_and_else_what_the_encoding_says_of_itself() -> None:
+    conv = replace(PROFILE.layers[0], shares={"planes": (0.8, 0.9)})
+    profile = replace(PROFILE, layers=(conv, PROFILE.layers[1]))
+    assert (profile.share(1, "up", "planes"), profile.share(1, "down", "planes")) == (0.8, 0.9)
+    assert profile.share(1, "up", "raw") == profile.share(2, "up", "planes") == 1.0
+    assert profile.share(2, "down", "fp16") == 0.5
+    assert replace(profile, dtype="float64").share(2, "down", "fp16") == 0.25
+
+
 def _changed(change: dict[str, Any]) -> str:
     return json.dumps({**json.loads(PROFILE.to_json()), **change})
 
@@ -81,6 +94,7 @@ def _layer_changed(change: dict[str, Any]) -> str:
     return json.dumps(tree)
 
 
+_TIMES = {"encode_s": 0.0, "encode_s_per_byte": 0.0, "decode_s": 0.0, "decode_s_per_byte": 0.0}
 BROKEN = {
     "not JSON": ("{", "not valid JSON"),
     "not an object": ("[]", f"format is missing, not {FORMAT}"),
@@ -116,6 +130,28 @@ BROKEN = {
     "a negative overhead": (_changed({"load_s": -0.5}), "load_s is -0.5, which is not a number of seconds"),
     "an overhead that is a word": (_changed({"load_s": "fast"}), "load_s is 'fast', which is not a number"),
     "an overhead without end": (_changed({"pack_s_per_byte": float("inf")}), "pack_s_per_byte"),
+    "shares of nothing": (
+        _layer_changed({"shares": {"planes": [0.0, 0.5]}}),
+        "shares of 'planes' in layer 'fc2' are [0.0, 0.5], not two numbers above 0 and up to 1",
+    ),
+    "shares above one": (_layer_changed({"shares": {"planes": [0.5, 1.1]}}), "shares of 'planes' in layer 'fc2'"),
+    "shares one way": (_layer_changed({"shares": {"planes": [0.5]}}), "are [0.5], not two numbers"),
+    "shares of an unknown encoding": (
+        _layer_changed({"shares": {"zip": [0.5, 0.5]}}),
+        "shares of layer 'fc2' are of 'zip', which is none of sparse, planes",
+    ),
+    "shares that are a list": (_layer_changed({"shares": [0.5]}), "shares is not an object"),
+    "a cut that is rectified by a number": (
+        _layer_changed({"rectified": 1}),
+        "rectified of layer 'fc2' is 1, not true",
+    ),
+    "a negative coding time": (
+        _changed({"coding": {"planes": {**_TIMES, "encode_s": -1.0}}}),
+        "encode_s of coding 'planes' is -1.0, which is not a number of seconds",
+    ),
+    "a coding time missing": (_changed({"coding": {"planes": {"encode_s": 1.0}}}), "missing or unknown: decode_s"),
+    "times of an unknown encoding": (_changed({"coding": {"zip": _TIMES}}), "coding has times of 'zip', which is none"),
+    "coding that is a word": (_changed({"coding": "fast"}), "coding is not an object"),
     "a machine that is a number": (_changed({"machine": 5}), "machine is not text"),
 }
 

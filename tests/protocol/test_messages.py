@@ -135,7 +135,7 @@ def test_a_plan_changes_the_orders_and_nothing_else_in_them(plan: Plan) -> None:
     assert replace(ORDERS, layers=5).changed_by(message) == replace(ORDERS, layers=5, plan=plan)
 
 
-PLAN = {"split_point": 2, "micro_batches": 3, "window": 0}
+PLAN = {"split_point": 2, "micro_batches": 3, "window": 0, "up": "raw", "down": "raw"}
 
 
 @pytest.mark.parametrize(

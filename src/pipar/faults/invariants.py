@@ -142,22 +142,24 @@ def checkpoint_is_whole(folder: Path, may_be: OnDisk) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """What a program holds on to, counted now and then."""
+    """What is held for one device, or by all of them together, looked at now and then."""
 
     who: str
-    unacknowledged: int = 0
-    waiting: int = 0  # messages in the inbox
-    half_received: int = 0
-    sessions: int = 0
+    link_bytes: int = 0  # of messages that are not acknowledged or half received
+    inbox_bytes: int = 0  # of messages that nobody has read
+    replica_bytes: int = 0
+    places: int = 0  # in the training
     tasks: int = 0
 
 
 def memory_is_bounded(held: Held, most: Held) -> None:
-    """Nothing that a program holds on to grows with the number of rounds, faults or messages."""
-    for what in ("unacknowledged", "waiting", "half_received", "sessions", "tasks"):
+    """No more is held for a device than its plan needs, and nothing of one that is gone."""
+    for what in ("link_bytes", "inbox_bytes", "replica_bytes", "places", "tasks"):
         number, bound = getattr(held, what), getattr(most, what)
         if number > bound:
-            raise Violation("memory is bounded", f"{held.who} has {number} {what.replace('_', ' ')}, at most {bound}.")
+            raise Violation(
+                "memory is bounded", f"{number} {what.replace('_', ' ')} are held for {held.who}, at most {bound}."
+            )
 
 
 # --- the training written down once more, with torch alone

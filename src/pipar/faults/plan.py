@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pipar.coding import encodings
 from pipar.methods import METHODS, Plan
 
 #: What can happen, and how often in proportion. `docs/faults.md` says what each of them is.
@@ -27,6 +28,8 @@ KINDS = {
 #: These happen to one device and its link; the others to the server, or to all.
 _OF_DEVICE = frozenset({"cut", "one-way", "slow", "delay", "duplicate", "corrupt", "crash-device", "poison"})
 LAYERS = 3
+#: Cuts behind a ReLU.
+RECTIFIED = frozenset({2})
 BATCH = 4
 
 
@@ -64,6 +67,8 @@ class Scenario:
     replans: bool = False
     is_proved: bool = True  # devices have credentials with their names
     chunk_bytes: int = 1_000_000
+    coded_chunk_bytes: int = 256 * 1024  # of a tensor before it is encoded
+    sends_changes: bool = True  # models travel as what has changed in them, where the method allows it
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -98,7 +103,7 @@ _ROUND_S = 2.4
 
 def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
     """Return the world of a seed: the same one each time."""
-    rng = random.Random(f"pipar faults {seed}")
+    rng, coding = random.Random(f"pipar faults {seed}"), random.Random(f"coding {seed}")
     names = [f"device-{number}" for number in range(1, devices + 1)]
     method = rng.choices(("pipar", "sfl", "fl", "sfl2", "sl"), (8, 3, 3, 2, 2))[0]
     window_s = rng.choice((0.0, 2.0, 5.0, 5.0, 10.0))
@@ -117,7 +122,10 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         keep_momentum=rng.random() < 0.15,
         replans=rng.random() < 0.3,
         is_proved=rng.random() < 0.7,
-        chunk_bytes=rng.choice((1_500, 1_000_000)),
+        chunk_bytes=rng.choice((2_500, 1_000_000)),
+        # A sample in several chunks, one to a few samples a chunk, all in one.
+        coded_chunk_bytes=coding.choice((300, 700, 1_400, 256 * 1024)),
+        sends_changes=coding.random() < 0.7,
         faults=draw_faults(rng, names, rounds * _ROUND_S, max(window_s, 1.0)),
     )
 
@@ -125,7 +133,18 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
 def draw_plans(rng: random.Random, names: Sequence[str], *, cut_inside: bool = False) -> dict[str, Plan]:
     """Return any plans that PiPar could train these devices by."""
     most = LAYERS - 1 if cut_inside else LAYERS
-    return {name: Plan(rng.randint(1, most), rng.randint(1, BATCH), rng.choice((0, 0, 1, 2))) for name in names}
+    return {
+        name: draw_encodings(rng, Plan(rng.randint(1, most), rng.randint(1, BATCH), rng.choice((0, 0, 1, 2))))
+        for name in names
+    }
+
+
+def draw_encodings(rng: random.Random, plan: Plan) -> Plan:
+    """Return the plan with encodings that are exact at its cut; none with the whole network on the device."""
+    if plan.split_point == LAYERS:
+        return plan
+    exact = encodings.EXACT if plan.split_point in RECTIFIED else ("raw", "planes")
+    return replace(plan, up=rng.choice(exact), down=rng.choice(exact))
 
 
 def _draw_plans(rng: random.Random, method: str, names: Sequence[str]) -> dict[str, Plan]:
@@ -134,8 +153,9 @@ def _draw_plans(rng: random.Random, method: str, names: Sequence[str]) -> dict[s
     if method == "fl":
         return dict.fromkeys(names, Plan(LAYERS, 1))
     if method == "sfl":
-        return {name: Plan(rng.randint(1, LAYERS - 1), 1) for name in names}
-    return dict.fromkeys(names, Plan(rng.randint(1, LAYERS - 1), 1))  # one server-side model has one cut
+        return {name: draw_encodings(rng, Plan(rng.randint(1, LAYERS - 1), 1)) for name in names}
+    cut = Plan(rng.randint(1, LAYERS - 1), 1)  # one server-side model has one
+    return {name: draw_encodings(rng, cut) for name in names}
 
 
 def draw_faults(rng: random.Random, names: Sequence[str], until_s: float, window_s: float) -> tuple[Fault, ...]:

@@ -13,6 +13,7 @@ from pipar.nn.steps import TorchDevicePart, TorchServerPart
 from pipar.nn.tensors import state_body
 from pipar.protocol.messages import Body, Message
 from pipar.protocol.orders import Orders, Returned
+from pipar.trace import SERVER
 from pipar.workload import Workload
 
 
@@ -24,8 +25,8 @@ class CountedPart:
         self.begun = 0  # samples whose gradients no step has applied yet
         self.stepped = 0
 
-    def decode(self, message: Message) -> Any:
-        decoded = self.part.decode(message)
+    def decode(self, message: Message, encoding: str) -> Any:
+        decoded = self.part.decode(message, encoding)
         self.begun += message.samples
         return decoded
 
@@ -61,10 +62,17 @@ class CountedLearner(TorchLearner):
             part = self._replicas["" if self._shared else device] = CountedPart(part)  # type: ignore[assignment]
         return part
 
-    def aggregate(self, returned: Sequence[Returned]) -> None:
+    def replica_bytes(self) -> dict[str, int]:
+        """Return how large the replica of each device is; one that is shared is the server's own."""
+        return {
+            key or SERVER: sum(tensor.nbytes for tensor in replica.state().values())
+            for key, replica in self._replicas.items()
+        }
+
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
         replicas = {} if self._shared else {back.device: self.replica(back.device) for back in returned}
         counts = {name: (replica.stepped, replica.begun) for name, replica in replicas.items()}
-        super().aggregate(returned)
+        super().aggregate(returned, keep_before=keep_before)
         self.aggregated(returned, counts)
 
 
@@ -73,9 +81,9 @@ class BreakablePart(TorchDevicePart):
 
     is_poisoned: Callable[[], bool]
 
-    def pack(self) -> Body:
+    def pack(self, *, changes: bool = False) -> Body:
         if not self.is_poisoned():
-            return super().pack()
+            return super().pack(changes=changes)
         return state_body({name: torch.full_like(tensor, torch.nan) for name, tensor in self.state().items()})
 
 
@@ -84,7 +92,7 @@ def breakable_builder(workload: Workload, is_poisoned: Callable[[], bool]) -> Ca
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
-        breakable = BreakablePart(part, workload.optimizer(), has_loss=len(rest) == 0)
+        breakable = BreakablePart(part, workload.optimizer(), has_loss=len(rest) == 0, keeps_base=orders.keeps_base)
         breakable.is_poisoned = is_poisoned
         return breakable
 

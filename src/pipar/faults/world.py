@@ -24,6 +24,7 @@ from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoints, identity_of, latest
 from pipar.clock import VirtualTimeLoop, run_virtually
+from pipar.coding import chunks, encodings
 from pipar.compute import VirtualCompute
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
@@ -31,6 +32,7 @@ from pipar.enrolment import Open
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
 from pipar.faults.disk import PowerLossError, UnreliableDisk
+from pipar.faults.held import LOOK_EVERY_S, Holdings, largest
 from pipar.faults.invariants import (
     Held,
     OnDisk,
@@ -52,7 +54,7 @@ from pipar.faults.invariants import (
     weights_are_finite,
 )
 from pipar.faults.network import DOWN, UP, Network
-from pipar.faults.plan import BATCH, LAYERS, Fault, Scenario, draw_plans
+from pipar.faults.plan import BATCH, LAYERS, RECTIFIED, Fault, Scenario, draw_encodings, draw_plans
 from pipar.faults.watched import CountedLearner, breakable_builder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
@@ -60,7 +62,7 @@ from pipar.lifeline import Lifeline
 from pipar.link.channel import Channel, Transport
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.protocol import wire
 from pipar.protocol.orders import Returned
 from pipar.results import RunFolder
@@ -74,8 +76,7 @@ _LIMIT_S = 900.0
 #: More frames than any training of this size needs: two programs talk to each other without end.
 _MOST_FRAMES = 60_000
 _SAVING_S = 0.3
-_LOOK_EVERY_S = 0.25
-_INPUTS, _HIDDEN, _CLASSES = 4, 40, 3
+_INPUTS, _HIDDEN, _CLASSES = 4, 80, 3
 
 _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="world")
 
@@ -103,7 +104,7 @@ def simulate(scenario: Scenario) -> Outcome:
     memory = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(prefix="pipar-faults-", dir=memory if memory.is_dir() else None) as folder,
-        _chunks_of(scenario.chunk_bytes),
+        _chunks_of(scenario.chunk_bytes, scenario.coded_chunk_bytes),
     ):
         world: list[World] = []
         run_virtually(_run(scenario, Path(folder), world), within=repeatable(scenario.seed))
@@ -117,13 +118,14 @@ async def _run(scenario: Scenario, folder: Path, made: list[World]) -> None:
 
 
 @contextmanager
-def _chunks_of(size_bytes: int) -> Iterator[None]:
-    """Cut messages into smaller frames than usual, so that tiny models are of several, too."""
-    usual, wire.CHUNK_BYTES = wire.CHUNK_BYTES, size_bytes
+def _chunks_of(size_bytes: int, coded_bytes: int) -> Iterator[None]:
+    """Cut messages and tensors into smaller pieces than usual, so that tiny ones are of several, too."""
+    usual = wire.CHUNK_BYTES, chunks._CHUNK_BYTES
+    wire.CHUNK_BYTES, chunks._CHUNK_BYTES = size_bytes, coded_bytes
     try:
         yield
     finally:
-        wire.CHUNK_BYTES = usual
+        wire.CHUNK_BYTES, chunks._CHUNK_BYTES = usual
 
 
 @dataclass
@@ -159,6 +161,7 @@ class World:
         self._identity = identity_of(self._config)
         self._server_life: _Life | None = None
         self._server: Server | None = None
+        self._learner: CountedLearner | None = None
         self._disk: UnreliableDisk | None = None
         self._lives: dict[str, _Life] = {}
         self._channels: dict[str, Channel] = {}
@@ -169,7 +172,7 @@ class World:
         self._called_back = asyncio.Event()
         self._numbers = random.Random(f"sessions {scenario.seed}")
         self._most = Held("all")
-        self._bound = bound_of(scenario)
+        self._holdings = Holdings(scenario, self._profile)
         self.models[0] = _copied(self._workload.build_model().state_dict())
         self._velocities = {0: _still(self.models[0], scenario)}  # behind the cut, where it is shared, by round
 
@@ -283,7 +286,8 @@ class World:
         found = latest(checkpoints, self._identity, lambda sentence: self._note(SERVER, sentence))
         if found is not None:
             job = replace(job, plans=found.plans, sizes=found.samples)
-        learner = self._learner(job, life)
+        learner = self._learner = self._make_learner(job, life)
+        self._holdings.begin_anew()
         done = 0 if found is None else found.round
         if found is not None:
             learner.restore(found.tensors)
@@ -340,7 +344,7 @@ class World:
                 self._network.hang_up(silently=False)
             server.close()
 
-    def _learner(self, job: Job, life: _Life) -> CountedLearner:
+    def _make_learner(self, job: Job, life: _Life) -> CountedLearner:
         learner = CountedLearner(
             self._workload.build_model(),
             job.split_points,
@@ -363,7 +367,10 @@ class World:
     async def _choose(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:  # noqa: ARG002
         """Choose any plans, after a while: what is trained may not depend on them."""
         await asyncio.sleep(self._numbers.uniform(0.0, 1.0))
-        return draw_plans(self._numbers, self.scenario.names)
+        if METHODS[self.scenario.method].pipelines:
+            return draw_plans(self._numbers, self.scenario.names)
+        # Where the batch is not cut, or a shared model is cut in one place, there are encodings to choose.
+        return {name: draw_encodings(self._numbers, plan) for name, plan in self.scenario.plans.items()}
 
     def _admitted(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -514,6 +521,7 @@ class World:
             self._disk_is_whole()
             return
         self._note(SERVER, str(event))
+        self._holdings.observe(event)
         if isinstance(event, Lost) and "Sending failed" in event.reason:
             self.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
         if isinstance(event, Dropped) and "broke the protocol" in event.reason:
@@ -535,6 +543,9 @@ class World:
     def _round_is_over(self, event: RoundOver, state: State) -> None:
         epoch, counted = event.epoch, dict(event.counted)
         self.models[epoch], self.counted[epoch] = state, counted
+        if self._server is not None and self._learner is not None:
+            present = [session.device for session in self._server.sessions]
+            self._holdings.end_round(present, self._learner.replica_bytes())
         self.check(weights_are_finite, epoch, state)
         if self.scenario.is_exact and self.violation is None:
             self.check(aggregate_is_the_mean, epoch, state, self._expected(epoch, counted, event.partly))
@@ -571,25 +582,21 @@ class World:
     async def _look(self) -> None:
         """Look now and then at what the programs hold on to, and at the clock."""
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
             doing = f"{len(self.counted)} of {self.scenario.rounds} rounds are trained"
             self.check(training_ends, self._loop.time(), _LIMIT_S, doing)
             if self._network.frames > _MOST_FRAMES:
                 self.check(training_ends, 1.0, 0.0, f"{self._network.frames} frames were sent")
-            for held in self._held():
-                self._most = _larger(self._most, held)
-                self.check(memory_is_bounded, held, self._bound)
+            for held, most in self._held():
+                self._most = largest("all", [self._most, held])
+                self.check(memory_is_bounded, held, most)
 
-    def _held(self) -> Iterator[Held]:
-        for name, channel in self._channels.items():
-            yield Held(name, channel.unacknowledged, half_received=channel.half_received)
-        if self._server is not None:
-            sessions = self._server.sessions
-            for session in sessions:
-                channel = session.channel
-                yield Held(session.device, channel.unacknowledged, session.inbox.qsize(), channel.half_received)
-            yield Held(SERVER, sessions=len(sessions))
-        yield Held("the world", tasks=sum(map(len, self._tasks.values())))
+    def _held(self) -> Iterator[tuple[Held, Held]]:
+        yield from self._holdings.of_devices(self._channels)
+        if self._server is not None and self._learner is not None:
+            yield from self._holdings.of_server(self._server.sessions, self._learner.replica_bytes())
+        tasks = 30 + 16 * len(self.scenario.names)
+        yield Held("all", tasks=sum(map(len, self._tasks.values()))), Held("all", tasks=tasks)
 
 
 class _Watched(Lifeline):
@@ -602,29 +609,6 @@ class _Watched(Lifeline):
     async def keep(self, channel: Channel) -> None:
         self._channels[self._name] = channel
         await super().keep(channel)
-
-
-def bound_of(scenario: Scenario) -> Held:
-    """Return what nothing may hold more of."""
-    return Held(
-        "all",
-        unacknowledged=2 * BATCH + 10,
-        waiting=BATCH + 4,
-        half_received=4,
-        sessions=len(scenario.names),
-        tasks=30 + 16 * len(scenario.names),
-    )
-
-
-def _larger(one: Held, other: Held) -> Held:
-    return Held(
-        "all",
-        max(one.unacknowledged, other.unacknowledged),
-        max(one.waiting, other.waiting),
-        max(one.half_received, other.half_received),
-        max(one.sessions, other.sessions),
-        max(one.tasks, other.tasks),
-    )
 
 
 def _while_alive(life: _Life, take: Callable[..., None]) -> Callable[..., None]:
@@ -666,6 +650,7 @@ def make_config(scenario: Scenario) -> Config:
                 "trace": "off",
             },
             "model": {"dtype": "float64", "norm": "none"},
+            "wire": {"encoding": "auto" if scenario.sends_changes else "raw"},
             "optimizer": {
                 "learning_rate": 0.1,
                 "momentum_at_aggregation": "keep" if scenario.keep_momentum else "reset",
@@ -686,7 +671,7 @@ def make_own(scenario: Scenario) -> Own:
     generator = torch.Generator().manual_seed(scenario.seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(scenario.seed)
-        model = nn.Sequential(nn.Linear(_INPUTS, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES)).double()
+        model = nn.Sequential(nn.Linear(_INPUTS, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _CLASSES)).double()
     assert len(model) == LAYERS
     data = {}
     for name, count in scenario.samples.items():
@@ -699,10 +684,13 @@ def make_own(scenario: Scenario) -> Own:
 def make_profile(model: nn.Sequential) -> Profile:
     """Return what the network takes on a machine of this world: tens of milliseconds a layer."""
     layers, x = [], torch.zeros((1, _INPUTS), dtype=torch.float64)
-    for name, layer in model.named_children():
+    for place, (name, layer) in enumerate(model.named_children(), start=1):
         with torch.no_grad():
             x = layer(x)
         weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
-        forward = (0.01, 0.03)
-        layers.append(LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights))
-    return Profile("simulated", "float64", (1, BATCH), tuple(layers), load_s=0.005, pack_s=0.02, install_s=0.02)
+        forward, rectified = (0.01, 0.03), place in RECTIFIED
+        layers.append(LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights, rectified=rectified))
+    # Each chunk takes so long that messages are often half encoded when something happens to them.
+    coding = {name: CodingTimes(encode_s=0.03, decode_s=0.002) for name in (*encodings.EXACT[1:], "changes")}
+    network = ("simulated", "float64", (1, BATCH), tuple(layers))
+    return Profile(*network, load_s=0.005, pack_s=0.02, install_s=0.02, coding=coding)

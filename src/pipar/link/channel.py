@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from pipar.clock import sleep_until
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
+from pipar.link.limits import Allowance, Rate
 from pipar.link.shaping import Meter, Pacer, Rates
-from pipar.protocol.messages import UNNUMBERED, Kind, Message
+from pipar.protocol.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 from pipar.protocol.wire import Assembler, BodyLimit, Frame, check_fits, cut_message
 from pipar.trace import Recorder
 
@@ -30,8 +31,11 @@ _SPANS = {
 }
 #: A frame that is written sooner has met no resistance.
 _HELD_UP_S = 1e-3
-#: A link that breaks many times sends some frames twice; a peer that does nothing else is up to no good.
-_MOST_USELESS = 100_000
+#: A link that breaks sends again what had come; a model of 100 GB that had is as many frames as this. Who sends
+#: nothing else is up to no good.
+_USELESS = Rate(at_once=100_000, a_second=100.0)
+#: What a message takes beside its body.
+_MESSAGE_BYTES = 256
 #: Who does not take what is left to say within this time does not get it.
 _LAST_WORDS_S = 10.0
 _CONTROL = ("control", "control")
@@ -49,18 +53,29 @@ class Transport(Protocol):
 class _Posted:
     """A message that waits for its turn, or for its acknowledgement."""
 
-    __slots__ = ("_frames", "message", "ready_at", "sequence")
+    __slots__ = ("_frames", "_posted_at", "_sent", "message", "sequence")
 
-    def __init__(self, message: Message, sequence: int, ready_at: float) -> None:
+    def __init__(self, message: Message, sequence: int, posted_at: float) -> None:
         self.message = message
         self.sequence = sequence
-        self.ready_at = ready_at
+        self._posted_at = posted_at
+        self._sent = 0  # frames
         self._frames: Iterator[Frame] | None = None
 
-    def next_frame(self, session: int, acknowledged: int) -> Frame:
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next frame is encoded."""
+        chunks = self.message.body.chunks
+        return chunks is None or self._sent < len(chunks.ready)
+
+    def next_frame(self, session: int, acknowledged: int) -> tuple[Frame, float]:
+        """Return the next frame, and since when it could have been sent."""
         if self._frames is None:
             self._frames = cut_message(self.message, session, self.sequence, acknowledged)
-        return next(self._frames)
+        chunks = self.message.body.chunks
+        ready_at = self._posted_at if chunks is None else max(self._posted_at, chunks.ready[self._sent].at)
+        self._sent += 1
+        return next(self._frames), ready_at
 
 
 class _CannotSendError(LinkError):
@@ -99,11 +114,11 @@ class Channel:
         self._numbered: deque[_Posted] = deque()
         self._unacknowledged: deque[_Posted] = deque()
         self._sequence = 0
-        self._useless = 0  # frames that had come before
+        self._useless = Allowance(_USELESS)
         self._posted: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
-        self._stretch: tuple[Message, float] | None = None  # the message under way, and since when
+        self._stretch: tuple[Message, float, float] | None = None  # the message under way, since when and until when
         self._link: Transport = transport  # as it was given
         self._transport: Transport | None = transport  # behind its latency
         self._failure: LinkError | None = None
@@ -119,6 +134,17 @@ class Channel:
         self._latency_s = latency_s
         if self._transport is not None:
             self._transport = delayed(self._link, latency_s)
+
+    def rate_bps(self, epoch: int) -> float | None:
+        """Return how fast this side sends, as emulated or as measured in an epoch so far; None is no limit.
+
+        Of a link between machines that has not carried enough yet it is 0: it may be slow.
+        """
+        emulated = self._pacer.rates.at(self._loop.time())
+        if not self._is_real:
+            return emulated
+        measured = self.meter.read(epoch)
+        return measured.rate_bps if measured.is_telling else emulated or 0.0
 
     def emulate(self, link: Link, rate: Callable[[Link], float | None]) -> None:
         """Send as over this link; `rate` is that of the direction in which this side sends."""
@@ -142,6 +168,14 @@ class Channel:
             posted = _Posted(message, self._sequence, self._loop.time())
             self._unacknowledged.append(posted)
             self._numbered.append(posted)
+        self._wake()
+
+    def add_chunk(self, chunks: Chunks, payload: Payload) -> None:
+        """Go on with a message that was posted before all of it was encoded."""
+        chunks.add(payload, self._loop.time())
+        self._wake()
+
+    def _wake(self) -> None:
         if self._posted is not None and not self._posted.done():
             self._posted.set_result(None)
 
@@ -166,9 +200,7 @@ class Channel:
         if frame.sequence == 0:
             return self._assembler.feed(frame)
         if frame.sequence <= self.received:
-            self._useless += 1  # the peer did not know yet that we have it
-            if self._useless > _MOST_USELESS:
-                raise ProtocolError(f"{frame.message} came again, as did {_MOST_USELESS} frames before it.")
+            self.count_useless(frame.message)  # the peer did not know yet that we have it
             return None
         if frame.sequence > self.received + 1:
             raise ProtocolError(
@@ -186,15 +218,32 @@ class Channel:
         while self._unacknowledged and self._unacknowledged[0].sequence <= number:
             self._unacknowledged.popleft()
 
+    def count_useless(self, message: Message) -> None:
+        """Count what came for nothing, or raise if the peer sends little else."""
+        if not self._useless.take(self._loop.time()):
+            raise ProtocolError(
+                f"{message} is of no use, as were {_USELESS.at_once} frames before it; in the long run there may be "
+                f"{_USELESS.a_second:g} of them a second."
+            )
+
+    def take_counts(self, epoch: int) -> tuple[int, int]:
+        """Return how many bytes came and went in an epoch, and forget what was counted up to it."""
+        counts = self.received_bytes.get(epoch, 0), self.sent_bytes.get(epoch, 0)
+        for counted in (self.received_bytes, self.sent_bytes):
+            for old in [number for number in counted if number <= epoch]:
+                del counted[old]
+        return counts
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes are kept of messages that the peer may not have, and of those that are half received."""
+        kept = sum(posted.message.body.size_bytes + _MESSAGE_BYTES for posted in self._unacknowledged)
+        return kept + self._assembler.held_bytes
+
     @property
     def unacknowledged(self) -> int:
         """How many messages are kept because the peer may not have them."""
         return len(self._unacknowledged)
-
-    @property
-    def half_received(self) -> int:
-        """Of how many messages only a part has come."""
-        return self._assembler.half_received
 
     # --- one transport after another
 
@@ -269,8 +318,8 @@ class Channel:
     # --- sending
 
     async def drain(self) -> None:
-        """Return when all that was posted has left (or the peer is gone)."""
-        while (self._unnumbered or self._numbered or self._posted is None) and self._transport is not None:
+        """Return when all that was posted has left, as far as it is encoded (or the peer is gone)."""
+        while self._has_something_to_send and self._transport is not None:
             if self._drained is None or self._drained.done():
                 self._drained = self._loop.create_future()
             changed = self._loop.create_task(self._changed.wait())
@@ -282,6 +331,11 @@ class Channel:
             if self._sender.done():
                 return
 
+    @property
+    def _has_something_to_send(self) -> bool:
+        is_sending = self._posted is None
+        return is_sending or any(queue[0].is_ready for queue in (self._unnumbered, self._numbered) if queue)
+
     async def close(self) -> None:
         """Send what was posted, then end the connection."""
         with suppress(TimeoutError):
@@ -292,6 +346,9 @@ class Channel:
         self._on_lost = None
         self.fail(LinkError("The connection is closed."))
         await asyncio.gather(*self._closing, return_exceptions=True)
+        self._assembler.reset()
+        for kept in (self._unnumbered, self._numbered, self._unacknowledged):
+            kept.clear()
 
     async def _send_all(self) -> None:
         """Send over one transport until it is retired; what it may have lost goes again over the next one."""
@@ -307,12 +364,11 @@ class Channel:
         while True:
             # Between two chunks of a large message the queue of those that overtake is looked at again.
             for queue in (self._unnumbered, self._numbered):
-                if queue:
-                    posted = queue[0]
-                    frame = posted.next_frame(self.session, self.received)
+                if queue and queue[0].is_ready:
+                    frame, ready_at = queue[0].next_frame(self.session, self.received)
                     if frame.chunk == frame.chunks - 1:
                         queue.popleft()
-                    return frame, posted.ready_at
+                    return frame, ready_at
             if self._drained is not None and not self._drained.done():
                 self._drained.set_result(None)
             self._posted = self._loop.create_future()
@@ -353,15 +409,19 @@ class Channel:
             self.meter.count(epoch, frame.size_bytes, writing_s)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
-        """Leave one span a message; a large one that was overtaken leaves one for each stretch."""
+        """Leave one span a message; one that was overtaken, or not encoded in time, leaves one for each stretch."""
         message = frame.message
         kind, cause = _SPANS.get(message.kind, _CONTROL)
         place = (_travels_in(message), message.iteration, message.micro_batch)
         self._recorder.waited(self._lane, cause, *place, free_at, start)
-        going_on = self._stretch is not None and self._stretch[0] is message
-        began = self._stretch[1] if self._stretch is not None and going_on else start
+        began = start
+        if self._stretch is not None and self._stretch[0] is message:
+            _, began, ended = self._stretch
+            if start > ended:  # the lane waited for the chunk
+                self._recorder.busy(self._lane, kind, *place, began, ended)
+                began = start
         if frame.chunk < frame.chunks - 1 and not self._unnumbered:
-            self._stretch = (message, began)
+            self._stretch = (message, began, end)
         else:
             self._stretch = None
             self._recorder.busy(self._lane, kind, *place, began, end)

@@ -17,7 +17,7 @@ import grpc
 from pipar.errors import CredentialError, InputError, LinkError
 from pipar.link.channel import Transport
 from pipar.link.diagnosis import why_refused
-from pipar.link.limits import Keepalive, Limits
+from pipar.link.limits import Allowance, Keepalive, Limits
 from pipar.link.security import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
 from pipar.protocol.wire import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
@@ -28,6 +28,9 @@ _CLOSE_TIMEOUT_S = 10.0
 _GONE = "The peer closed the connection."
 #: What a message takes beside its bytes: a peer may send empty ones.
 _MESSAGE_BYTES = 256
+
+#: Tasks that read streams, to their ends.
+_PUMPS: set[asyncio.Future[None]] = set()
 
 #: Takes a device's stream and the name that its credential gives it (None where none is needed).
 Accept = Callable[[Transport, str | None], Awaitable[None]]
@@ -52,6 +55,8 @@ class _Stream:
         self._ended = False
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._pump = asyncio.ensure_future(self._read_all())
+        _PUMPS.add(self._pump)
+        self._pump.add_done_callback(_PUMPS.discard)
 
     async def _read_all(self) -> None:
         try:
@@ -64,7 +69,7 @@ class _Stream:
                 while self._is_full():
                     self._room.clear()
                     await self._room.wait()
-        except grpc.RpcError:
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             pass  # for a reader the stream is at its end, whatever ended it
         finally:
             self.end()
@@ -107,8 +112,8 @@ class _Stream:
             await self._news.wait()
 
     async def close(self) -> None:
-        self._pump.cancel()
-        await asyncio.gather(self._pump, return_exceptions=True)
+        """Take nothing more. The task that reads ends with the call: gRPC never frees a read that is cancelled."""
+        self.end()
 
 
 class Listener:
@@ -137,6 +142,9 @@ class Listener:
         self._refused = refused
         self._guard = Guard(self._security, barred)
         self._streams: dict[_Stream, str | None] = {}  # with the credential's name
+        self._allowances: dict[str | None, Allowance] = {}  # of streams; there are no more names than credentials
+        self._refusals = Allowance(self._limits.refusals)
+        self._held_back = 0  # refusals that are not given yet
         self._server = grpc.aio.server(options=_server_options(self._limits, keepalive or Keepalive()))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._connected)
         service = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})
@@ -196,16 +204,34 @@ class Listener:
 
     def _why_full(self, peer: str | None) -> str | None:
         """Return why there is no room for another stream, None if there is."""
+        if not self._allowance(peer).take(asyncio.get_running_loop().time()):
+            return "Too many devices connect at once." if peer is None else f"{peer} connects too often."
         if peer is not None and Counter(self._streams.values())[peer] >= self._limits.streams_per_credential:
             return f"{peer} is connected {self._limits.streams_per_credential} times already."
         if sum(not stream.has_spoken for stream in self._streams) >= self._limits.newcomers:
             return "Too many devices connect at once."
         return None
 
+    def _allowance(self, peer: str | None) -> Allowance:
+        if peer not in self._allowances:
+            self._allowances[peer] = Allowance(self._limits.open_streams if peer is None else self._limits.streams)
+        return self._allowances[peer]
+
     async def _refuse(self, context: Any, code: grpc.StatusCode, why: str) -> None:
         if self._refused is not None:
             self._refused(context.peer(), why)
+        await self._hold_back()
         await context.abort(code, why)
+
+    async def _hold_back(self) -> None:
+        """Let those wait who are refused again and again: a connection has few streams, so it asks slowly then."""
+        if self._refusals.take(asyncio.get_running_loop().time()) or self._held_back >= self._limits.newcomers:
+            return
+        self._held_back += 1
+        try:
+            await asyncio.sleep(self._limits.refusal_s)
+        finally:
+            self._held_back -= 1
 
 
 def _server_credentials(material: Material) -> Any:
@@ -264,7 +290,6 @@ class _DeviceStream(_Stream):
             await asyncio.wait([self._pump], timeout=_CLOSE_TIMEOUT_S)
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the call has ended already
-        await super().close()
         await self._channel.close()
 
 

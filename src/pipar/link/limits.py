@@ -25,11 +25,42 @@ class Keepalive:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """So many at once, and so many a second in the long run."""
+
+    at_once: int
+    a_second: float
+
+
+class Allowance:
+    """What is left of a rate: full at first, less by one each time, and full again in time."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._left = float(rate.at_once)
+        self._seen_at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Take one and return True, or return False if none is left at this moment."""
+        since_s = 0.0 if self._seen_at is None else now - self._seen_at
+        self._left = min(self._rate.at_once, self._left + since_s * self._rate.a_second)
+        self._seen_at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+@dataclass(frozen=True)
 class Limits:
     """What a server grants.
 
     A device that comes back holds a stream that it has lost and a new one, so one credential has two. `connections` is
     how many there are in all, and `newcomers` how many streams may not have said anything yet.
+
+    A device whose link breaks as soon as it is made tries four times a second in the mean (see `backoff.py`): that is
+    less than `streams` of one credential. Where devices have none they share `open_streams`. Refusals beyond
+    `refusals` are given after `refusal_s` only.
     """
 
     streams_per_credential: int = 2
@@ -40,3 +71,7 @@ class Limits:
     handshake_s: float = 20.0
     idle_s: float = 60.0  # a connection without a stream
     watchers: int = 16  # of the server's health
+    streams: Rate = Rate(at_once=30, a_second=5.0)
+    open_streams: Rate = Rate(at_once=512, a_second=100.0)
+    refusals: Rate = Rate(at_once=50, a_second=20.0)
+    refusal_s: float = 1.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipar import keyed
 from pipar.errors import InputError, ProtocolError, UnusableModelError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
@@ -17,7 +19,7 @@ from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
-from pipar.nn.tensors import check_finite, read_state, state_body
+from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
 from pipar.protocol.messages import Body
 from pipar.protocol.orders import Returned
 
@@ -42,6 +44,7 @@ class TorchLearner:
         shares_server_model: bool,
         keep_momentum: bool,
         proximal: float = 0.0,
+        seed: int = 0,
         aggregator: Aggregator | None = None,
     ) -> None:
         self.model = model
@@ -52,8 +55,10 @@ class TorchLearner:
         self._shared = shares_server_model
         self._keep_momentum = keep_momentum
         self._proximal = proximal
+        self._seed = seed
         self._replicas: dict[str, TorchServerPart] = {}
-        self._packed: dict[int, Body] = {}
+        self._packed: dict[tuple[int, bool], Body] = {}
+        self._before: dict[str, torch.Tensor] | None = None  # the global model before this one, if it is kept
         self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, as the last aggregation left it
 
     def replica(self, device: str) -> TorchServerPart:
@@ -62,7 +67,11 @@ class TorchLearner:
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
             replica = TorchServerPart(
-                copy.deepcopy(module), self._optimizer, classes=self._classes, proximal=self._proximal
+                copy.deepcopy(module),
+                self._optimizer,
+                classes=self._classes,
+                proximal=self._proximal,
+                chance=partial(keyed.generator, self._seed, "rounding", key, "down"),
             )
             replica.stay_near(module.state_dict())
             self._replicas[key] = replica
@@ -102,16 +111,28 @@ class TorchLearner:
             replica.restore_momentum(self._momentum)
             replica.discard()
 
-    def pack(self, device: str) -> Body:
-        """Return the device's part of the global model, as it is now; devices with one split point share the bytes."""
-        split_point = self._split_points[device]
-        if split_point not in self._packed:
-            part, _ = split_model(self.model, split_point)
-            self._packed[split_point] = state_body(part.state_dict())
-        return self._packed[split_point]
+    def pack(self, device: str, *, changes: bool = False) -> Body:
+        """Return the device's part of the global model, as it is now, or what has changed in it since the one before.
 
-    def aggregate(self, returned: Sequence[Returned]) -> None:
-        """Make the new global model of what the devices brought back and of their replicas, in device-name order."""
+        Devices with one split point share the bytes.
+        """
+        key = (self._split_points[device], changes)
+        if key not in self._packed:
+            part, _ = split_model(self.model, key[0])
+            state = part.state_dict()
+            if changes and self._before is not None:
+                self._packed[key] = changes_body(state, {name: self._before[name] for name in state})
+            else:
+                self._packed[key] = state_body(state)
+        return self._packed[key]
+
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+        """Make the new global model of what the devices brought back and of their replicas, in device-name order.
+
+        The one before is kept if somebody is to be told what has changed since then.
+        """
+        self._before = None  # who still has that one is sent the new one whole
+        before = self.state() if keep_before else None
         ordered = sorted(returned, key=lambda back: back.device)
         self._packed.clear()  # parts of the model before; if one is needed after all, it is packed again
         if self._shared:
@@ -127,6 +148,7 @@ class TorchLearner:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module)
                 replica.install(state, keep_momentum=self._keep_momentum)
+        self._before = before
 
     def _aggregated(self, module: nn.Module, brought: _Brought) -> dict[str, torch.Tensor]:
         # A weight that two layers share has two names in a state.
@@ -139,12 +161,13 @@ class TorchLearner:
         return join_states(self._device_state(back), replica)
 
     def _device_state(self, back: Returned) -> dict[str, torch.Tensor]:
+        part, _ = split_model(self.model, self._split_points[back.device])
+        given = part.state_dict()
         try:
-            state = read_state(back.body)
+            state = read_state(back.body, given)
         except ProtocolError as error:
             raise UnusableModelError(back.device, f"{back.device} brought back no model: {error}") from None
-        part, _ = split_model(self.model, self._split_points[back.device])
-        wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in part.state_dict().items()}
+        wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:
             raise UnusableModelError(
                 back.device, f"{back.device} brought back a model that is not the part it was given."
@@ -154,6 +177,7 @@ class TorchLearner:
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._before = None
         tensors = [*self.model.parameters(), *self.model.buffers()]
         outlines = [tensor.to("meta") for tensor in tensors]
         for tensor in tensors:

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +26,16 @@ from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.aggregate import federated_average
 from pipar.nn.count import count_layers
+from pipar.nn.crossing import changes_in_a_round, coding_times, line, run_through
 from pipar.nn.crowding import measure_crowding
 from pipar.nn.models import uses_batch_statistics
+from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import give_back_freed_memory, give_back_memory_of_model, keep_freed_memory, one_thread
 from pipar.nn.steps import Optimizer, Part
 from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
 from pipar.planner.cache import machine_fingerprint, usable_cores
 from pipar.planner.memory import largest_prefix, training_bytes
-from pipar.planner.profile import LayerProfile, Profile, batch_sizes
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.protocol.messages import Kind, Message
 from pipar.units import format_bytes
 
@@ -62,6 +64,7 @@ def measure_profile(
     progress: Progress | None = None,
     budget_s: float = 4.0,
     memory_bytes: int | None = None,
+    rectified: Collection[int] | None = None,
 ) -> Profile:
     """Return the times and sizes of every layer and of the work around training, from about `budget_s` seconds.
 
@@ -72,12 +75,13 @@ def measure_profile(
 
     If the network does not fit into `memory_bytes`, or into what the system gives this process, the profile is of the
     most first layers that do; batches too large for them are not run, and have times in proportion to the largest
-    that was.
+    that was. `rectified` are the split points behind a ReLU, for who knows them: to find out takes more forwards.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
     task = _Task(
-        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s, memory_bytes
-    )
+        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s, memory_bytes,
+        rectified,
+    )  # fmt: skip
     keep_freed_memory()  # as the processes of a run do
     # In a thread of its own, because stages run in one: memory is given back to the system more often in the
     # main thread, and a full batch of VGG-5 took 12 to 15 % longer there.
@@ -105,6 +109,7 @@ class _Task:
     progress: Progress
     budget_s: float
     memory_bytes: int | None
+    rectified: Collection[int] | None
 
 
 def _measure(task: _Task) -> Profile:
@@ -212,8 +217,11 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile:
     model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
     batches = [_Batch.random(size, task.input_shape, task.classes, task.dtype) for size in attempt.batch_sizes]
     passes = _measure_passes(model, batches, _Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
-    layers = _layer_profiles(sizes, passes, attempt.batch_sizes)
+    measured = _layer_profiles(sizes, passes, attempt.batch_sizes)
+    layers, coding, (changes_share, changes) = _with_coding(measured, model, attempt, task)
     overheads = _measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
+    coding = {name: _with_message(times, overheads) for name, times in coding.items()}
+    coding["changes"] = changes
     crowded = _crowded(model, batches, sizes, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
@@ -221,6 +229,8 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: _Task) -> Profile:
         crowded=crowded,
         crowd=_others() if crowded else 0,
         total_layers=0 if whole else len(task.model),
+        coding=coding,
+        changes_share=changes_share,
         how=_how(attempt, sizes, len(passes[-1])),
         **overheads,  # type: ignore[arg-type]
     )
@@ -395,6 +405,47 @@ def _state_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
 
 
+# --- what crosses the cuts ------------------------------------------------------------------------------------
+
+
+def _with_coding(
+    layers: tuple[LayerProfile, ...], model: nn.Sequential, attempt: _Attempt, task: _Task
+) -> tuple[tuple[LayerProfile, ...], dict[str, CodingTimes], tuple[float, CodingTimes]]:
+    """Return the layers with what encodings leave at the cut behind each, the encodings' times, and those of changes.
+
+    From one pass over a quarter of a batch, as much as the memory was enough for. The times are those at the first cut
+    behind a ReLU, where all encodings are possible, or else at the first cut.
+    """
+    samples = min(attempt.batch_sizes[-1], max(attempt.batch_sizes[0], task.batch_size // 4))
+    batch = _samples(samples, task)
+    crossings = run_through(model, batch.inputs, batch.targets, with_loss=attempt.layers == len(task.model))
+    changes = changes_in_a_round(model)
+    model.zero_grad(set_to_none=True)
+    rectified = task.rectified if task.rectified is not None else rectified_cuts(task.model, task.input_shape)
+    found = list(layers)
+    for place, crossing in enumerate(crossings, start=1):
+        found[place - 1] = replace(found[place - 1], shares=crossing.shares(rectified=place in rectified))
+    known = [replace(layer, rectified=place in rectified) for place, layer in enumerate(found, start=1)]
+    cut = min((place for place in rectified if place <= len(crossings)), default=1)
+    return tuple(known), coding_times(crossings[cut - 1], _PAUSE_S) if crossings else {}, changes
+
+
+def _with_message(times: CodingTimes, overheads: Mapping[str, float]) -> CodingTimes:
+    """Return an encoding's times with what a message costs in any: once for a tensor, mostly with its first chunk."""
+    encode_s, decode_s = overheads["encode_s"], overheads["decode_s"]
+    return replace(times, encode_s=max(times.encode_s, encode_s), decode_s=times.decode_s + decode_s)
+
+
+def _samples(count: int, task: _Task) -> _Batch:
+    """Return some of the samples that are loaded, or made-up ones."""
+    loaded = task.load(task.batch_size) if task.load is not None else None
+    match loaded:
+        case (Tensor() as inputs, Tensor() as targets) if tuple(inputs.shape[1:]) == task.input_shape:
+            return _Batch(inputs[:count].to(task.dtype), targets[:count])
+        case _:
+            return _Batch.random(count, task.input_shape, task.classes, task.dtype)
+
+
 # --- the work around the layers -------------------------------------------------------------------------------
 
 
@@ -417,7 +468,7 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, wit
     for small, large in (coding, models):
         for kind in small.work:
             times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
-            fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = _line((small.size_bytes, large.size_bytes), times)
+            fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = line((small.size_bytes, large.size_bytes), times)
     return fields
 
 
@@ -490,14 +541,6 @@ def _step(part: Part) -> None:
         if parameter.grad is None and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     part.step()
-
-
-def _line(sizes: tuple[int, int], times: tuple[float, float]) -> tuple[float, float]:
-    """Return the fixed cost and the cost of a byte of a line through two measurements; neither is below zero."""
-    if sizes[1] <= sizes[0]:
-        return 0.0, times[1] / sizes[1]
-    per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
-    return max(0.0, times[0] - per_byte * sizes[0]), per_byte
 
 
 def _median_s(work: Callable[[], object], budget_s: float) -> float:

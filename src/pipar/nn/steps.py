@@ -7,17 +7,32 @@ gradient that plain training has, whatever the cut. (The paper scales both the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipar.coding.chunks import chunk_bytes
+from pipar.coding.encodings import LOSSY, is_sparse
+from pipar.coding.lossy import Lossy, Residual
 from pipar.errors import InputError, ProtocolError
+from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import give_back_memory_of_model
-from pipar.nn.tensors import check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
-from pipar.protocol.messages import Body, Message, joined
+from pipar.nn.tensors import (
+    changes_body,
+    check_finite,
+    not_zero,
+    read_labels,
+    read_state,
+    read_tensor,
+    state_body,
+    tensor_body,
+)
+from pipar.protocol.messages import ITEM_BYTES, Body, Message, tensor_bytes
+from pipar.stages import Place
 
 
 @dataclass(frozen=True)
@@ -157,12 +172,53 @@ class Part:
                 self._torch_optimizer.state[parameters[name]][_MOMENTUM] = momentum.clone()
 
 
+#: Gives the random numbers that belong to a place.
+Chance = Callable[..., np.random.Generator]
+
+
+class _Losses:
+    """What a lossy encoding of one part's tensors has lost, and makes up for."""
+
+    def __init__(self, chance: Chance | None) -> None:
+        self._chance = chance
+        self._lossy: Lossy | None = None
+
+    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
+        """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
+        if encoding not in LOSSY:
+            return None
+        if self._lossy is None:
+            self._lossy = Lossy(residual=Residual(tensor[0].numel()))
+        self._lossy.rng = None if self._chance is None else self._chance(*place)
+        return self._lossy
+
+    def take(self) -> tuple[float, float] | None:
+        """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
+        if self._lossy is None:
+            return None
+        sums = (self._lossy.squared_error, self._lossy.squared_norm)
+        self._lossy.squared_error = self._lossy.squared_norm = 0.0
+        return sums
+
+
 class TorchDevicePart(Part):
     """M^c_k: layers 1..P on the device; with P = Q the loss, too."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, has_loss: bool, proximal: float = 0.0) -> None:
+    def __init__(
+        self,
+        module: nn.Sequential,
+        optimizer: Optimizer,
+        *,
+        has_loss: bool,
+        proximal: float = 0.0,
+        chance: Chance | None = None,
+        keeps_base: bool = False,
+    ) -> None:
         super().__init__(module, optimizer, proximal=proximal)
+        self._keeps_base = keeps_base
+        self._base: dict[str, torch.Tensor] | None = None  # what came last, so that its changes can be told
         self._has_loss = has_loss
+        self._losses = _Losses(chance)
         self.last_loss: float | None = None  # the mean over the last batch, where the device computes it
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
@@ -190,48 +246,77 @@ class TorchDevicePart(Part):
         loss, self.loss_sum = self.loss_sum, 0.0
         return loss
 
+    def take_error(self) -> tuple[float, float] | None:
+        return self._losses.take()
+
     def discard(self) -> None:
         """Forget an epoch that does not count; the weights come anew, and so does the momentum."""
         super().discard()
+        self._losses.take()
         self._outputs.clear()
         self.loss_sum = 0.0
         self._torch_optimizer = self._optimizer.over(self.module)
 
-    def encode(self, activation: torch.Tensor, piece: Piece) -> Body:
-        return tensor_body(activation, piece.labels)
+    def chunk_bytes(self, activation: torch.Tensor, encoding: str) -> list[int]:
+        return chunk_bytes(tuple(activation.shape), activation.element_size(), encoding)
 
-    def decode(self, message: Message) -> torch.Tensor:
-        return read_tensor(message)
+    def encode(self, activation: torch.Tensor, piece: Piece, encoding: str, place: Place = ()) -> Body:
+        lossy = self._losses.of(activation, encoding, place)
+        return tensor_body(activation, piece.labels, encoding=encoding, lossy=lossy)
 
-    def pack(self) -> Body:
-        """Return the trained weights where they lie: they stay as they are until another model is installed.
+    def decode(self, message: Message, encoding: str) -> torch.Tensor:
+        """Return g(a_n). Behind a ReLU only what is not zero in a_n has come: of the rest nothing gets through it."""
+        if not is_sparse(encoding):
+            return read_tensor(message, encoding)
+        output = self._outputs.get(message.micro_batch)
+        if output is None:
+            raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
+        if output.requires_grad and not is_rectified(output):
+            raise ProtocolError(f"{message} is encoded as {encoding}, which is exact behind a ReLU only.")
+        return read_tensor(message, encoding, not_zero(output))
+
+    def pack(self, *, changes: bool = False) -> Body:
+        """Return the trained weights where they lie, or what has changed in them since they came.
+
+        Weights stay as they are until another model is installed.
 
         The server sends that when it has these. If it goes on without them, it ignores what still comes of them.
         """
-        body = state_body(self.state())
+        base = self._base if changes else None
+        body = state_body(self.state()) if base is None else changes_body(self.state(), base)
         # The gradients are gone: what they took is needed for the model that comes.
         give_back_memory_of_model(body.size_bytes)
         return body
 
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
-        self.install(read_state(body), keep_momentum=keep_momentum)
+        state = read_state(body, self._base)
+        self.install(state, keep_momentum=keep_momentum)
+        self._base = state if self._keeps_base else None
 
 
 class TorchServerPart(Part):
     """M^s_k: layers P+1..Q on the server, with the loss."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, classes: int, proximal: float = 0.0) -> None:
+    def __init__(
+        self,
+        module: nn.Sequential,
+        optimizer: Optimizer,
+        *,
+        classes: int,
+        proximal: float = 0.0,
+        chance: Chance | None = None,
+    ) -> None:
         super().__init__(module, optimizer, proximal=proximal)
         self._classes = classes
+        self._losses = _Losses(chance)
         # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
         # and so would one with a view of its input, as nn.Flatten makes it, in between.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
         self._takes: tuple[torch.Size, torch.dtype] | None = None  # one sample's activation, known from the first
         self.loss_sum = 0.0
 
-    def decode(self, message: Message) -> tuple[torch.Tensor, torch.Tensor, int]:
-        message = joined(message)
-        activation = read_tensor(message)
+    def decode(self, message: Message, encoding: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+        activation = read_tensor(message, encoding)
         if self._takes not in (None, (activation.shape[1:], activation.dtype)):
             raise ProtocolError(f"{message} has another shape or dtype than the activations before it.")
         check_finite([activation], str(message))
@@ -259,18 +344,30 @@ class TorchServerPart(Part):
         return loss
 
     def backward(self, forwarded: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Accumulate g(M^s_k | a_n) and return g(a_n)."""
+        """Accumulate g(M^s_k | a_n) and return a_n with its gradient g(a_n)."""
         activation, loss = forwarded
         torch.autograd.backward(loss)
         assert activation.grad is not None
-        return activation.grad
+        return activation
 
     def discard(self) -> None:
         super().discard()
         self.loss_sum = 0.0
 
-    def encode(self, gradient: torch.Tensor) -> Body:
-        return tensor_body(gradient)
+    def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
+        """Return the sizes of the gradient's chunks: it has the shape of what came, if that is a tensor."""
+        tensor_bytes(message)
+        return chunk_bytes(message.body.shape, ITEM_BYTES[message.body.dtype], encoding)
+
+    def encode(self, activation: torch.Tensor, encoding: str, place: Place = ()) -> Body:
+        kept = not_zero(activation) if is_sparse(encoding) else None
+        assert activation.grad is not None
+        return tensor_body(
+            activation.grad, encoding=encoding, kept=kept, lossy=self._losses.of(activation, encoding, place)
+        )
+
+    def take_error(self) -> tuple[float, float] | None:
+        return self._losses.take()
 
     def take_loss(self) -> float:
         """Return the loss summed over the samples since the last call."""

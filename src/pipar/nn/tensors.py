@@ -6,13 +6,21 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipar.coding import masks
+from pipar.coding.chunks import chunk_sizes, row_values
+from pipar.coding.codec import decode, encode
+from pipar.coding.delta import decode_changes, encode_changes
+from pipar.coding.lossy import Lossy
 from pipar.errors import ProtocolError
-from pipar.protocol.messages import DTYPES, Body, Message, tensor_bytes
+from pipar.protocol.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -29,25 +37,95 @@ _SAFETENSORS = {
     "F64": torch.float64,
     "I64": torch.int64,
 }
+#: Of those, what numpy has, too.
+_DTYPES_OF_NUMPY = set(_SAFETENSORS.values()) - {torch.bfloat16}
 _PLACES = {dtype: (place, name) for place, (name, dtype) in enumerate(_SAFETENSORS.items())}
 
 
-def tensor_body(tensor: torch.Tensor, labels: torch.Tensor | None = None) -> Body:
-    """Return a body over the tensor's own memory, with its labels as int32 behind it."""
-    values = tensor.detach().contiguous()
-    dtype = _DTYPE_NAMES[values.dtype]
+def tensor_body(
+    tensor: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    encoding: str = "raw",
+    kept: torch.Tensor | None = None,
+    lossy: Lossy | None = None,
+) -> Body:
+    """Return a body with the tensor and, behind it, its labels as int32; raw values stay in the tensor's own memory.
+
+    An encoded one has its first chunk; the others are encoded when they are asked for. `kept` is where the receiver
+    knows that something is: only that is sent.
+    """
+    values = tensor.detach().contiguous().numpy()
+    dtype = _DTYPE_NAMES[tensor.dtype]
     assert dtype in DTYPES
-    buffers = [values.numpy().data.cast("B")]
-    if labels is not None:
-        buffers.append(labels.to(torch.int32).numpy().data.cast("B"))
-    return Body.of(*buffers, dtype=dtype, shape=tuple(values.shape))
+    behind = [] if labels is None else [labels.to(torch.int32).numpy().data.cast("B")]
+    if encoding == "raw":
+        return Body.of(values.data.cast("B"), *behind, dtype=dtype, shape=values.shape)
+    encode = _Encode(values.reshape(-1), encoding, row_values(values.shape), behind, kept, lossy)
+    sizes = chunk_sizes(values.shape, values.itemsize)
+    if lossy is not None:
+        lossy.begin()
+    chunks = Chunks(len(sizes), partial(encode.chunk, [0, *accumulate(sizes)]))
+    chunks.add(chunks.encode_next())
+    size = values.nbytes + sum(view.nbytes for view in behind)
+    return Body(size, dtype=dtype, shape=values.shape, encoding=encoding, chunks=chunks)
 
 
-def read_tensor(message: Message) -> torch.Tensor:
-    """Return the tensor of a message as memory of its own: the one copy on the way in."""
+@dataclass(frozen=True)
+class _Encode:
+    values: np.ndarray[Any, Any]
+    encoding: str
+    row: int
+    behind: list[memoryview]
+    kept: torch.Tensor | None
+    lossy: Lossy | None
+
+    def chunk(self, bounds: list[int], number: int) -> Payload:
+        part = slice(bounds[number], bounds[number + 1])
+        kept = None if self.kept is None else self.kept.numpy().reshape(-1)[part]
+        buffers = encode(self.values[part], self.encoding, kept=kept, row=self.row, lossy=self.lossy)
+        return Payload.of(*buffers, *(self.behind if number == len(bounds) - 2 else []))
+
+
+def read_tensor(message: Message, encoding: str = "raw", kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the tensor of a message as memory of its own: the one copy on the way in.
+
+    It has to be encoded as was agreed upon. `kept` is where the sender knows that something is.
+    """
+    body = message.body
     size = tensor_bytes(message)
-    values = np.frombuffer(message.body.contiguous()[:size], dtype=message.body.dtype)
-    return torch.from_numpy(values.reshape(message.body.shape).copy())
+    if body.encoding != encoding:
+        raise ProtocolError(f"{message} is encoded as {body.encoding}, not as {encoding}.")
+    if kept is not None and tuple(kept.shape) != body.shape:
+        raise ProtocolError(f"{message} has the shape {body.shape}; what it answers has {tuple(kept.shape)}.")
+    out = np.empty(body.shape, dtype=body.dtype)
+    if encoding == "raw":
+        _gather(body.buffers, out.reshape(-1).view(np.uint8)[:size])
+        return torch.from_numpy(out)
+    flat, row = out.reshape(-1), row_values(body.shape)
+    keeps = None if kept is None else kept.numpy().reshape(-1)
+    start, behind = 0, body.size_bytes - size
+    sizes = chunk_sizes(body.shape, out.itemsize)
+    for number, (values, buffer) in enumerate(zip(sizes, body.buffers, strict=True)):
+        payload = buffer[: buffer.nbytes - behind] if number == len(sizes) - 1 else buffer
+        part = slice(start, start + values)
+        decode(payload, encoding, flat[part], kept=None if keeps is None else keeps[part], row=row)
+        start += values
+    return torch.from_numpy(out)
+
+
+def not_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return where a tensor has anything but a positive zero: by its bits, as the sparse encodings see it."""
+    return torch.from_numpy(masks.not_zero(tensor.detach().contiguous().numpy()))
+
+
+def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:
+    """Copy the first bytes of the buffers, laid end to end."""
+    start = 0
+    for buffer in buffers:
+        part = buffer[: out.size - start]
+        out[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
+        start += part.nbytes
 
 
 def check_finite(tensors: Iterable[torch.Tensor], of: str) -> None:
@@ -67,11 +145,21 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def read_labels(message: Message, classes: int) -> torch.Tensor:
     """Return the labels behind a message's tensor, each of them a class that the network has."""
-    size = tensor_bytes(message)
-    labels = torch.from_numpy(np.frombuffer(message.body.contiguous()[size:], dtype="int32").astype("int64"))
+    size = message.body.size_bytes - tensor_bytes(message)
+    labels = torch.from_numpy(np.frombuffer(_last(message.body.buffers, size), dtype="int32").astype("int64"))
     if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
         raise ProtocolError(f"{message} carries a label outside 0..{classes - 1}.")
     return labels
+
+
+def _last(buffers: tuple[memoryview, ...], size: int) -> bytes:
+    """Return the last bytes of the buffers, laid end to end."""
+    parts: list[memoryview] = []
+    for buffer in reversed(buffers):
+        if size:
+            parts.append(buffer[max(0, buffer.nbytes - size) :])
+            size -= parts[-1].nbytes
+    return b"".join(reversed(parts))
 
 
 def state_body(state: Mapping[str, torch.Tensor]) -> Body:
@@ -90,9 +178,30 @@ def state_body(state: Mapping[str, torch.Tensor]) -> Body:
     return Body.of(struct.pack("<Q", len(written)) + written, *views, encoding="safetensors")
 
 
-def read_state(body: Body) -> dict[str, torch.Tensor]:
-    """Return the tensors that safetensors bytes hold: views of them, if they are one buffer that may be written to."""
+def changes_body(state: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> Body:
+    """Return a model's tensors as what has changed since those that the receiver has, if that is shorter."""
+    whole = state_body(state)
+    outlines = [{name: (one.dtype, one.shape) for name, one in tensors.items()} for tensors in (state, base)]
+    if outlines[0] != outlines[1] or not {tensor.dtype for tensor in state.values()} <= _DTYPES_OF_NUMPY:
+        return whole
+    coded = Body.of(*encode_changes(_arrays(state), _arrays(base)), encoding="changes")
+    return coded if coded.size_bytes < whole.size_bytes else whole
+
+
+def _arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: tensor.detach().numpy() for name, tensor in state.items()}
+
+
+def read_state(body: Body, base: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors that safetensors bytes hold: views of them, if they are one buffer that may be written to.
+
+    What has changed since `base` is added to it.
+    """
     view = body.contiguous()
+    if body.encoding == "changes":
+        if base is None or not {tensor.dtype for tensor in base.values()} <= _DTYPES_OF_NUMPY:
+            raise ProtocolError("The peer sent what has changed in a model that this side does not have.")
+        return {name: torch.from_numpy(array) for name, array in decode_changes(view, _arrays(base)).items()}
     try:
         return dict(_tensors(memoryview(bytearray(view)) if view.readonly else view))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):  # its header may say anything at all

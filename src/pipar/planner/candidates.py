@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pipar.errors import PlanError
 from pipar.methods import METHODS, Plan
+from pipar.planner.encoding import with_encodings
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
 from pipar.stages import Work
@@ -53,11 +55,14 @@ def candidates(fleet: Fleet, member: Member) -> list[Candidate]:
 
 
 def allowed_plans(fleet: Fleet, member: Member) -> list[Plan]:
-    """Return every plan that the method, what was given and the device's memory allow; there is at least one."""
+    """Return every plan that the method, what was given and the device's memory allow; there is at least one.
+
+    Each {P, N} comes once, with the encodings that are best for it.
+    """
     plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
     if not plans:
         raise PlanError(_too_few_layers(fleet, member) or _too_little_memory(fleet, member))
-    return plans
+    return with_encodings(fleet, member, plans)
 
 
 def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:
@@ -86,21 +91,36 @@ def _split_points(fleet: Fleet, member: Member) -> range:
     return range(1, layers) if cuts_only and layers > 1 else range(1, layers + 1)
 
 
+def needed_bytes(fleet: Fleet, member: Member, plan: Plan) -> int:
+    """Return what a device's process needs to train by a plan."""
+    return training_bytes(
+        member.costs.profile,
+        plan,
+        fleet.batch_size,
+        batch_statistics=fleet.batch_statistics,
+        keeps_base=fleet.keeps_base(member),
+    )
+
+
 def _in_memory(fleet: Fleet, member: Member, p: int, n: int) -> Iterator[Plan]:
     """Yield the plan with the window that the device has memory for; nothing if there is none for it at all."""
     given = member.window
     if member.memory_bytes is None:
         yield Plan(p, n, 0 if given == "auto" else given)
         return
-    statistics = fleet.batch_statistics
     if given != "auto":
         plan = Plan(p, n, given)
-        needed = training_bytes(member.costs.profile, plan, fleet.batch_size, batch_statistics=statistics)
-        if needed <= member.memory_bytes:
+        if needed_bytes(fleet, member, plan) <= member.memory_bytes:
             yield plan
         return
     window = fitting_window(
-        member.costs.profile, p, n, fleet.batch_size, member.memory_bytes, batch_statistics=statistics
+        member.costs.profile,
+        p,
+        n,
+        fleet.batch_size,
+        member.memory_bytes,
+        batch_statistics=fleet.batch_statistics,
+        keeps_base=fleet.keeps_base(member),
     )
     if window is not None:
         yield Plan(p, n, window)
@@ -117,11 +137,19 @@ def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, fl
     if p == fleet.layers:
         return computed, computed, 0.0
     served = {m: _served_s(fleet, p, m) for m in set(pieces)}
-    sent = {m: m * profile.output_bytes(p) * 8 for m in set(pieces)}
-    up = {m: _over(bits, member.link.up_bps) for m, bits in sent.items()}
-    down = {m: _over(bits, member.link.down_bps) for m, bits in sent.items()}
-    total = math.fsum(served[m] for m in pieces)
-    lane = max(computed, total, math.fsum(up[m] for m in pieces), math.fsum(down[m] for m in pieces))
+    coded = {m: _coded_s(fleet, member, plan, m) for m in set(pieces)}
+    bits = {m: m * profile.output_bytes(p) * 8 for m in set(pieces)}
+    shares = (profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down))
+    up = {m: _over(bits[m] * shares[0], member.link.up_bps) for m in set(pieces)}
+    down = {m: _over(bits[m] * shares[1], member.link.down_bps) for m in set(pieces)}
+    total = math.fsum(served[m] + coded[m][1] for m in pieces)
+    lane = max(
+        computed,
+        total,
+        math.fsum(coded[m][0] for m in pieces),
+        math.fsum(up[m] for m in pieces),
+        math.fsum(down[m] for m in pieces),
+    )
     if plan.window:  # which forward waits for which backward depends on when answers come: only lanes are certain
         return lane, lane, total
     alone = _sweep(pieces, forward, up, served, down, backward, 2 * member.link.latency_s) + step
@@ -133,6 +161,18 @@ def _served_s(fleet: Fleet, p: int, samples: int) -> float:
         Work(kind, first_layer=p + 1, last_layer=fleet.layers, samples=samples) for kind in ("fs", "bs")
     )
     return fleet.server.seconds(forward) + fleet.server.seconds(backward)
+
+
+def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[float, float]:
+    """Return how long the device, and the server, encode and decode what crosses the cut for one micro-batch."""
+    profile, p = fleet.server.profile, plan.split_point
+    size = samples * profile.output_bytes(p)
+    up, down = (len(profile.chunk_bytes(p, samples, encoding)) for encoding in (plan.up, plan.down))
+    device, server = member.costs, fleet.server
+    return (
+        device.coding_s("encode", plan.up, size, up) + device.coding_s("decode", plan.down, size),
+        server.coding_s("decode", plan.up, size) + server.coding_s("encode", plan.down, size, down),
+    )
 
 
 def _sweep(
@@ -192,10 +232,7 @@ def _at_least_mib(size_bytes: int) -> int:
 
 def _smallest(fleet: Fleet, member: Member) -> tuple[Plan, int]:
     """Return the allowed plan that needs the least memory, and its bytes."""
-    profile, statistics = member.costs.profile, fleet.batch_statistics
-
-    def needed(plan: Plan) -> int:
-        return training_bytes(profile, plan, fleet.batch_size, batch_statistics=statistics)
+    needed = partial(needed_bytes, fleet, member)
 
     def window(p: int, n: int) -> int:
         return (1 if n > 1 and p < fleet.layers else 0) if member.window == "auto" else member.window

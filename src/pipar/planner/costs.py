@@ -11,7 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.coding import encodings
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
@@ -27,10 +28,20 @@ class Costs:
     def __init__(self, profile: Profile, speed: float = 1.0) -> None:
         self.profile = profile
         self.speed = speed
-        self._by_size: dict[str, tuple[float, float]] = {
-            kind: (getattr(profile, f"{kind}_s") / speed, getattr(profile, f"{kind}_s_per_byte") / speed)
-            for kind in ("encode", "decode", "pack", "install", "aggregate")
+        # By kind and encoding; what has none counts as raw, as Work says.
+        self._by_size: dict[tuple[str, str], tuple[float, float]] = {
+            (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, getattr(profile, f"{kind}_s_per_byte") / speed)
+            for kind in ("pack", "install", "aggregate")
         }
+        changes = profile.coding.get("changes", CodingTimes())
+        for kind, of in (("pack", "encode"), ("install", "decode")):
+            call, byte = self._by_size[kind, "raw"]
+            more = (getattr(changes, f"{of}_s") / speed, getattr(changes, f"{of}_s_per_byte") / speed)
+            self._by_size[kind, "changes"] = call + more[0], byte + more[1]
+        for encoding in encodings.ALL:
+            times = profile.coding_times(encoding)
+            self._by_size["encode", encoding] = times.encode_s / speed, times.encode_s_per_byte / speed
+            self._by_size["decode", encoding] = times.decode_s / speed, times.decode_s_per_byte / speed
         # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time
         # instead: compressed sizes never repeat, and remembering them would only fill memory.
         self._known: dict[tuple[str, int, int, int], float] = {}
@@ -58,9 +69,10 @@ class Costs:
         """Return how long the work takes.
 
         fc, fs, bc, bs: layers first_layer..last_layer at `samples`; step: the parameters of those layers;
-        load: `samples`; validate: the whole network forward; encode, decode, pack, install, aggregate: `size_bytes`.
+        load: `samples`; validate: the whole network forward; aggregate: `size_bytes`; encode, decode, pack and
+        install: the same, by their encoding; a model is "raw", or its "changes".
         """
-        by_size = self._by_size.get(work.kind)
+        by_size = self._by_size.get((work.kind, work.encoding))
         if by_size is not None:
             return by_size[0] + by_size[1] * work.size_bytes
         key = (work.kind, work.first_layer, work.last_layer, work.samples)
@@ -68,6 +80,15 @@ class Costs:
         if known is None:
             known = self._known[key] = self._compute(work) / self.speed
         return known
+
+    def coding_s(self, kind: str, encoding: str, size_bytes: int, calls: int = 1) -> float:
+        """Return the seconds to encode or to decode so many bytes, counted before encoding, in so many calls."""
+        fixed, each = self._by_size[kind, encoding]
+        return calls * fixed + each * size_bytes
+
+    def changes_s_per_byte(self, kind: str) -> float:
+        """Return what a byte of a model takes more to pack or to install if only what has changed in it travels."""
+        return self._by_size[kind, "changes"][1] - self._by_size[kind, "raw"][1]
 
     def crowded(self, samples: int) -> float:
         """Return by how much longer a micro-batch takes for each other core of the machine that is busy, as a share."""

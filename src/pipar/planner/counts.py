@@ -1,14 +1,15 @@
 """What each layer of a network does to one sample, counted: multiply-adds, elements, operator calls, memory.
 
 `nn/count.py` counts; this module holds the records, and the counts of the known networks for the images of the known
-datasets (`networks.json`), so that planning for them needs no torch.
+datasets (`networks.json`), so that planning for them needs no torch. What encodings leave of their activations and
+gradients was measured (`shares.json`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -50,6 +51,8 @@ class LayerCount:
     working: int
     forward: PassCount
     backward: PassCount
+    rectified: bool = False  # the network, cut behind this layer, ends in a ReLU there
+    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # as LayerProfile has them
 
     def output_bytes(self, dtype: str) -> int:
         return self.outputs * item_bytes(dtype)
@@ -65,6 +68,11 @@ class LayerCount:
 
 
 Counts = tuple[LayerCount, ...]
+
+
+def rectified_at(counts: Counts, split_points: Collection[int]) -> Counts:
+    """Return the counts of a network that ends in a ReLU where it is cut behind these layers, counted from 1."""
+    return tuple(replace(layer, rectified=p in split_points) for p, layer in enumerate(counts, start=1))
 
 
 def network_sizes(counts: Counts, model: str, dtype: str) -> NetworkSizes:
@@ -86,10 +94,20 @@ def counts_key(model: str, norm: str, input_shape: Sequence[int]) -> str:
     return f"{model} {norm} {'x'.join(map(str, input_shape))}"
 
 
+def shares_key(model: str, norm: str) -> str:
+    """Return the name of a network's shares in their file: the same for images of all shapes."""
+    return f"{model} {norm}"
+
+
 def known_counts(model: str, norm: str, input_shape: Sequence[int], classes: int) -> Counts | None:
     """Return the counts of a known network; None if they are not kept for images of this shape."""
-    entry = _file().get(counts_key(model, norm, input_shape))
-    return None if entry is None else _read(entry, classes)
+    entry = _file("networks.json").get(counts_key(model, norm, input_shape))
+    if entry is None:
+        return None
+    counts, cuts = _read(entry, classes), _file("shares.json").get(shares_key(model, norm), [])
+    behind = [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
+    known = (replace(layer, shares=shares) for layer, shares in zip(counts, behind, strict=False))
+    return (*known, *counts[len(behind) :])
 
 
 def pack_counts(few: Counts, many: Counts) -> dict[str, list[Any]]:
@@ -101,23 +119,30 @@ def pack_counts(few: Counts, many: Counts) -> dict[str, list[Any]]:
     assert few[:-1] == many[:-1], "a layer in front of the last one depends on the number of classes"
     last, more = _row(few[-1]), _row(many[-1])
     slope = [(b - a) / (MANY_CLASSES - FEW_CLASSES) for a, b in zip(last[1:], more[1:], strict=True)]
-    return {"layers": [_row(layer) for layer in few], "per_class": [_short(each) for each in slope]}
+    return {
+        "layers": [_row(layer) for layer in few],
+        "per_class": [_short(each) for each in slope],
+        "rectified": [p for p, layer in enumerate(few, start=1) if layer.rectified],
+    }
 
 
 def _read(entry: Mapping[str, list[Any]], classes: int) -> Counts:
     *layers, last = entry["layers"]
     numbers = [round(n + each * (classes - FEW_CLASSES)) for n, each in zip(last[1:], entry["per_class"], strict=True)]
-    return (*map(_layer, layers), _layer([last[0], *numbers]))
+    return rectified_at((*map(_layer, layers), _layer([last[0], *numbers])), entry["rectified"])
+
+
+_SIZES = ("name", "outputs", "parameters", "other_parameter_bytes", "saved", "other_saved_bytes", "working")
 
 
 def _row(layer: LayerCount) -> list[Any]:
     """Return name, sizes, forward and backward as one flat list."""
-    sizes = [getattr(layer, field.name) for field in fields(layer)[:-2]]
+    sizes = [getattr(layer, name) for name in _SIZES]
     return [*sizes, *_numbers(layer.forward), *_numbers(layer.backward)]
 
 
 def _numbers(count: PassCount) -> Iterator[int]:
-    return (getattr(count, field.name) for field in fields(count))
+    return (getattr(count, one.name) for one in fields(count))
 
 
 def _layer(row: Sequence[Any]) -> LayerCount:
@@ -131,7 +156,7 @@ def _short(number: float) -> int | float:
 
 
 @cache
-def _file() -> dict[str, dict[str, list[Any]]]:
-    text = resources.files("pipar.planner").joinpath("networks.json").read_text("utf-8")
-    tree: dict[str, dict[str, list[Any]]] = json.loads(text)
+def _file(name: str) -> dict[str, Any]:
+    text = resources.files("pipar.planner").joinpath(name).read_text("utf-8")
+    tree: dict[str, Any] = json.loads(text)
     return tree

@@ -58,8 +58,18 @@ def stage_times(
     return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
 
 
-def full_batch_times(device: Costs, server: Costs, split_point: int, batch_size: int, link: Link) -> StageTimes:
-    """Return the six times of a whole batch, before it is cut into micro-batches."""
+def full_batch_times(
+    device: Costs,
+    server: Costs,
+    split_point: int,
+    batch_size: int,
+    link: Link,
+    shares: tuple[float, float] = (1.0, 1.0),
+) -> StageTimes:
+    """Return the six times of a whole batch, before it is cut into micro-batches.
+
+    `shares` are what encodings leave of the bytes up and down; the paper has none.
+    """
     layers = _layers_of_both(device.profile, server.profile)
 
     def on_device(kind: str) -> float:
@@ -74,10 +84,10 @@ def full_batch_times(device: Costs, server: Costs, split_point: int, batch_size:
     size_bytes = device.profile.output_bytes(split_point) * batch_size
     return StageTimes(
         fc=on_device("fc"),
-        u=_transfer_s(size_bytes, link.up_bps),
+        u=_transfer_s(size_bytes * shares[0], link.up_bps),
         fs=on_server("fs"),
         bs=on_server("bs"),
-        d=_transfer_s(size_bytes, link.down_bps),
+        d=_transfer_s(size_bytes * shares[1], link.down_bps),
         bc=on_device("bc"),
     )
 
@@ -130,7 +140,7 @@ def batches_to_fill_idle_time(times: StageTimes) -> int:
     return 1 + math.ceil(idle / filling * (1 - 1e-12))
 
 
-def _transfer_s(size_bytes: int, bits_per_second: float | None) -> float:
+def _transfer_s(size_bytes: float, bits_per_second: float | None) -> float:
     return 0.0 if bits_per_second is None else size_bytes * 8 / bits_per_second
 
 

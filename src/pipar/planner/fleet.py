@@ -18,6 +18,8 @@ Auto = Literal["auto"]
 _SAMPLE = 128
 #: Devices whose numbers of samples lie no further apart than this have as much data as each other.
 _ALIKE = 0.05
+#: What is faster than this is limited by the machines, not by the link.
+_LIMITLESS_BPS = 2e9
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Member:
     """One device of a fleet; "auto" where its plan is to be chosen.
 
     `window` is the given 1F1B window, 0 for all forwards first; "auto" takes a window only if memory asks for one.
+    `encoding` is that of activations and gradients.
     """
 
     name: str
@@ -35,12 +38,13 @@ class Member:
     split_point: int | Auto = "auto"
     micro_batches: int | Auto = "auto"
     window: int | Auto = "auto"
+    encoding: str = "auto"
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What its plan depends on, beside how much data it has: devices of one kind are planned once."""
         # Costs by identity: equal devices share theirs, and comparing profiles layer by layer would take longer.
-        given = (self.split_point, self.micro_batches, self.window)
+        given = (self.split_point, self.micro_batches, self.window, self.encoding)
         return (id(self.costs), self.link, self.memory_bytes, *given)
 
 
@@ -54,10 +58,35 @@ class Fleet:
     cores: int
     batch_size: int
     batch_statistics: bool = False
+    real_links: bool = False  # between machines: what they carry is not known before they have carried something
 
     @property
     def layers(self) -> int:
         return len(self.server.profile.layers)
+
+    def changes_below_bps(self, member: Member) -> float:
+        """Return the rate of a link below which what has changed in a model is there before the model itself is.
+
+        0 where models always travel whole: if that was asked for, if nobody has measured what changes take, and in
+        split learning, where no two parties have the same model.
+        """
+        device, server = member.costs, self.server
+        is_measured = all("changes" in costs.profile.coding for costs in (device, server))
+        if member.encoding == "raw" or self.method.one_device_at_a_time or not is_measured:
+            return 0.0
+        saved_bits = 8 * (1 - server.profile.changes_share)
+        up = device.changes_s_per_byte("pack") + server.changes_s_per_byte("install")
+        down = server.changes_s_per_byte("pack") + device.changes_s_per_byte("install")
+        return min(_LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
+
+    def sends_changes(self, member: Member, rate_bps: float | None) -> bool:
+        """Return whether models travel over a link of this rate as what has changed in them."""
+        return rate_bps is not None and rate_bps < self.changes_below_bps(member)
+
+    def keeps_base(self, member: Member) -> bool:
+        """Return whether a device keeps the last model that it was sent, so that its changes can be told."""
+        rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
+        return any(self.sends_changes(member, rate) for rate in ([0.0] if self.real_links else rates))
 
     def batches(self, samples: int) -> list[int]:
         """Return the number of samples of each iteration of a device's epoch."""

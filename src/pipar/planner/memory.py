@@ -2,8 +2,9 @@
 
     bytes = base + 3 w + g + m b s + b t
 
-w are the bytes of parameters of layers 1..P: weights, gradients and momentum; g are those of the largest of these
-layers, because a micro-batch's gradient is there before it is added to the others. m micro-batches of b samples are
+w are the bytes of parameters of layers 1..P: weights, gradients and momentum, and once more, 4 w, where models travel
+as what has changed since the one before, which is kept for that; g are those of the largest of these layers, because a
+micro-batch's gradient is there before it is added to the others. m micro-batches of b samples are
 in flight, each sample keeps s bytes from its forward until its backward, and the micro-batch that computes holds t
 more a sample in its hungriest layer.
 """
@@ -21,7 +22,9 @@ from pipar.schedule import cut_batch
 BASE_BYTES = 368 * 2**20
 
 
-def training_bytes(profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False) -> int:
+def training_bytes(
+    profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False, keeps_base: bool = False
+) -> int:
     """Return what a device's process needs to train by this plan.
 
     In flight are all micro-batches without a window, because all forwards come first, and at most `window` of them
@@ -36,7 +39,7 @@ def training_bytes(profile: Profile, plan: Plan, batch_size: int, *, batch_stati
     saved = sum(layer.saved_bytes for layer in layers)
     working = max(layer.working_bytes for layer in layers)
     largest = max(layer.parameter_bytes for layer in layers)
-    weights = 3 * profile.parameter_bytes(1, split_point) + largest
+    weights = (4 if keeps_base else 3) * profile.parameter_bytes(1, split_point) + largest
     return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
 
 
@@ -48,6 +51,7 @@ def fitting_window(
     memory_bytes: int,
     *,
     batch_statistics: bool = False,
+    keeps_base: bool = False,
 ) -> int | None:
     """Return the window with which a plan fits: 0 if all forwards first does, else the largest of 1F1B that does.
 
@@ -56,7 +60,8 @@ def fitting_window(
 
     def fits(window: int) -> bool:
         plan = Plan(split_point, micro_batches, window)
-        return training_bytes(profile, plan, batch_size, batch_statistics=batch_statistics) <= memory_bytes
+        needed = training_bytes(profile, plan, batch_size, batch_statistics=batch_statistics, keeps_base=keeps_base)
+        return needed <= memory_bytes
 
     if fits(0):
         return 0

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pipar.coding import encodings
+from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 6
+FORMAT = 7
 #: Two measurements of one machine differ by as much.
 _SCATTER = 0.1
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
 SHARES = (1, 2, 4, 16, 32)
+
+
+#: What an encoding with a loss leaves of float32 values where nobody has measured it: its form says so, about.
+_LOSSY_SHARES = {"fp16": 0.5, "bf16": 0.5, "int8": 0.26, "topk": 0.14}
 
 
 def batch_sizes(batch_size: int, *, batch_statistics: bool) -> tuple[int, ...]:
@@ -32,6 +39,16 @@ def item_bytes(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
+class CodingTimes:
+    """Seconds to encode a chunk and to decode a tensor by some encoding: of a call, and of a byte before encoding."""
+
+    encode_s: float = 0.0
+    encode_s_per_byte: float = 0.0
+    decode_s: float = 0.0
+    decode_s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """One layer: seconds per batch for each measured batch size, and its sizes.
 
@@ -39,7 +56,8 @@ class LayerProfile:
     parameters and buffers. `least_s` is the quickest forward and backward together, for bounds; empty: the usual ones.
     `saved_bytes` is what one sample's training keeps from the layer's forward until its backward, with the layer's
     output but without its input, which the layer before keeps; `working_bytes` is the most that its forward or
-    backward holds beside that, for a sample.
+    backward holds beside that, for a sample. `rectified` says that the network, cut behind this layer, ends in a ReLU
+    there. `shares` are what each encoding leaves of the bytes at that cut: of the activation, and of its gradient.
     """
 
     name: str
@@ -50,6 +68,8 @@ class LayerProfile:
     least_s: tuple[float, ...] = ()
     saved_bytes: int = 0
     working_bytes: int = 0
+    rectified: bool = False
+    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -63,6 +83,10 @@ class Profile:
 
     A machine that cannot hold the whole network has its first Q' layers here, and `total_layers` says how many the
     network has; 0 is as many as are here.
+
+    `coding` are the times of each encoding but raw, which has `encode_s` and the like of its own; one that is not there
+    was not measured, and is not chosen. Those of "changes" are what it takes to find what a round has changed in a
+    model, and to add it again, beside packing and installing; `changes_share` is what they are of the model's bytes.
 
     Times are of one core that has the machine for itself. `crowded` is how many times as long a pass takes, at each
     batch size, while all other cores compute as well; empty: they do not disturb each other.
@@ -91,6 +115,8 @@ class Profile:
     total_layers: int = 0
     crowded: tuple[float, ...] = ()
     crowd: int = 0  # so many other cores computed when `crowded` was measured
+    coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
+    changes_share: float = 1.0
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -124,9 +150,38 @@ class Profile:
         """Return the bytes of parameters and buffers of layers first..last, counted from 1."""
         return sum(layer.parameter_bytes for layer in self.layers[first - 1 : last])
 
+    def exchanged_bytes(self, split_point: int, *, changes: bool) -> int:
+        """Return the bytes of a device's part on the link: of all of it, or of what a round has changed in it."""
+        return round(self.parameter_bytes(1, split_point) * (self.changes_share if changes else 1.0))
+
     def output_bytes(self, layer: int) -> int:
         """Return the bytes of one sample's output of a layer, counted from 1."""
         return self.layers[layer - 1].output_bytes
+
+    def share(self, split_point: int, direction: str, encoding: str) -> float:
+        """Return the share of its bytes that an encoding leaves of what crosses a cut, "up" or "down"; unknown: all."""
+        known = self.layers[split_point - 1].shares.get(encoding)
+        if known is not None:
+            return known[direction == "down"]
+        return _LOSSY_SHARES[encoding] * 4 / item_bytes(self.dtype) if encoding in _LOSSY_SHARES else 1.0
+
+    def chunk_bytes(self, split_point: int, samples: int, encoding: str) -> list[int]:
+        """Return the bytes, before encoding, of each chunk that a micro-batch's tensor at a cut is encoded in.
+
+        By sizes alone: large samples are cut anywhere here, and between their rows where there are values.
+        """
+        item = item_bytes(self.dtype)
+        return chunk_bytes((samples, self.output_bytes(split_point) // item), item, encoding)
+
+    def coded_bytes(self, split_point: int, samples: int, direction: str, encoding: str) -> list[int]:
+        """Return what an encoding leaves of each of these chunks: a byte at least."""
+        share = self.share(split_point, direction, encoding)
+        return [max(1, round(raw * share)) for raw in self.chunk_bytes(split_point, samples, encoding)]
+
+    def coding_times(self, encoding: str) -> CodingTimes:
+        """Return the times of an encoding; of one that was not measured those of raw values."""
+        raw = CodingTimes(self.encode_s, self.encode_s_per_byte, self.decode_s, self.decode_s_per_byte)
+        return raw if encoding == "raw" else self.coding.get(encoding, raw)
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON that `load` reads back as the same profile."""
@@ -159,7 +214,11 @@ class Profile:
         values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
         layers = tuple(_layer(layer) for layer in _list(values["layers"], "layers"))
         lists = {key: tuple(_list(values[key], key)) for key in ("batch_sizes", "crowded")}
-        return cls(**{**values, "layers": layers, **lists})
+        coding = {
+            name: CodingTimes(**_only(CodingTimes, times))
+            for name, times in _object(values["coding"], "coding").items()
+        }
+        return cls(**{**values, "layers": layers, "coding": coding, **lists})
 
 
 @dataclass(frozen=True)
@@ -219,13 +278,15 @@ def _difference(profile: Profile, network: NetworkSizes) -> str | None:
     return None
 
 
+_CODED = (*encodings.CODED, "changes")
 _WRITE_ANEW = "Write it anew with 'pipar profile -o FILE'."
 
 
 def _layer(tree: Any) -> LayerProfile:
     values = _only(LayerProfile, tree)
     times = {key: tuple(_list(values[key], key)) for key in ("forward_s", "backward_s", "least_s")}
-    return LayerProfile(**{**values, **times})
+    shares = {name: tuple(_list(of, "shares")) for name, of in _object(values["shares"], "shares").items()}
+    return LayerProfile(**{**values, **times, "shares": shares})
 
 
 def _only(record: type, tree: Any) -> dict[str, Any]:
@@ -244,6 +305,12 @@ def _list(value: Any, key: str) -> list[Any]:
     return value
 
 
+def _object(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} is not an object.")
+    return value
+
+
 def _problem(profile: Profile) -> str | None:
     """Return what is wrong with a profile's numbers, if anything is."""
     sizes = profile.batch_sizes
@@ -251,12 +318,12 @@ def _problem(profile: Profile) -> str | None:
         return "batch_sizes are not whole numbers from 1 on in ascending order"
     if not profile.layers:
         return "it has no layers"
-    for field in fields(profile):
-        value = getattr(profile, field.name)
-        if field.type == "float" and not _is_amount(value):
-            return f"{field.name} is {value!r}, which is not a number of seconds from 0 on"
-        if field.type == "str" and not isinstance(value, str):
-            return f"{field.name} is not text"
+    for one in fields(profile):
+        value = getattr(profile, one.name)
+        if one.type == "float" and not _is_amount(value):
+            return f"{one.name} is {value!r}, which is not a number of seconds from 0 on"
+        if one.type == "str" and not isinstance(value, str):
+            return f"{one.name} is not text"
     if not _is_count(profile.total_layers) or 0 < profile.total_layers < len(profile.layers):
         return (
             f"total_layers is {profile.total_layers!r}, but {len(profile.layers)} layers are here: it is at least as "
@@ -266,7 +333,20 @@ def _problem(profile: Profile) -> str | None:
         return f"crowd is {profile.crowd!r}, not a number of cores"
     if profile.crowded and (len(profile.crowded) != len(sizes) or not all(_is_slowdown(r) for r in profile.crowded)):
         return f"crowded is {list(profile.crowded)}, not a factor from 1 on for each of {len(sizes)} batch sizes"
-    return next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
+    if not _is_share(profile.changes_share):
+        return f"changes_share is {profile.changes_share!r}, which is not a share above 0 and up to 1"
+    wrong = _coding_problem(profile.coding)
+    return wrong or next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
+
+
+def _coding_problem(coding: Mapping[str, CodingTimes]) -> str | None:
+    for name, times in coding.items():
+        if name not in _CODED:
+            return f"coding has times of '{name}', which is none of {', '.join(_CODED)}"
+        for key, seconds in asdict(times).items():
+            if not _is_amount(seconds):
+                return f"{key} of coding '{name}' is {seconds!r}, which is not a number of seconds from 0 on"
+    return None
 
 
 def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
@@ -282,12 +362,26 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
     for key in ("output_bytes", "parameter_bytes", "saved_bytes", "working_bytes"):
         if not _is_count(getattr(layer, key)):
             return f"{key} of layer '{layer.name}' is {getattr(layer, key)!r}, not a number of bytes from 0 on"
+    if not isinstance(layer.rectified, bool):
+        return f"rectified of layer '{layer.name}' is {layer.rectified!r}, not true or false"
+    for name, shares in layer.shares.items():
+        if name not in _CODED:
+            return f"shares of layer '{layer.name}' are of '{name}', which is none of {', '.join(_CODED)}"
+        if len(shares) != 2 or not all(_is_share(share) for share in shares):
+            return (
+                f"shares of '{name}' in layer '{layer.name}' are {list(shares)}, not two numbers above 0 and up to 1: "
+                "of activations and of gradients"
+            )
     return None
 
 
 def _is_amount(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and bool(0 <= value <= sys.float_info.max)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_amount(value) and bool(0 < value <= 1)
 
 
 def _is_slowdown(value: Any) -> bool:

@@ -91,7 +91,8 @@ def choose(
     if fleet.method.shares_server_model:
         best = min(plans_in_common(fleet), key=search.epoch_s)
     else:
-        own = start if start is not None and search.allows(start) else search.own_best()
+        own = search.as_allowed(start) if start is not None else None
+        own = own or search.own_best()
         for begin in search.best_of([own, search.best_shared(), *search.likely()]):
             search.improve(begin)
         search.polish()
@@ -154,13 +155,15 @@ def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
 
 
 def _best_by_estimate(fleet: Fleet, member: Member) -> tuple[Plan, float]:
-    times: dict[int, StageTimes] = {}
+    times: dict[tuple[object, ...], StageTimes] = {}
     found = []
     for plan in allowed_plans(fleet, member):
         p, n = plan.split_point, plan.micro_batches
-        if p not in times:
-            times[p] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link)
-        found.append((plan, closed_form_s(times[p].divided_by(n), n)))
+        key = (p, plan.up, plan.down)
+        if key not in times:
+            shares = member.costs.profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down)
+            times[key] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link, shares)
+        found.append((plan, closed_form_s(times[key].divided_by(n), n)))
     within = min(seconds for _, seconds in found) * (1 + ESTIMATE_TIE)
     tied = [(plan, seconds) for plan, seconds in found if seconds <= within]
     return min(tied, key=lambda item: (item[0].micro_batches, item[0].split_point))
@@ -204,8 +207,18 @@ class _Search:
         self._of = [{option.plan: option for option in options} for options in self._options]
         self._cuts = [_by_cut(options) for options in self._options]
 
-    def allows(self, by_kind: ByKind) -> bool:
-        return len(by_kind) == len(self._of) and all(p in of for p, of in zip(by_kind, self._of, strict=True))
+    def as_allowed(self, by_kind: ByKind) -> ByKind | None:
+        """Return these plans with the encodings that are right now; None if they are not all allowed."""
+        if len(by_kind) != len(self._options):
+            return None
+        found = [self._like(plan, options) for plan, options in zip(by_kind, self._options, strict=True)]
+        return None if None in found else tuple(plan for plan in found if plan is not None)
+
+    @staticmethod
+    def _like(plan: Plan, options: list[Candidate]) -> Plan | None:
+        wanted = (plan.split_point, plan.micro_batches, plan.window)
+        found = (o.plan for o in options if (o.plan.split_point, o.plan.micro_batches, o.plan.window) == wanted)
+        return next(found, None)
 
     def own_best(self) -> ByKind:
         """Return each kind's best plan, as if a device of it were alone."""

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+from pipar.coding.encodings import ALL, CODED
 from pipar.errors import ProtocolError
 
 
@@ -56,15 +58,60 @@ UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT})
 
 DTYPES = {"": 0, "float32": 1, "float64": 2}
 ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
-ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3}
+ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4} | {
+    name: number for number, name in enumerate(CODED, start=16)
+}
 LABEL_BYTES = 4  # int32, behind the activations
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The bytes of one chunk of a coded tensor, ready to be sent since `at`; hollow ones have a size only."""
+
+    size_bytes: int
+    buffers: tuple[memoryview, ...] = ()
+    at: float = 0.0
+
+    @classmethod
+    def of(cls, *buffers: memoryview | bytes) -> Payload:
+        views = tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        return cls(sum(view.nbytes for view in views), views)
+
+
+class Chunks:
+    """The chunks of a coded tensor: those that are ready, and how the others are made.
+
+    A message is posted with its first chunk, and leaves while the others are still being encoded.
+    """
+
+    __slots__ = ("_encode", "_next", "count", "ready")
+
+    def __init__(self, count: int, encode: Callable[[int], Payload]) -> None:
+        self.count = count
+        self.ready: list[Payload] = []
+        self._encode: Callable[[int], Payload] | None = encode
+        self._next = 0  # to be encoded: those before it may still be on their way to `ready`
+
+    def encode_next(self) -> Payload:
+        """Return the next chunk's bytes; whoever asks adds them when the time that this takes has passed."""
+        assert self._encode is not None
+        payload = self._encode(self._next)
+        self._next += 1
+        if self._next == self.count:
+            self._encode = None  # and with it the tensor
+        return payload
+
+    def add(self, payload: Payload, at: float = 0.0) -> None:
+        self.ready.append(replace(payload, at=at))
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
     """What a message carries: some buffers and how to read them.
 
-    A hollow body has a size and no buffers: a timing-only run moves it over the link like any other.
+    A hollow body has a size and no buffers: a timing-only run moves it over the link like any other. That of a coded
+    tensor has `chunks` instead of buffers where it is sent, and a buffer for each chunk where it is received; its size
+    is that of what it says, before it was encoded.
     """
 
     size_bytes: int = 0
@@ -72,10 +119,11 @@ class Body:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     encoding: str = "raw"
+    chunks: Chunks | None = field(default=None, compare=False)
 
     @property
     def hollow(self) -> bool:
-        return self.size_bytes > 0 and not self.buffers
+        return self.size_bytes > 0 and not self.buffers and self.chunks is None
 
     @classmethod
     def of(
@@ -91,9 +139,12 @@ class Body:
 
     def contiguous(self) -> memoryview:
         """Return all bytes as one buffer; copies only if there are several."""
-        if len(self.buffers) == 1:
-            return self.buffers[0]
-        return memoryview(bytearray().join(self.buffers))  # that may be written to: tensors can lie on it
+        return end_to_end(self.buffers)
+
+
+def end_to_end(buffers: tuple[memoryview, ...]) -> memoryview:
+    """Return buffers as one; copies only if there are several, to where it may be written: tensors can lie on it."""
+    return buffers[0] if len(buffers) == 1 else memoryview(bytearray().join(buffers))
 
 
 EMPTY = Body()
@@ -113,14 +164,6 @@ class Message:
 
     def __str__(self) -> str:
         return f"{self.kind.name}(epoch {self.epoch}, iteration {self.iteration}, micro-batch {self.micro_batch})"
-
-
-def joined(message: Message) -> Message:
-    """Return the message with its body as one buffer, for who reads it in several places."""
-    body = message.body
-    if len(body.buffers) <= 1:
-        return message
-    return replace(message, body=replace(body, buffers=(body.contiguous(),)))
 
 
 def json_body(content: dict[str, Any]) -> Body:
@@ -147,7 +190,7 @@ def tensor_bytes(message: Message) -> int:
     body = message.body
     size = math.prod(body.shape) * ITEM_BYTES[body.dtype]
     labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
-    if not body.dtype or body.encoding != "raw" or size + labels != body.size_bytes:
+    if not body.dtype or body.encoding not in ALL or size + labels != body.size_bytes:
         raise ProtocolError(
             f"{message} carries {body.size_bytes} bytes, but its header says {body.dtype or 'no dtype'} "
             f"of shape {body.shape} and {message.samples} samples."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
+from pipar.coding import encodings
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
 from pipar.protocol.messages import Body, Message, json_body, read_json
@@ -21,6 +22,8 @@ class Orders:
     batch_statistics: bool
     keep_momentum: bool
     proximal: float = 0.0  # the weight mu of FedProx's term; 0 without one
+    #: Over a slower link than this, models travel as what has changed in them; 0: always whole.
+    changes_below_bps: float = 0.0
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
@@ -33,31 +36,50 @@ class Orders:
             raise ProtocolError("The server's welcome is not what this version of pipar takes.")
         if min(content[key] for key in _COUNTS) < 1 or content["window"] < 0:
             raise ProtocolError("The server's welcome has a count below 1.")
-        proximal = content["proximal"]
-        if not (math.isfinite(proximal) and proximal >= 0):
-            raise ProtocolError(f"The server's welcome has a proximal weight of {proximal}, not a number from 0 on.")
-        plan = Plan(content.pop("split_point"), content.pop("micro_batches"), content.pop("window"))
+        for key, what in (("proximal", "proximal weight"), ("changes_below_bps", "rate for changes")):
+            if not (math.isfinite(content[key]) and content[key] >= 0):
+                raise ProtocolError(f"The server's welcome has a {what} of {content[key]}, not a number from 0 on.")
+        plan = Plan(**{key: content.pop(key) for key in _PLAN})
+        _check_encodings(plan)
         return cls(plan=plan, **content)
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether a device keeps the last model that it was sent, so that its changes can be told."""
+        return self.changes_below_bps > 0
+
+    def sends_changes(self, rate_bps: float | None) -> bool:
+        """Return whether what has changed in a model is there sooner than all of it; None is a link without a limit."""
+        return rate_bps is not None and rate_bps < self.changes_below_bps
 
     def changed_by(self, message: Message) -> Orders:
         """Return the orders with the plan that a PLAN message says."""
         content = read_json(message)
-        if {key: type(value) for key, value in content.items()} != dict.fromkeys(_PLAN, int):
+        if {key: type(value) for key, value in content.items()} != _PLAN:
             raise ProtocolError(f"{message} is not a plan that this version of pipar takes.")
         plan = Plan(**content)
+        _check_encodings(plan)
         if not 1 <= plan.split_point <= self.layers or plan.micro_batches < 1 or plan.window < 0:
             raise ProtocolError(f"{message} says {plan}, which a network of {self.layers} layers cannot be trained by.")
         return replace(self, plan=plan)
 
 
-_PLAN = ("split_point", "micro_batches", "window")
+_PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _COUNTS = ("split_point", "micro_batches", "layers", "batch_size")
 _CONTENT = {
-    **dict.fromkeys((*_COUNTS, "session", "window"), int),
+    **_PLAN,
+    **dict.fromkeys(("session", "layers", "batch_size"), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
     "proximal": float,
+    "changes_below_bps": float,
 }
+
+
+def _check_encodings(plan: Plan) -> None:
+    for encoding in (plan.up, plan.down):
+        if encoding not in encodings.ALL:
+            raise ProtocolError(f"The server orders the encoding '{encoding[:40]}', which this version does not have.")
 
 
 def plan_body(plan: Plan) -> Body:

@@ -1,7 +1,9 @@
 """Messages to frames and back: bytes in, messages out, no socket. `docs/wire.md` describes the bytes.
 
 A message longer than a chunk goes as several frames with the same sequence number, so that control
-messages overtake it and no limit on the size of a frame binds.
+messages overtake it and no limit on the size of a frame binds. Each chunk of a coded tensor is coded for itself, so
+that the first ones leave before the last ones are encoded; the header has the size before encoding, so that nothing
+that is small on the wire is larger in memory than it may be.
 """
 
 from __future__ import annotations
@@ -12,10 +14,21 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pipar.coding.chunks import OVERHEAD_BYTES, chunk_sizes
+from pipar.coding.encodings import CODED
 from pipar.errors import ProtocolError, VersionError
-from pipar.protocol.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message
+from pipar.protocol.messages import (
+    DTYPES,
+    ENCODINGS,
+    ITEM_BYTES,
+    Body,
+    Kind,
+    Message,
+    end_to_end,
+    tensor_bytes,
+)
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"PP"
 CHUNK_BYTES = 1_000_000
 #: As much as the header can count in chunks: more than any model we know of.
@@ -72,8 +85,14 @@ def check_fits(message: Message) -> None:
 
 
 def cut_message(message: Message, session: int, sequence: int, acknowledged: int = 0) -> Iterator[Frame]:
-    """Yield the frames of a message that fits; buffers are shared, not copied."""
+    """Yield the frames of a message that fits, as far as they are encoded; buffers are shared, not copied."""
     size = message.body.size_bytes
+    coded = message.body.chunks
+    if coded is not None:
+        for chunk in range(coded.count):
+            ready = coded.ready[chunk]
+            yield Frame(message, session, sequence, acknowledged, chunk, coded.count, ready.buffers, ready.size_bytes)
+        return
     chunks = _chunks(size)
     if chunks == 1:
         yield Frame(message, session, sequence, acknowledged, 0, 1, message.body.buffers, size)
@@ -208,8 +227,9 @@ class Assembler:
         self._begun: dict[int, _Begun] = {}  # by sequence number
 
     @property
-    def half_received(self) -> int:
-        return len(self._begun)
+    def held_bytes(self) -> int:
+        """How many bytes of half-received messages are here."""
+        return sum(part.nbytes for begun in self._begun.values() for part in begun.parts)
 
     def reset(self) -> None:
         """Forget messages of which only a part has come: they come again from their beginning."""
@@ -218,12 +238,13 @@ class Assembler:
     def feed(self, frame: Frame) -> Message | None:
         """Return the message that this frame completes, or None if chunks are still to come."""
         self._check_size(frame.message)
-        size = frame.message.body.size_bytes
         begun = self._begun.pop(frame.sequence, None) or _Begun(frame.message)
         in_place = (frame.chunk, frame.message) == (begun.chunk, begun.message)
-        if not in_place or frame.chunks != _chunks(size) or frame.payload_bytes != _share(size, frame.chunk):
+        is_coded = frame.message.body.encoding in CODED
+        fits = _is_coded_chunk(frame) if is_coded else _is_chunk(frame)
+        if not in_place or not fits:
             raise ProtocolError(f"{frame.message} came with chunk {frame.chunk} of {frame.chunks} out of place.")
-        if frame.chunks == 1:
+        if frame.chunks == 1 and not is_coded:
             return _with_buffers(frame.message, frame.payload)
         if frame.chunk < frame.chunks - 1:
             self._check_room(frame.message)
@@ -253,6 +274,24 @@ class Assembler:
             )
 
 
+def _is_chunk(frame: Frame) -> bool:
+    """Return whether a frame holds the share of its body that such a chunk has."""
+    size = frame.message.body.size_bytes
+    return frame.chunks == _chunks(size) and frame.payload_bytes == _share(size, frame.chunk)
+
+
+def _is_coded_chunk(frame: Frame) -> bool:
+    """Return whether a frame may hold that chunk of its tensor: no more bytes than the chunk has before encoding."""
+    message, body = frame.message, frame.message.body
+    labels = body.size_bytes - tensor_bytes(message)
+    item = ITEM_BYTES[body.dtype]
+    sizes = chunk_sizes(body.shape, item)
+    if frame.chunks != len(sizes) or frame.payload_bytes == 0:
+        return False
+    at_end = labels if frame.chunk == frame.chunks - 1 else 0
+    return at_end <= frame.payload_bytes <= sizes[frame.chunk] * item + OVERHEAD_BYTES + at_end
+
+
 @dataclass(slots=True)
 class _Begun:
     """A message of which some chunks have come."""
@@ -264,6 +303,10 @@ class _Begun:
     def keep(self, frame: Frame) -> None:
         """Keep the share of the body that a frame carries: as it came or, of a large body, in one buffer for all."""
         size = self.message.body.size_bytes
+        if self.message.body.encoding in CODED:
+            # A coded chunk is read alone, so it is one buffer; in memory it may come in several.
+            self.parts.extend((end_to_end(frame.payload),) if frame.payload else ())
+            return
         if size < LARGE_BODY_BYTES or not frame.payload:
             self.parts.extend(frame.payload)
             return

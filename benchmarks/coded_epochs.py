@@ -1,0 +1,68 @@
+"""What fewer bytes do to an epoch: the encodings that `auto` chooses against raw, the cut behind the first layer.
+
+In virtual time with costs, coding times and shares that were profiled on this machine, on 4g, for VGG-5 and VGG-16;
+VGG-5 on real CIFAR-10 images also in the real world, two device processes, turn by turn. On a link without a limit
+coding does not pay, and `auto` is to cost nothing. Needs CIFAR-10 (PIPAR_DATA).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.record import Claim, pipar
+
+_SETTINGS = [
+    "data.name=cifar10", "data.samples_per_device=500", "data.validation=0", "data.test=0", "devices.count=2",
+    "devices.speed=0.5", "server.cores=1", "plan.split_point=1", "plan.replan=false", "run.trace=off",
+]  # fmt: skip
+MOST = {"vgg5": 0.70, "vgg16": 0.55}
+TURNS = 3
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
+    claims: list[Claim] = []
+    details: dict[str, object] = {"settings": _SETTINGS}
+    for model, most in MOST.items():
+        profile = folder / f"{model}.json"
+        pipar(["profile", f"--set=model.name={model}", *_set(_SETTINGS), "--output", str(profile)], folder)
+        there = [f"model.name={model}", f"server.profile={profile}", f"devices.profile={profile}"]
+        found = {
+            coded: _epoch([*there, "devices.link=4g"], coded, folder, "--timing-only") for coded in ("raw", "auto")
+        }
+        details[f"virtual, {model}"] = found
+        ratio = found["auto"]["seconds"] / found["raw"]["seconds"]
+        claims.append(Claim(f"epoch with auto / raw, {model} on 4g, virtual", ratio, "", most=most))
+        print(claims[-1], flush=True)
+    ratio, details["real, 4g"] = _turns("4g", folder)
+    claims.append(Claim("epoch with auto / raw, vgg5 on 4g, real", ratio, "", most=MOST["vgg5"]))
+    ratio, turns = _turns("unlimited", folder)
+    details["real, unlimited"] = turns
+    claims.append(Claim("epoch with auto / raw, vgg5 without a limit, real", ratio, ""))
+    coded = sum(set(turn["auto"]["plan"]) != {"raw"} for turn in turns)
+    claims.append(Claim("runs without a limit in which auto encoded something", coded, "", most=0))
+    return claims, details
+
+
+def _turns(link: str, folder: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Return the median ratio of epochs that were trained turn by turn, and what was measured."""
+    there = ["model.name=vgg5", f"devices.link={link}", "run.epochs=2"]
+    turns = [{coded: _epoch(there, coded, folder) for coded in ("raw", "auto")} for _ in range(TURNS)]
+    return median(turn["auto"]["seconds"] / turn["raw"]["seconds"] for turn in turns), turns
+
+
+def _epoch(settings: list[str], encoding: str, folder: Path, *world: str) -> dict[str, Any]:
+    result = pipar(["run", *_set([*_SETTINGS, *settings, f"wire.encoding={encoding}"]), *world], folder)
+    last, plan = result["epochs"][-1], result["plans"][0]
+    return {
+        "seconds": last["seconds"],
+        "bytes": last["bytes_up"] + last["bytes_down"],
+        "micro_batches": plan["micro_batches"],
+        "plan": (plan["up"], plan["down"]),
+        "weights_sha256": result["weights_sha256"],
+    }
+
+
+def _set(settings: list[str]) -> list[str]:
+    return [f"--set={setting}" for setting in settings]

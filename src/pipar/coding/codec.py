@@ -1,0 +1,94 @@
+"""Activations and gradients at the cut to fewer bytes and back; `docs/wire.md` describes the bytes.
+
+A tensor is coded in chunks, so that the first are under way while the last are coded. Exactly: behind a ReLU zeros are
+not sent, and exponents are entropy-coded; every bit of every value comes back. With a loss: see `lossy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipar.coding.chunks import OVERHEAD_BYTES
+from pipar.coding.encodings import LOSSY
+from pipar.coding.lossy import Lossy, decode_lossy, encode_lossy
+from pipar.coding.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
+from pipar.coding.planes import plane_buffers, read_planes
+from pipar.coding.sections import CODED, VERBATIM, Buffer, Reader, buffer, total_bytes
+from pipar.errors import ProtocolError
+
+
+def encode(
+    values: NDArray[Any], encoding: str, *, kept: Mask | None = None, row: int = 0, lossy: Lossy | None = None
+) -> tuple[Buffer, ...]:
+    """Return buffers that, laid end to end, are the payload of one chunk: 1-D, contiguous, float32 or float64.
+
+    `kept` says which values are sent where the receiver knows it as well; others come out as zero. Without it the
+    sparse encodings leave out the values whose bits are all zero, and send a mask: negative zeros and NaNs stay.
+    `row` and `lossy` are for the encodings with a loss only. The buffers are views of new memory or of `values`.
+    """
+    assert values.ndim == 1
+    assert values.flags.c_contiguous
+    assert values.dtype in (np.dtype("<f4"), np.dtype("<f8"))
+    assert encoding != "raw", "raw values are sent as they are"
+    assert kept is None or (kept.shape == values.shape and kept.dtype == np.bool_)
+    if encoding in LOSSY:
+        return encode_lossy(values, encoding, kept=kept, row=row, lossy=lossy)
+    return _encode_exactly(values.view(_bits_dtype(values)), encoding, kept)
+
+
+def decode(payload: memoryview, encoding: str, out: NDArray[Any], *, kept: Mask | None = None, row: int = 0) -> None:
+    """Write all of `out` from the payload of one chunk, zeros where nothing was kept.
+
+    A payload that does not fit is a ProtocolError; before it is known to fit, no memory is taken for what it holds, and
+    never more than a small multiple of `out`.
+    """
+    assert out.ndim == 1
+    assert encoding != "raw", "raw values are received as they are"
+    if payload.nbytes > out.nbytes + OVERHEAD_BYTES:
+        raise ProtocolError(
+            f"The peer sent a coded tensor of {payload.nbytes} bytes, more than the {out.nbytes} that it has uncoded."
+        )
+    reader = Reader(payload)
+    if encoding in LOSSY:
+        decode_lossy(reader, encoding, out, kept=kept, row=row)
+    else:
+        _decode_exactly(reader, encoding, out.view(_bits_dtype(out)), kept)
+
+
+def _bits_dtype(values: NDArray[Any]) -> str:
+    return f"<u{values.itemsize}"
+
+
+def _sends_mask(encoding: str, kept: Mask | None) -> bool:
+    return kept is None and encoding in ("sparse", "sparse-planes")
+
+
+def _encode_exactly(bits: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:
+    """Return the buffers of a chunk: as the encoding says, or the values as they are if that is no longer."""
+    mask: tuple[Buffer, ...] = ()
+    known = kept
+    if _sends_mask(encoding, kept):
+        kept = not_zero(bits)
+        mask = mask_section(kept)
+    chosen = gather(bits, kept)
+    coded = *mask, *(buffer(chosen) if encoding == "sparse" else plane_buffers(chosen))
+    plain = chosen if known is kept else bits
+    if total_bytes(coded) < plain.nbytes:
+        return bytes((CODED,)), *coded
+    return bytes((VERBATIM,)), *buffer(plain)
+
+
+def _decode_exactly(reader: Reader, encoding: str, out: NDArray[Any], kept: Mask | None) -> None:
+    coded = reader.form() == CODED
+    if coded and _sends_mask(encoding, kept):
+        kept = read_mask(reader, out.size)
+    count = kept_count(out.size, kept)
+    if coded and encoding != "sparse":
+        bits = read_planes(reader, count, out.itemsize)
+    else:
+        bits = reader.array(count, out.dtype.str)
+    reader.end()
+    scatter(out, kept, bits)

@@ -1,0 +1,115 @@
+"""A model as what has changed since one that the receiver has, exactly.
+
+The bits of a weight and of the same weight a round ago, taken as whole numbers, are close to each other: their
+difference has mostly zeros in its upper bytes, which an entropy coder makes short. Tensors that have not changed cost
+one byte.
+
+Both sides have tensors of the same names, dtypes and shapes, so none of these travels, and what is decoded is as large
+as what is there. The bytes: a form for each tensor, in the order of their names, then the parts of all of them. `SAME`
+has no part; `WHOLE` has the tensor's own bytes; `CHANGED` has its byte planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipar.coding.sections import Buffer, Reader, buffer, section, total_bytes
+from pipar.errors import ProtocolError
+
+Tensors = Mapping[str, NDArray[Any]]
+
+SAME, WHOLE, CHANGED = range(3)
+#: Differences of so many values at once stay in a core's cache.
+_STRETCH = 65_536
+_UNSIGNED = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+
+
+def encode_changes(tensors: Tensors, base: Tensors) -> tuple[Buffer, ...]:
+    """Return buffers that, laid end to end, say what these tensors are to who has `base`, which has the like."""
+    forms = bytearray()
+    parts: list[Buffer] = []
+    for name in sorted(base):
+        form, buffers = _encode_one(tensors[name], base[name])
+        forms.append(form)
+        parts += buffers
+    return bytes(forms), *parts
+
+
+def decode_changes(payload: memoryview, base: Tensors) -> dict[str, NDArray[Any]]:
+    """Return the tensors that a payload says; what does not fit is a ProtocolError."""
+    reader = Reader(payload)
+    forms = bytes(reader.take(len(base)))
+    tensors = {name: _decode_one(reader, form, base[name]) for name, form in zip(sorted(base), forms, strict=True)}
+    reader.end()
+    return tensors
+
+
+def _encode_one(tensor: NDArray[Any], before: NDArray[Any]) -> tuple[int, tuple[Buffer, ...]]:
+    assert (tensor.dtype, tensor.shape) == (before.dtype, before.shape)
+    bits, known = _bits(tensor), _bits(before)
+    if np.array_equal(bits, known):
+        return SAME, ()
+    planes = tuple(
+        part
+        for at in range(0, bits.size, _STRETCH)
+        for part in _planes(_folded(bits[at : at + _STRETCH] - known[at : at + _STRETCH]))
+    )
+    return (CHANGED, planes) if total_bytes(planes) < bits.nbytes else (WHOLE, buffer(bits))
+
+
+def _decode_one(reader: Reader, form: int, before: NDArray[Any]) -> NDArray[Any]:
+    if form == SAME:
+        return before.copy()
+    if form == WHOLE:
+        return _checked(reader.array(before.size, before.dtype.str).reshape(before.shape))
+    if form != CHANGED:
+        raise ProtocolError(f"The peer sent a model with a tensor of form {form}, which is unknown.")
+    out = np.empty_like(before, order="C")
+    bits, known = out.reshape(-1).view(_UNSIGNED[out.itemsize]), _bits(before)
+    for at in range(0, bits.size, _STRETCH):
+        stretch = known[at : at + _STRETCH]
+        bits[at : at + _STRETCH] = stretch + _unfolded(_read_planes(reader, stretch.size, stretch.dtype))
+    return _checked(out)
+
+
+def _checked(tensor: NDArray[Any]) -> NDArray[Any]:
+    """Return the tensor, or raise if it has truth values that are neither: torch would take them for anything."""
+    if tensor.dtype == np.bool_ and tensor.size and tensor.view(np.uint8).max() > 1:
+        raise ProtocolError("The peer sent a model with a truth value that is neither.")
+    return tensor
+
+
+def _bits(tensor: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(tensor).reshape(-1).view(_UNSIGNED[tensor.itemsize])
+
+
+def _folded(difference: NDArray[Any]) -> NDArray[Any]:
+    """Return small numbers for small differences of either sign: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    top = np.array(difference.itemsize * 8 - 1, difference.dtype)
+    one = np.array(1, difference.dtype)
+    folded: NDArray[Any] = (difference << one) ^ (np.array(0, difference.dtype) - (difference >> top))
+    return folded
+
+
+def _unfolded(folded: NDArray[Any]) -> NDArray[Any]:
+    one = np.array(1, folded.dtype)
+    difference: NDArray[Any] = (folded >> one) ^ (np.array(0, folded.dtype) - (folded & one))
+    return difference
+
+
+def _planes(values: NDArray[Any]) -> tuple[Buffer, ...]:
+    """Return the sections of each byte of the values, the highest first; each is coded where that makes it shorter."""
+    columns = values.view(np.uint8).reshape(-1, values.itemsize)
+    every = (section(np.ascontiguousarray(columns[:, place])) for place in reversed(range(values.itemsize)))
+    return tuple(part for plane in every for part in plane)
+
+
+def _read_planes(reader: Reader, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    columns = np.empty((count, dtype.itemsize), np.uint8)
+    for place in reversed(range(dtype.itemsize)):
+        columns[:, place] = reader.section(count)
+    return columns.reshape(-1).view(dtype)

@@ -1,0 +1,226 @@
+"""Encodings with a loss: halves, int8 by row, the largest tenth. What is lost is counted, and can be made up for later.
+
+fp16, bf16   a value becomes the nearest one of two bytes, ties to even. The error is not made up for: it is small.
+int8         It becomes a whole number of steps, -127..127; a step is a 127th of the largest magnitude of its row.
+             Rounded up or down at random, so that it is right on average. Made up for.
+topk         It stays as it is if its magnitude is among the largest tenth of its chunk, else it is zero. Made up for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipar.coding import halves
+from pipar.coding.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
+from pipar.coding.sections import CODED, VERBATIM, Buffer, Reader, buffer, section, total_bytes
+
+_WITH_FEEDBACK = ("int8", "topk")
+#: Rows shorter than this share a scale: four bytes for each would cost more than int8 saves.
+_LEAST_VALUES_A_SCALE = 64
+_LARGEST_SHARE = 10  # one of so many values is kept by topk
+_STEPS = 127
+
+
+class Residual:
+    """What a lossy code lost of one micro-batch, to be added to the next one's values before they are coded.
+
+    The samples of the next micro-batch are others, so no value has a loss of its own to get back. What can be made up
+    for is what was lost on average at each feature position: `carried`[i] is the mean, over a micro-batch's samples, of
+    the values at position i minus what the receiver got. A position that is always too small to be sent adds up until
+    it is sent. The memory is that of one sample, twice (the loss that is collected and the one that is added), however
+    many samples there are. `begin` is called before the first chunk of each tensor; its chunks then come in order.
+    """
+
+    def __init__(self, features: int) -> None:
+        self.carried = np.zeros(features)
+        self._lost = np.zeros(features)
+        self._values = 0  # of this tensor, so far
+
+    def begin(self) -> None:
+        """Start with the next tensor: what was lost of the last one is carried from now on."""
+        if self._values:
+            self.carried = self._lost / max(1.0, self._values / self.carried.size)
+            self._lost = np.zeros_like(self.carried)
+            self._values = 0
+
+    def add_to(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values of the next chunk with what is carried for their positions."""
+        added = self.carried.take(self._positions(values.size), mode="wrap").astype(values.dtype)
+        added += values
+        return added
+
+    def collect(self, lost: NDArray[Any]) -> None:
+        """Take in what was lost of the chunk, and go on behind it; a loss that is not finite is none to carry on."""
+        features, finite = self.carried.size, np.where(np.isfinite(lost), lost, 0)
+        self._lost += np.bincount(self._positions(lost.size) % features, finite, minlength=features)
+        self._values += lost.size
+
+    def _positions(self, count: int) -> NDArray[np.intp]:
+        return np.arange(self._values, self._values + count)
+
+
+@dataclass
+class Lossy:
+    """What the sender of lossily coded tensors keeps: chance, the residual, and how much was lost so far.
+
+    Without `rng` int8 rounds to the nearest; without `residual` nothing is made up for. One of these belongs to one
+    sender of one device's tensors, and to one thread at a time.
+    """
+
+    rng: np.random.Generator | None = None
+    residual: Residual | None = None
+    squared_error: float = field(default=0.0, init=False)
+    squared_norm: float = field(default=0.0, init=False)
+
+    def begin(self) -> None:
+        """Say that the first chunk of a tensor comes next."""
+        if self.residual is not None:
+            self.residual.begin()
+
+    @property
+    def relative_error(self) -> float:
+        """The norm of all errors over the norm of all values that were to be sent; 0 if all of these were zero."""
+        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
+
+    def count(self, values: NDArray[Any], received: NDArray[Any]) -> None:
+        """Add what the receiver gets instead of these values to the error."""
+        self.squared_error += _squared_norm(received - values)
+        self.squared_norm += _squared_norm(values)
+
+
+def _squared_norm(values: NDArray[Any]) -> float:
+    # Not a dot product: for that numpy wakes threads that cost more than they do.
+    return float(np.square(values, dtype=np.float64).sum())
+
+
+def encode_lossy(
+    values: NDArray[Any], encoding: str, *, kept: Mask | None, row: int, lossy: Lossy | None
+) -> tuple[Buffer, ...]:
+    """Return the buffers of one chunk's payload."""
+    wanted = values if kept is None else np.where(kept, values, values.dtype.type(0))
+    residual = lossy.residual if lossy is not None and encoding in _WITH_FEEDBACK else None
+    made_up = wanted if residual is None else residual.add_to(wanted)
+    if residual is not None and kept is not None:
+        made_up[~kept] = 0  # the receiver would not see it
+    buffers = _encode(made_up, encoding, kept, row, lossy)
+    if lossy is not None:
+        received = np.empty_like(values)
+        decode_lossy(Reader(memoryview(b"".join(buffers))), encoding, received, kept=kept, row=row)
+        lossy.count(wanted, received)
+        if residual is not None:
+            residual.collect(made_up - received)
+    return buffers
+
+
+def decode_lossy(reader: Reader, encoding: str, out: NDArray[Any], *, kept: Mask | None, row: int) -> None:
+    """Write all of `out`."""
+    if encoding == "int8":
+        _read_int8(reader, out, kept, row)
+    elif encoding == "topk":
+        _read_largest(reader, out)
+    else:
+        _read_halves(reader, encoding, out, kept)
+
+
+def _encode(
+    values: NDArray[Any], encoding: str, kept: Mask | None, row: int, lossy: Lossy | None
+) -> tuple[Buffer, ...]:
+    if encoding == "int8":
+        return _int8_buffers(values, kept, row, None if lossy is None else lossy.rng)
+    if encoding == "topk":
+        return _largest_buffers(values)
+    return _half_buffers(values, encoding, kept)
+
+
+# ---- halves ----
+
+
+def _half_buffers(values: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:
+    """Return a form byte and the halves; if the receiver has no mask, one and no zeros where that is shorter."""
+    convert = halves.to_fp16 if encoding == "fp16" else halves.to_bf16
+    plain = convert(gather(values, kept))
+    if kept is None:
+        nonzero = not_zero(plain)
+        coded = *mask_section(nonzero), *buffer(gather(plain, nonzero))
+        if total_bytes(coded) < plain.nbytes:
+            return bytes((CODED,)), *coded
+    return bytes((VERBATIM,)), *buffer(plain)
+
+
+def _read_halves(reader: Reader, encoding: str, out: NDArray[Any], kept: Mask | None) -> None:
+    if reader.form() == CODED:
+        kept = read_mask(reader, out.size)
+    plain = reader.array(kept_count(out.size, kept), "<u2")
+    reader.end()
+    with np.errstate(invalid="ignore"):  # a NaN that signals is one all the same
+        scatter(out, kept, halves.from_fp16(plain) if encoding == "fp16" else halves.from_bf16(plain))
+
+
+# ---- int8 ----
+
+
+def _rows(count: int, row: int) -> tuple[int, int]:
+    """Return how many scales a chunk has, and how many values share one (the last may have fewer)."""
+    together = row * -(-_LEAST_VALUES_A_SCALE // row) if row else max(1, count)
+    return -(-count // together), together
+
+
+def _steps(scales: NDArray[np.float32], count: int, together: int) -> NDArray[np.float32]:
+    """Return each value's step."""
+    return np.repeat(scales, together)[:count]
+
+
+def _int8_buffers(
+    values: NDArray[Any], kept: Mask | None, row: int, rng: np.random.Generator | None
+) -> tuple[Buffer, ...]:
+    """Return each row's step as a float32, and a section with the kept values in steps.
+
+    A row with a value that is not finite has a step of NaN: all of it comes out as NaN, so that it is noticed.
+    """
+    count, together = _rows(values.size, row)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, together)) if count else values
+        scales = (largest / _STEPS).astype(np.float32)
+        scales[~np.isfinite(scales)] = np.nan
+        steps = _steps(scales, values.size, together)
+        steps[~(steps > 0)] = 1  # all of the row is zero, or none of it counts
+        scaled = values / steps
+        scaled += 0.5 if rng is None else rng.random(values.size, np.float32)
+        whole = np.clip(np.floor(scaled, out=scaled), -_STEPS, _STEPS)
+    return *buffer(scales), *section(gather(np.nan_to_num(whole).astype(np.int8), kept).view(np.uint8))
+
+
+def _read_int8(reader: Reader, out: NDArray[Any], kept: Mask | None, row: int) -> None:
+    count, together = _rows(out.size, row)
+    scales = reader.array(count, "<f4")
+    whole = reader.section(kept_count(out.size, kept)).view(np.int8)
+    reader.end()
+    with np.errstate(over="ignore", invalid="ignore"):
+        scatter(out, kept, whole * gather(_steps(scales, out.size, together), kept))
+
+
+# ---- the largest ----
+
+
+def _largest_buffers(values: NDArray[Any]) -> tuple[Buffer, ...]:
+    """Return a section with the mask of the values of largest magnitude, and these as they are."""
+    magnitude = values.view(f"<u{values.itemsize}") << 1  # without the sign
+    keep = -(-values.size // _LARGEST_SHARE)
+    kept = np.zeros(values.size, np.bool_)
+    if keep:
+        # As whole numbers the bits are in the order of the magnitudes, and a NaN is larger than all: it is not lost.
+        kept[np.argpartition(magnitude, values.size - keep)[values.size - keep :]] = True
+        kept &= magnitude != 0
+    return *mask_section(kept), *buffer(gather(values, kept))
+
+
+def _read_largest(reader: Reader, out: NDArray[Any]) -> None:
+    kept = read_mask(reader, out.size)
+    values = reader.array(kept_count(out.size, kept), out.dtype.str)
+    reader.end()
+    scatter(out, kept, values)

@@ -1,0 +1,119 @@
+"""A payload's sections: bytes that are entropy-coded where that makes them shorter, and their reader.
+
+A section begins with a byte that says its form. Verbatim, it is as long as both sides know it to be; coded, its length
+follows as a little-endian uint32, then one zstandard frame that says how much it holds.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from pipar.errors import ProtocolError
+
+Buffer = memoryview | bytes
+Bytes = NDArray[np.uint8]
+
+VERBATIM, CODED = 0, 1
+_LENGTH = struct.Struct("<BI")
+
+
+class _Coders(threading.local):
+    """zstandard's objects, which one thread at a time may use and which are worth keeping."""
+
+    def __init__(self) -> None:
+        # What these bytes hide is that some of them are rare; that they repeat in strings is chance. So nearly nothing
+        # is looked up (64 strings of 7 bytes are remembered), and all is left to the Huffman code: smaller, and faster.
+        self.compressor = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters(
+                window_log=18,
+                chain_log=6,
+                hash_log=6,
+                search_log=1,
+                min_match=7,
+                target_length=0,
+                strategy=zstandard.STRATEGY_FAST,
+            )
+        )
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_coders = _Coders()
+
+
+def section(plain: Bytes) -> tuple[Buffer, ...]:
+    """Return the buffers of a section: coded if that is shorter."""
+    coded = _coders.compressor.compress(plain.data)
+    if _LENGTH.size + len(coded) < 1 + plain.nbytes:
+        return _LENGTH.pack(CODED, len(coded)), coded
+    return bytes((VERBATIM,)), *buffer(plain)
+
+
+def buffer(array: NDArray[Any]) -> tuple[Buffer, ...]:
+    """Return an array's bytes as they are, or nothing if it has none."""
+    return (array.data.cast("B"),) if array.nbytes else ()
+
+
+def total_bytes(buffers: tuple[Buffer, ...]) -> int:
+    return sum(len(part) for part in buffers)
+
+
+class Reader:
+    """Takes a payload apart from its beginning; whatever does not fit is a ProtocolError.
+
+    What it allocates is as large as its caller says, never as large as the payload says.
+    """
+
+    def __init__(self, payload: memoryview) -> None:
+        self._left = payload.cast("B") if payload.nbytes else memoryview(b"")
+
+    def take(self, count: int) -> memoryview:
+        """Return the next bytes."""
+        if count > self._left.nbytes:
+            raise ProtocolError(
+                f"The peer sent a coded tensor that ends too early: {count} bytes are needed where "
+                f"{self._left.nbytes} are left."
+            )
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken
+
+    def form(self) -> int:
+        """Return the next byte, which says whether what follows is verbatim or coded."""
+        form = self.take(1)[0]
+        if form not in (VERBATIM, CODED):
+            raise ProtocolError(f"The peer sent a coded tensor with a part of form {form}, which is unknown.")
+        return form
+
+    def array(self, count: int, dtype: str) -> NDArray[Any]:
+        """Return the next values as an array of its own: numpy is slow on values at odd addresses."""
+        plain = np.frombuffer(self.take(count * np.dtype(dtype).itemsize), np.uint8)
+        return plain.copy().view(dtype)
+
+    def section(self, needed: int) -> Bytes:
+        """Return the next section, which holds as many bytes as its reader needs."""
+        if self.form() == VERBATIM:
+            return np.frombuffer(self.take(needed), np.uint8)
+        (length,) = struct.unpack("<I", self.take(4))
+        return np.frombuffer(_decompressed(self.take(length), needed), np.uint8)
+
+    def end(self) -> None:
+        """Raise if bytes are left."""
+        if self._left.nbytes:
+            raise ProtocolError(f"The peer sent a coded tensor with {self._left.nbytes} bytes behind its end.")
+
+
+def _decompressed(frame: memoryview, needed: int) -> bytes:
+    """Return what a frame holds if it says so and it is as much as needed; only then memory is taken for it."""
+    try:
+        announced = zstandard.get_frame_parameters(frame).content_size
+        if announced == needed:
+            # zstandard itself sees to it that a frame holds as much as it says.
+            return _coders.decompressor.decompress(frame, max_output_size=needed, allow_extra_data=False)
+    except zstandard.ZstdError:
+        raise ProtocolError("The peer sent a coded tensor with a part that cannot be decompressed.") from None
+    raise ProtocolError(f"The peer sent a coded tensor with a part of {announced} bytes where {needed} are needed.")

@@ -1,0 +1,211 @@
+"""What crosses each cut of a network: how few bytes the encodings leave of it, and how long they take on this machine.
+
+Both depend on the numbers, so they are those of a real training pass: activations on the way up, gradients on the way
+down. Of each cut a few chunks are kept, which say as much as all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from statistics import mean, median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipar.coding import encodings
+from pipar.coding.chunks import chunk_sizes, row_values
+from pipar.coding.codec import decode, encode
+from pipar.coding.delta import decode_changes, encode_changes
+from pipar.coding.masks import not_zero
+from pipar.planner.profile import CodingTimes
+
+T = TypeVar("T")
+Values = NDArray[Any]
+
+#: Chunks of a cut that are looked at: half a megabyte.
+_CHUNKS = 2
+#: Times are measured on chunks of the size that large tensors are cut into, and on small ones.
+_LARGE_BYTES, _SMALL_BYTES = 256 * 1024, 16 * 1024
+_REPETITIONS = 3
+_MODEL_BYTES = 8_000_000
+#: How far a weight moves in five steps of one gradient, by the learning rate 0.01 and the momentum 0.9.
+_FIVE_STEPS = 0.01 * sum((1 - 0.9**step) / 0.1 for step in range(1, 6))
+
+
+@dataclass
+class Crossing:
+    """Some chunks of what crosses one cut, both ways; `row` values belong together, as codecs want to know."""
+
+    row: int
+    up: list[Values] = field(default_factory=list)
+    down: list[Values] = field(default_factory=list)
+
+    def shares(self, *, rectified: bool) -> dict[str, tuple[float, float]]:
+        """Return what each encoding leaves of the bytes up and down; the sparse ones are for cuts behind a ReLU."""
+        allowed = [name for name in encodings.CODED if rectified or not encodings.is_sparse(name)]
+        if not self.up or not self.down:
+            return {}
+        return {name: (self._share(name, None), self._share(name, self.down)) for name in allowed}
+
+    def _share(self, encoding: str, gradients: list[Values] | None) -> float:
+        raw = coded = 0
+        for number, activation in enumerate(self.up):
+            sent = activation if gradients is None else gradients[number]
+            kept = _kept(activation, encoding) if gradients is not None else None
+            raw += sent.nbytes
+            coded += sum(len(part) for part in encode(sent, encoding, kept=kept, row=self.row))
+        return min(1.0, coded / raw)
+
+
+def run_through(model: nn.Sequential, inputs: Tensor, targets: Tensor, *, with_loss: bool) -> list[Crossing]:
+    """Return what crosses the cuts of a network in one training pass over some samples.
+
+    Behind the first layers of a network, which have no loss, the gradient is made up. The gradients of the weights are
+    left behind.
+    """
+    crossings: list[Crossing] = []
+    output = inputs
+    cuts = len(model) - 1 if with_loss else len(model)
+    for place, layer in enumerate(model, start=1):
+        output = layer(output)
+        if place <= cuts:
+            crossing = Crossing(row_values(tuple(output.shape)))
+            crossing.up = _some_chunks(output)  # copies: the next layer may overwrite it
+            crossings.append(crossing)
+            if output.requires_grad:
+                output.register_hook(partial(_keep, crossing))
+    loss = functional.cross_entropy(output, targets, reduction="sum") / len(targets) if with_loss else output
+    if loss.requires_grad:
+        torch.autograd.backward(loss, None if with_loss else torch.randn_like(loss) / len(targets))
+    return crossings
+
+
+def changes_in_a_round(model: nn.Module) -> tuple[float, CodingTimes]:
+    """Return what a round's changes are of a model's bytes, and how long they take to be found and to be added.
+
+    A round is five steps down the gradients that are there, by the default rate and momentum; of a large model the
+    first megabytes are looked at.
+    """
+    before, after, size = {}, {}, 0
+    for name, weight in model.named_parameters():
+        if weight.grad is None or size > _MODEL_BYTES:
+            continue
+        before[name] = weight.detach().numpy()
+        after[name] = (weight.detach() - _FIVE_STEPS * weight.grad).numpy()
+        size += weight.nbytes
+    if not size:
+        return 1.0, CodingTimes()
+    encode_s, buffers = _timed(lambda: encode_changes(after, before))
+    payload = memoryview(b"".join(buffers))
+    decode_s, _ = _timed(lambda: decode_changes(payload, before))
+    share = min(1.0, payload.nbytes / size)
+    return share, CodingTimes(encode_s_per_byte=encode_s / size, decode_s_per_byte=decode_s / size)
+
+
+def _timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Return the CPU time of something that was done once before, and what came of it."""
+    work()
+    start = time.thread_time()
+    result = work()
+    return time.thread_time() - start, result
+
+
+def _keep(crossing: Crossing, gradient: Tensor) -> None:
+    crossing.down = _some_chunks(gradient)
+
+
+def _some_chunks(tensor: Tensor) -> list[Values]:
+    """Return copies of a few chunks from all over a tensor."""
+    values = tensor.detach().contiguous().numpy()
+    bounds = [0, *accumulate(chunk_sizes(values.shape, values.itemsize))]
+    every = list(pairwise(bounds))
+    count = min(_CHUNKS, len(every))
+    flat = values.reshape(-1)
+    places = [every[number * (len(every) - 1) // max(1, count - 1)] for number in range(count)]
+    return [flat[start:end].copy() for start, end in places]
+
+
+def coding_times(crossing: Crossing, pause_s: float) -> dict[str, CodingTimes]:
+    """Return how long each encoding takes: CPU seconds of a call and of a byte, the mean over both directions.
+
+    One after another, so that none finds its own leavings in the caches, and from rest each time, as in training.
+    """
+    if not crossing.up or not crossing.down:
+        return {}
+    measured: dict[str, list[_Timed]] = {
+        name: [_Timed(crossing, name, way, size) for size in (_SMALL_BYTES, _LARGE_BYTES) for way in ("up", "down")]
+        for name in encodings.CODED
+    }
+    for _ in range(1 + _REPETITIONS):  # the first warms up
+        time.sleep(pause_s)
+        for timed in measured.values():
+            for one in timed:
+                one.run()
+    return {name: _line(timed) for name, timed in measured.items()}
+
+
+class _Timed:
+    """One encoding of one chunk, and decoding it again, several times."""
+
+    def __init__(self, crossing: Crossing, encoding: str, way: str, size_bytes: int) -> None:
+        activation, gradient = crossing.up[0], crossing.down[0]
+        count = size_bytes // activation.itemsize
+        self.size_bytes = count * activation.itemsize
+        # As long as is wanted, whatever the network's tensors are.
+        self._activation = np.resize(activation, count)
+        self._values = self._activation if way == "up" else np.resize(gradient, count)
+        self._encoding, self._row, self._way = encoding, min(crossing.row, count), way
+        self._out = np.empty_like(self._values)
+        self._encode_s: list[float] = []
+        self._decode_s: list[float] = []
+
+    def run(self) -> None:
+        start = time.thread_time()
+        buffers = encode(self._values, self._encoding, kept=self._known(), row=self._row)
+        self._encode_s.append(time.thread_time() - start)
+        payload = memoryview(b"".join(buffers))
+        start = time.thread_time()
+        decode(payload, self._encoding, self._out, kept=self._known(), row=self._row)
+        self._decode_s.append(time.thread_time() - start)
+
+    def _known(self) -> NDArray[np.bool_] | None:
+        """Return where a gradient is sent; both sides find it out."""
+        return _kept(self._activation, self._encoding) if self._way == "down" else None
+
+    @property
+    def encode_s(self) -> float:
+        return median(self._encode_s[1:])
+
+    @property
+    def decode_s(self) -> float:
+        return median(self._decode_s[1:])
+
+
+def _kept(activation: Values, encoding: str) -> NDArray[np.bool_] | None:
+    return not_zero(activation) if encodings.is_sparse(encoding) else None
+
+
+def _line(timed: Sequence[_Timed]) -> CodingTimes:
+    small, large = timed[:2], timed[2:]
+    sizes = (small[0].size_bytes, large[0].size_bytes)
+
+    def through(take: Callable[[_Timed], float]) -> tuple[float, float]:
+        return line(sizes, (mean(map(take, small)), mean(map(take, large))))
+
+    return CodingTimes(*through(lambda one: one.encode_s), *through(lambda one: one.decode_s))
+
+
+def line(sizes: tuple[int, int], times: tuple[float, float]) -> tuple[float, float]:
+    """Return the fixed cost and the cost of a byte of a line through two measurements; neither is below zero."""
+    if sizes[1] <= sizes[0]:
+        return 0.0, times[1] / sizes[1]
+    per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+    return max(0.0, times[0] - per_byte * sizes[0]), per_byte

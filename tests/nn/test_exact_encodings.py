@@ -1,0 +1,85 @@
+"""The same bits, whatever the encoding: both parts of a network, with everything between them as it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from pipar.coding import encodings
+from pipar.nn.aggregate import weights_sha256
+from pipar.nn.models import build_model
+from pipar.nn.rectified import rectified_cuts
+from pipar.nn.split import split_model
+from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
+from pipar.protocol.messages import Body, Kind, Message
+from pipar.protocol.wire import Assembler, cut_message, pack_frame, unpack_frame
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NETWORKS = ("vgg5", "vgg16", "resnet18", "resnet101", "mobilenetv3_small", "mobilenetv3_large")
+SHAPE = (3, 32, 32)
+
+
+def travel(kind: Kind, piece: Piece, body: Body) -> Message:
+    """Return a message as it arrives over a link, its chunks encoded one behind the other."""
+    if body.chunks is not None:
+        while len(body.chunks.ready) < body.chunks.count:
+            body.chunks.add(body.chunks.encode_next())
+    assembler = Assembler()
+    sent = Message(kind, 1, 1, 1, piece.samples, piece.batch_samples, body)
+    arrived = [assembler.feed(unpack_frame(pack_frame(frame))) for frame in cut_message(sent, 1, 1)]
+    assert arrived[-1] is not None
+    return arrived[-1]
+
+
+def trained(model: nn.Sequential, split_point: int, up: str, down: str, batches: list[list[Piece]]) -> str:
+    """Return the hash of all weights after an epoch."""
+    front, rest = split_model(model, split_point)
+    device = TorchDevicePart(front, Optimizer(), has_loss=False)
+    server = TorchServerPart(rest, Optimizer(), classes=10)
+    for pieces in batches:
+        activations = [device.forward(1 + n, piece) for n, piece in enumerate(pieces)]
+        for n, (piece, activation) in enumerate(zip(pieces, activations, strict=True), start=1):
+            message = travel(Kind.ACTIVATION, piece, device.encode(activation, piece, up))
+            served = server.backward(server.forward(server.decode(message, up)))
+            answer = travel(Kind.GRADIENT, piece, server.encode(served, down))
+            gradient = device.decode(_numbered(answer, n), down)
+            device.backward(n, gradient)
+        device.step()
+        server.step()
+    return weights_sha256(model.state_dict())
+
+
+def _numbered(message: Message, n: int) -> Message:
+    return Message(message.kind, 1, 1, n, message.samples, message.batch_samples, message.body)
+
+
+def batches(count: int) -> Iterator[list[Piece]]:
+    chance = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        inputs, labels = torch.randn(4, *SHAPE, generator=chance), torch.randint(10, (4,), generator=chance)
+        yield cut_pieces(inputs, labels, [2, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_after_an_epoch_are_the_same_bits_with_every_exact_encoding_at_every_cut(name: str, norm: str) -> None:
+    model = build_model(name, input_shape=SHAPE, classes=10, norm=norm, seed=3)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rectified = rectified_cuts(model, SHAPE)
+    layers = len(model)
+    data = list(batches(2 if name == "vgg5" else 1))
+    hashes = {}
+    for split_point in range(1, layers):
+        # All of them behind the first layer; at the other cuts what they are made of, together. Raw ones are once
+        # enough: where the network is cut does not matter.
+        tried = encodings.EXACT if split_point == 1 else ("sparse-planes",)
+        for encoding in tried:
+            here = encoding if split_point in rectified else encodings.dense(encoding)
+            model.load_state_dict(start)
+            hashes[split_point, encoding] = trained(model, split_point, here, here, data)
+    assert len(set(hashes.values())) == 1, hashes

@@ -1,0 +1,34 @@
+"""A device that brings back changes which no model has is dismissed by name; the server goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipar.errors import ProtocolError, UnusableModelError
+from pipar.nn.learner import TorchLearner
+from pipar.nn.steps import Optimizer
+from pipar.nn.tensors import read_state
+from pipar.protocol.messages import Body
+from pipar.protocol.orders import Returned
+
+
+def changes(payload: bytes) -> Body:
+    return Body.of(payload, encoding="changes")
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(1), b"\0\0more", b"\x02\0", b"\x01\x01", b"\x09\0"])
+def test_device_that_brings_back_what_is_no_model_is_named(payload: bytes) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    learner = TorchLearner(model, {"pi": 1}, Optimizer(), classes=2, shares_server_model=False, keep_momentum=False)
+    before = learner.sha256()
+    with pytest.raises(UnusableModelError, match="pi brought back"):
+        learner.aggregate([Returned("pi", changes(payload), 5)])
+    assert learner.sha256() == before
+
+
+def test_changes_of_a_model_that_numpy_cannot_hold_are_refused() -> None:
+    """Changes are never sent of one, but a device may say that it does."""
+    with pytest.raises(ProtocolError):
+        read_state(changes(b"\0"), {"scale": torch.ones(2, dtype=torch.bfloat16)})
