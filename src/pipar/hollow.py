@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,9 @@ class HollowLearner:
         return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
 
     def forget(self, device: str) -> None:
+        pass
+
+    def keep_only(self, devices: Collection[str]) -> None:
         pass
 
     def rewind(self) -> None:

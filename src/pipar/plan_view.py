@@ -23,7 +23,8 @@ _RUNNERS_UP = 5
 
 def plan_view(explained: Explanation) -> RenderableType:
     """Return everything that `pipar plan` shows."""
-    parts: list[RenderableType] = [_title(explained), _choice(explained), _epoch_line(explained), _lanes(explained)]
+    parts: list[RenderableType] = [_title(explained), _choice(explained), *_encodings(explained)]
+    parts += [_epoch_line(explained), _lanes(explained)]
     if explained.states:
         parts += [_states_line(explained), _states(explained)]
     picture = explained.picture()
@@ -52,7 +53,6 @@ def _choice(explained: Explanation) -> Table:
     """Return one row for devices that are alike; what none of them has is no column."""
     rows = explained.rows()
     windows, limits = any(row.plan.window for row in rows), any(row.memory_bytes is not None for row in rows)
-    coded = any(row.plan.encoding != "raw" for row in rows)
     table = new_table()
     table.add_column("devices", overflow="fold")
     table.add_column("machine", no_wrap=True)
@@ -61,21 +61,27 @@ def _choice(explained: Explanation) -> Table:
         "P",
         "N",
         *(["schedule"] if windows else []),
-        *(["encoding", "bytes\nup/down"] if coded else []),
         "trained\nafter s",
         *(["memory\nMiB"] if limits else []),
     ):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         schedule = [f"1F1B({row.plan.window})" if row.plan.window else ""] if windows else []
-        encoding = [row.plan.encoding, _shares_text(row)] if coded else []
         memory = [_memory_text(row)] if limits else []
         plan = (str(row.plan.split_point), str(row.plan.micro_batches))
         link = link_text(row.devices[0].link).replace(" Mbit/s", "")
         seconds = f"{row.predicted_s:.2f}"
         who = (_devices_text(row.devices), _machine_text(row), link)
-        table.add_row(*who, *plan, *schedule, *encoding, seconds, *memory)
+        table.add_row(*who, *plan, *schedule, seconds, *memory)
     return table
+
+
+def _encodings(explained: Explanation) -> list[Text]:
+    """Return a line for each kind of devices that send fewer bytes than raw values have."""
+    rows = [row for row in explained.rows() if row.plan.encoding != "raw"]
+    return [
+        Text(f"{_devices_text(row.devices)}: {row.plan.encoding}, {_shares_text(row)} of the bytes") for row in rows
+    ]
 
 
 def _devices_text(members: Sequence[Member]) -> str:

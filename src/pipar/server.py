@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -70,6 +70,7 @@ class Learner(Protocol):
     def model_bytes(self) -> int: ...
     def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None: ...
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
+    def keep_only(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
     def rewind(self) -> None: ...  # what all have done since then to a model that they share
     def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
@@ -321,11 +322,11 @@ class Server:
     def _let_go(self) -> None:
         """Free the replicas of those who are gone, and plan for the others: who comes anew gets another one."""
         gone = self._taking_part - self._reception.sessions.keys()
-        for device in sorted(gone):
-            if not self._training.method.shares_server_model:
-                self._learner.forget(device)
-            if self._replanner is not None:
+        if self._replanner is not None:
+            for device in sorted(gone):
                 self._replanner.leave(device)
+        # Also those that a checkpoint had of devices which have not come back.
+        self._learner.keep_only(self._reception.sessions.keys())
         self._taking_part -= gone
 
     async def _round(self, epoch: int, group: list[Session]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipar.coding.chunks import OVERHEAD_BYTES
 from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
 from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
@@ -101,8 +102,10 @@ class Holdings:
         model = whole if scenario.replans else profile.parameter_bytes(1, plan.split_point)
         momentum = whole if scenario.keep_momentum and scenario.replans else 0
         trace = _SPANS_BYTES * (samples // BATCH + 1) * (plan.micro_batches + 1)
-        rounds = 2 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
-        said = plan.micro_batches * _MESSAGE_BYTES * splits
+        rounds = 3 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
+        # What does not get shorter by an encoding gets longer, by a little for each chunk.
+        coded = activations * OVERHEAD_BYTES // scenario.coded_chunk_bytes
+        said = plan.micro_batches * (_MESSAGE_BYTES + OVERHEAD_BYTES) * splits + coded
         of_a_round = model + momentum + _ROUND_BYTES
         return Held(
             "",

@@ -68,7 +68,7 @@ class Scenario:
     is_proved: bool = True  # devices have credentials with their names
     chunk_bytes: int = 1_000_000
     coded_chunk_bytes: int = 256 * 1024  # of a tensor before it is encoded
-    sends_changes: bool = True  # models travel as what has changed in them, where the method allows it
+    encoding: str = "auto"  # of what is sent; but for "raw", models travel as what has changed in them, too
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -125,7 +125,7 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         chunk_bytes=rng.choice((2_500, 1_000_000)),
         # A sample in several chunks, one to a few samples a chunk, all in one.
         coded_chunk_bytes=coding.choice((300, 700, 1_400, 256 * 1024)),
-        sends_changes=coding.random() < 0.7,
+        encoding=coding.choice(("raw", "auto", "planes", "sparse-planes", "sparse-planes")),
         faults=draw_faults(rng, names, rounds * _ROUND_S, max(window_s, 1.0)),
     )
 

@@ -650,7 +650,7 @@ def make_config(scenario: Scenario) -> Config:
                 "trace": "off",
             },
             "model": {"dtype": "float64", "norm": "none"},
-            "wire": {"encoding": "auto" if scenario.sends_changes else "raw"},
+            "wire": {"encoding": scenario.encoding},
             "optimizer": {
                 "learning_rate": 0.1,
                 "momentum_at_aggregation": "keep" if scenario.keep_momentum else "reset",
@@ -691,6 +691,7 @@ def make_profile(model: nn.Sequential) -> Profile:
         forward, rectified = (0.01, 0.03), place in RECTIFIED
         layers.append(LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights, rectified=rectified))
     # Each chunk takes so long that messages are often half encoded when something happens to them.
-    coding = {name: CodingTimes(encode_s=0.03, decode_s=0.002) for name in (*encodings.EXACT[1:], "changes")}
+    coding = {name: CodingTimes(encode_s=0.03, decode_s=0.002) for name in encodings.EXACT[1:]}
+    coding["changes"] = CodingTimes()
     network = ("simulated", "float64", (1, BATCH), tuple(layers))
-    return Profile(*network, load_s=0.005, pack_s=0.02, install_s=0.02, coding=coding)
+    return Profile(*network, load_s=0.005, pack_s=0.02, install_s=0.02, coding=coding, changes_share=0.5)

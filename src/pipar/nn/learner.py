@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,6 +102,11 @@ class TorchLearner:
                 replica.discard()
         else:
             self._replicas.pop(device, None)
+
+    def keep_only(self, devices: Collection[str]) -> None:
+        """Free the replicas of all other devices; one that is shared stays."""
+        for device in [] if self._shared else self._replicas.keys() - set(devices):
+            del self._replicas[device]
 
     def rewind(self) -> None:
         """Put a model that all share back to what the last aggregation left: weights, buffers and momentum."""
