@@ -100,6 +100,8 @@ class Holdings:
         whole = profile.parameter_bytes(1, LAYERS)
         # A plan moves layers: what still comes of the one before may be of all of them.
         model = whole if scenario.replans else profile.parameter_bytes(1, plan.split_point)
+        # Layers are moved before the plan is told.
+        replica = whole if scenario.replans else profile.parameter_bytes(plan.split_point + 1, LAYERS)
         momentum = whole if scenario.keep_momentum and scenario.replans else 0
         trace = _SPANS_BYTES * (samples // BATCH + 1) * (plan.micro_batches + 1)
         rounds = 3 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
@@ -111,7 +113,7 @@ class Holdings:
             "",
             link_bytes=activations + said + rounds * of_a_round + trace,
             inbox_bytes=activations + model + momentum,
-            replica_bytes=0 if shares else profile.parameter_bytes(plan.split_point + 1, LAYERS),
+            replica_bytes=0 if shares else replica,
             places=1,
         )
 
