@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
-import tracemalloc
 from collections import Counter
 from typing import Any
 
+import memory_peak
 import numpy as np
 import pytest
 import zstandard
@@ -179,12 +179,4 @@ def test_a_bomb_behind_the_right_size_takes_no_memory() -> None:
 def peak_bytes(data: bytes, encoding: str, tensor: NDArray[Any]) -> int:
     """Return the most memory that decoding takes beyond the tensor itself."""
     out, view = np.empty_like(tensor), memoryview(data)
-    tracemalloc.start()
-    try:
-        decode(view, encoding, out, row=ROW)
-    except ProtocolError:
-        pass
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    return peak
+    return memory_peak.peak_bytes(lambda: decode(view, encoding, out, row=ROW))

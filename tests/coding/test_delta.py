@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
-import tracemalloc
 from collections import Counter
 from typing import Any
 
+import memory_peak
 import numpy as np
 import pytest
 import zstandard
@@ -179,15 +179,7 @@ def outcome(payload: bytes, base: Tensors = BASE) -> str | None:
 
 def peak_bytes(payload: bytes, base: Tensors = BASE) -> int:
     view = memoryview(payload)
-    tracemalloc.start()
-    try:
-        decode_changes(view, base)
-    except ProtocolError:
-        pass
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    return peak
+    return memory_peak.peak_bytes(lambda: decode_changes(view, base))
 
 
 def test_a_payload_that_is_cut_or_extended_is_refused() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipar.coding.chunks import OVERHEAD_BYTES
-from pipar.coding.encodings import LOSSY
+from pipar.coding.encodings import LOSSY, is_sparse
 from pipar.coding.lossy import Lossy, decode_lossy, encode_lossy
 from pipar.coding.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
 from pipar.coding.planes import plane_buffers, read_planes
@@ -63,7 +63,7 @@ def _bits_dtype(values: NDArray[Any]) -> str:
 
 
 def _sends_mask(encoding: str, kept: Mask | None) -> bool:
-    return kept is None and encoding in ("sparse", "sparse-planes")
+    return kept is None and is_sparse(encoding)
 
 
 def _encode_exactly(bits: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:

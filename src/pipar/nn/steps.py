@@ -76,11 +76,43 @@ def cut_pieces(inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int]) -> 
     return [Piece(x, y, total) for x, y in zip(torch.split(inputs, sizes), torch.split(labels, sizes), strict=True)]
 
 
+#: Gives the random numbers that belong to a place.
+Chance = Callable[..., np.random.Generator]
+
+
+class _Losses:
+    """What a lossy encoding of one part's tensors has lost, and makes up for."""
+
+    def __init__(self, chance: Chance | None) -> None:
+        self._chance = chance
+        self._lossy: Lossy | None = None
+
+    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
+        """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
+        if encoding not in LOSSY:
+            return None
+        if self._lossy is None:
+            self._lossy = Lossy(residual=Residual(tensor[0].numel()))
+        self._lossy.rng = None if self._chance is None else self._chance(*place)
+        return self._lossy
+
+    def take(self) -> tuple[float, float] | None:
+        """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
+        if self._lossy is None:
+            return None
+        sums = (self._lossy.squared_error, self._lossy.squared_norm)
+        self._lossy.squared_error = self._lossy.squared_norm = 0.0
+        return sums
+
+
 class Part:
     """The layers on one side of the cut with their optimiser: what a step and an exchange of models need."""
 
-    def __init__(self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0) -> None:
+    def __init__(
+        self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, chance: Chance | None = None
+    ) -> None:
         self.module = module.train()
+        self._losses = _Losses(chance)
         self._proximal = proximal
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, where there is a proximal term
         self._optimizer = optimizer
@@ -98,6 +130,10 @@ class Part:
         """Forget gradients that no step has applied yet."""
         if self._torch_optimizer is not None:
             self._torch_optimizer.zero_grad(set_to_none=True)
+
+    def take_error(self) -> tuple[float, float] | None:
+        """Return what a lossy encoding has lost since the last call: squared errors, and the squared values."""
+        return self._losses.take()
 
     @torch.no_grad()
     def _add_proximal_gradient(self) -> None:
@@ -172,35 +208,6 @@ class Part:
                 self._torch_optimizer.state[parameters[name]][_MOMENTUM] = momentum.clone()
 
 
-#: Gives the random numbers that belong to a place.
-Chance = Callable[..., np.random.Generator]
-
-
-class _Losses:
-    """What a lossy encoding of one part's tensors has lost, and makes up for."""
-
-    def __init__(self, chance: Chance | None) -> None:
-        self._chance = chance
-        self._lossy: Lossy | None = None
-
-    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
-        """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
-        if encoding not in LOSSY:
-            return None
-        if self._lossy is None:
-            self._lossy = Lossy(residual=Residual(tensor[0].numel()))
-        self._lossy.rng = None if self._chance is None else self._chance(*place)
-        return self._lossy
-
-    def take(self) -> tuple[float, float] | None:
-        """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
-        if self._lossy is None:
-            return None
-        sums = (self._lossy.squared_error, self._lossy.squared_norm)
-        self._lossy.squared_error = self._lossy.squared_norm = 0.0
-        return sums
-
-
 class TorchDevicePart(Part):
     """M^c_k: layers 1..P on the device; with P = Q the loss, too."""
 
@@ -214,11 +221,10 @@ class TorchDevicePart(Part):
         chance: Chance | None = None,
         keeps_base: bool = False,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal)
+        super().__init__(module, optimizer, proximal=proximal, chance=chance)
         self._keeps_base = keeps_base
         self._base: dict[str, torch.Tensor] | None = None  # what came last, so that its changes can be told
         self._has_loss = has_loss
-        self._losses = _Losses(chance)
         self.last_loss: float | None = None  # the mean over the last batch, where the device computes it
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
@@ -245,9 +251,6 @@ class TorchDevicePart(Part):
         """Return the loss summed over the samples since the last call."""
         loss, self.loss_sum = self.loss_sum, 0.0
         return loss
-
-    def take_error(self) -> tuple[float, float] | None:
-        return self._losses.take()
 
     def discard(self) -> None:
         """Forget an epoch that does not count; the weights come anew, and so does the momentum."""
@@ -306,9 +309,8 @@ class TorchServerPart(Part):
         proximal: float = 0.0,
         chance: Chance | None = None,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal)
+        super().__init__(module, optimizer, proximal=proximal, chance=chance)
         self._classes = classes
-        self._losses = _Losses(chance)
         # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
         # and so would one with a view of its input, as nn.Flatten makes it, in between.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
@@ -365,9 +367,6 @@ class TorchServerPart(Part):
         return tensor_body(
             activation.grad, encoding=encoding, kept=kept, lossy=self._losses.of(activation, encoding, place)
         )
-
-    def take_error(self) -> tuple[float, float] | None:
-        return self._losses.take()
 
     def take_loss(self) -> float:
         """Return the loss summed over the samples since the last call."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -64,6 +64,11 @@ ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4} | 
 LABEL_BYTES = 4  # int32, behind the activations
 
 
+def _views(buffers: Iterable[memoryview | bytes | bytearray]) -> tuple[memoryview, ...]:
+    """Return the bytes of those buffers that have any; nothing is copied."""
+    return tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     """The bytes of one chunk of a coded tensor, ready to be sent since `at`; hollow ones have a size only."""
@@ -74,7 +79,7 @@ class Payload:
 
     @classmethod
     def of(cls, *buffers: memoryview | bytes) -> Payload:
-        views = tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        views = _views(buffers)
         return cls(sum(view.nbytes for view in views), views)
 
 
@@ -134,7 +139,7 @@ class Body:
         encoding: str = "raw",
     ) -> Body:
         """Return a body over the given buffers; nothing is copied."""
-        views = tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        views = _views(buffers)
         return cls(sum(view.nbytes for view in views), views, dtype, shape, encoding)
 
     def contiguous(self) -> memoryview:
