@@ -2,13 +2,14 @@
 
 In virtual time with costs, coding times and shares that were profiled on this machine, on 4g, for VGG-5 and VGG-16;
 VGG-5 on real CIFAR-10 images also in the real world, two device processes, turn by turn. On a link without a limit
-coding does not pay, and `auto` is to cost nothing. Needs CIFAR-10 (PIPAR_DATA).
+coding does not pay, and `auto` is to cost nothing: the quickest of many epochs of each count there, because whatever
+else a machine does makes an epoch longer. Needs CIFAR-10 (PIPAR_DATA).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.record import Claim, pipar
@@ -19,6 +20,8 @@ _SETTINGS = [
 ]  # fmt: skip
 MOST = {"vgg5": 0.70, "vgg16": 0.55}
 TURNS = 3
+#: Without a limit an epoch takes a second, and 1 % of it is looked for.
+UNLIMITED_TURNS, UNLIMITED_EPOCHS = 6, 12
 
 
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
@@ -35,21 +38,29 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
         ratio = found["auto"]["seconds"] / found["raw"]["seconds"]
         claims.append(Claim(f"epoch with auto / raw, {model} on 4g, virtual", ratio, "", most=most))
         print(claims[-1], flush=True)
-    ratio, details["real, 4g"] = _turns("4g", folder)
+    turns = _turns("4g", folder, TURNS, epochs=2)
+    details["real, 4g"] = turns
+    ratio = median(turn["auto"]["seconds"] / turn["raw"]["seconds"] for turn in turns)
     claims.append(Claim("epoch with auto / raw, vgg5 on 4g, real", ratio, "", most=MOST["vgg5"]))
-    ratio, turns = _turns("unlimited", folder)
+    turns = _turns("unlimited", folder, UNLIMITED_TURNS, UNLIMITED_EPOCHS)
     details["real, unlimited"] = turns
-    claims.append(Claim("epoch with auto / raw, vgg5 without a limit, real", ratio, ""))
+    ratio = _quickest(turns, "auto") / _quickest(turns, "raw")
+    claims.append(Claim("epoch with auto / raw, vgg5 without a limit, real", ratio, "", most=1.01))
     coded = sum(set(turn["auto"]["plan"]) != {"raw"} for turn in turns)
     claims.append(Claim("runs without a limit in which auto encoded something", coded, "", most=0))
     return claims, details
 
 
-def _turns(link: str, folder: Path) -> tuple[float, list[dict[str, Any]]]:
-    """Return the median ratio of epochs that were trained turn by turn, and what was measured."""
-    there = ["model.name=vgg5", f"devices.link={link}", "run.epochs=2"]
-    turns = [{coded: _epoch(there, coded, folder) for coded in ("raw", "auto")} for _ in range(TURNS)]
-    return median(turn["auto"]["seconds"] / turn["raw"]["seconds"] for turn in turns), turns
+def _turns(link: str, folder: Path, count: int, epochs: int) -> list[dict[str, Any]]:
+    """Return what was trained turn by turn; who is first changes, too."""
+    there = ["model.name=vgg5", f"devices.link={link}", f"run.epochs={epochs}"]
+    orders = [("raw", "auto") if turn % 2 == 0 else ("auto", "raw") for turn in range(count)]
+    return [{coded: _epoch(there, coded, folder) for coded in order} for order in orders]
+
+
+def _quickest(turns: list[dict[str, Any]], coded: str) -> float:
+    """Return the mean over the turns of the quickest epoch of each."""
+    return mean(min(turn[coded]["epochs"]) for turn in turns)
 
 
 def _epoch(settings: list[str], encoding: str, folder: Path, *world: str) -> dict[str, Any]:
@@ -57,6 +68,7 @@ def _epoch(settings: list[str], encoding: str, folder: Path, *world: str) -> dic
     last, plan = result["epochs"][-1], result["plans"][0]
     return {
         "seconds": last["seconds"],
+        "epochs": [epoch["seconds"] for epoch in result["epochs"]],
         "bytes": last["bytes_up"] + last["bytes_down"],
         "micro_batches": plan["micro_batches"],
         "plan": (plan["up"], plan["down"]),

@@ -16,7 +16,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import make_plans, plan_choice, planned, rehearse, simulation
 
 LAYERS = tuple(
@@ -64,6 +64,25 @@ def test_a_choice_is_told_as_it_goes_on() -> None:
     shares = [event.share for event in seen if isinstance(event, Preparing)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def with_coding(job: Job, encoding: str) -> Job:
+    """Return the job with a profile by which encodings leave half of the bytes, for little time."""
+    times = dict.fromkeys(("planes", "sparse", "sparse-planes", "changes"), CodingTimes(1e-5, 2e-9, 1e-5, 2e-9))
+    layers = tuple(replace(layer, rectified=True, shares=dict.fromkeys(times, (0.5, 0.5))) for layer in LAYERS)
+    profile = replace(PROFILE, layers=layers, coding=times, changes_share=0.5)
+    config = job.config.model_copy(update={"wire": job.config.wire.model_copy(update={"encoding": encoding})})
+    profiles = dict.fromkeys(job.device_profiles, profile)
+    return planned(replace(job, config=config, server_profile=profile, device_profiles=profiles))
+
+
+@pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
+def test_without_a_limit_auto_orders_what_raw_orders(method: str) -> None:
+    # Devices are told the same, to the last field: what follows cannot cost more.
+    job = make_job(method, {"link": "unlimited"}, {"link": "unlimited"})
+    assert with_coding(job, "auto").orders() == with_coding(job, "raw").orders()
+    limited = make_job(method, {"link": "4g"})
+    assert with_coding(limited, "auto").orders() != with_coding(limited, "raw").orders()
 
 
 @pytest.mark.parametrize("estimate", ["paper", "simulation"])
