@@ -83,7 +83,7 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
     shard, model = workload.own_shard(workload.names[0]), workload.build_model().train()
     behind_relu = rectified_cuts(model, workload.input_shape)
     for epoch in range(1, max(EPOCHS) + 1):
-        loss = _train(model, workload.optimizer(), shard, epoch)
+        loss = train(model, workload.optimizer(), shard, epoch)
         for split_point in case.split_points if epoch in EPOCHS else ():
             crossed = list(crossings(model, shard, epoch + 1, split_point))
             where = {"model": case.model, "P": split_point, "epoch": epoch, "train_loss": loss}
@@ -92,7 +92,7 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _train(model: nn.Sequential, optimizer: Optimizer, shard: Shard, epoch: int) -> float:
+def train(model: nn.Sequential, optimizer: Optimizer, shard: Shard, epoch: int) -> float:
     """Train an epoch, without the momentum of the one before, as is pipar's default; return the mean loss."""
     steps = optimizer.over(model)
     assert steps is not None

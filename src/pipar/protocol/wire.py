@@ -131,7 +131,7 @@ def _payloads(buffers: tuple[memoryview, ...]) -> Iterator[tuple[memoryview, ...
 
 
 def pack_frame(frame: Frame) -> bytes:
-    """Return the bytes of a frame: the only copy between a tensor and the socket."""
+    """Return the bytes of a frame: our only copy between a tensor and gRPC."""
     message, body = frame.message, frame.message.body
     fixed = _FIXED.pack(
         MAGIC,
