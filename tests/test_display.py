@@ -12,7 +12,8 @@ from rich.console import Console
 from pipar.config import config_from
 from pipar.display import Display, Gauges
 from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
-from pipar.tables import epoch_header, epoch_line, plans_text, setting_text
+from pipar.tables import epoch_header, epoch_line
+from pipar.wording import plans_text, setting_text
 
 STARTED = Started(
     folder="runs/x",

@@ -20,7 +20,7 @@ LINES = [
     errors units clock keyed factory events
     backoff logs monitor
     coding.*
-    stages schedule methods aggregation config
+    stages schedule methods aggregation config wording
     planner.*
     protocol.*
     trace
@@ -32,7 +32,9 @@ LINES = [
     forecast judge
     compute lifeline device server turns ledger hollow job results session reception replanning foresight choosing \
     validation keeper
-    enrolment assemble torchside workload planning prepare virtual processes run explain deployment faults.*
+    enrolment assemble torchside workload planning prepare virtual processes explain
+    report.*
+    run deployment faults.*
     __init__
     display tables chart plan_view cli.* __main__
     """.strip().splitlines()

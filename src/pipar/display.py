@@ -16,8 +16,9 @@ from rich.text import Text
 
 from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
 from pipar.methods import METHODS, Plan
-from pipar.tables import epoch_header, epoch_line, percent, plans_text
+from pipar.tables import epoch_header, epoch_line, percent
 from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
+from pipar.wording import plans_text
 
 #: How often the live part is drawn; more is a cost without a gain.
 REFRESH_HZ = 4.0

@@ -15,7 +15,8 @@ from pipar.explain import Exhaustive, Explanation, Option, Picture, Plans, Row
 from pipar.planner.fleet import Member
 from pipar.planner.select import TIE
 from pipar.planner.timing import LANES
-from pipar.tables import link_text, new_table, percent
+from pipar.tables import new_table, percent
+from pipar.wording import link_text
 
 _BAR = 30
 _RUNNERS_UP = 5

@@ -174,7 +174,8 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     """Give the display that watches a run; an interruption, also by SIGTERM, names the folders that were saved."""
     from pipar.display import Display
-    from pipar.tables import console, setting_text
+    from pipar.tables import console
+    from pipar.wording import setting_text
 
     previous = signal.signal(signal.SIGTERM, _interrupt)
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")

@@ -1,0 +1,271 @@
+"""Everything that the page shows of one run, or of several side by side, as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from pipar.config import Config, DeviceSpec, device_specs
+from pipar.methods import METHODS, Plan
+from pipar.planner.timing import LANES
+from pipar.report.record import RunRecord, configured, shown_epoch
+from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
+from pipar.trace import COMPUTE, DOWNLINK, UPLINK
+from pipar.wording import link_text, plans_text, setting_text
+
+#: Devices whose lanes are drawn: of one run, and of each of several that are compared.
+_DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
+_MOST_DEVICES = 60
+_MOST_EPOCHS = 400
+_WORLDS = {
+    "real": "real processes",
+    "virtual": "virtual time",
+    "timing-only": "virtual time, timing only",
+    None: "not over yet",
+}
+_EPOCH_KEYS = (
+    "epoch", "seconds", "predicted_s", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
+    "server_idle_s", "device_idle_s", "bound_s", "efficiency", "devices",
+)  # fmt: skip
+
+
+def content(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return what the page shows, JSON-able; several records are a comparison."""
+    names = _names(records)
+    traced = [_traced(record) for record in records]
+    drawn = _drawn_devices(traced, _DRAWN_ALONE if len(records) == 1 else _DRAWN_COMPARED)
+    runs = []
+    for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
+        runs.append(_run(name, record, spans, devices))
+    for run in runs:
+        run["speedups"] = _speedups(run, runs)
+    first = runs[0] if runs else None
+    return {
+        "title": _title(runs),
+        "runs": runs,
+        "running": any(record.running for record in records),
+        "accuracy_is_equal": _is_equal(runs),
+        "pipar": first["versions"].get("pipar") if first else None,
+    }
+
+
+# --- names, titles
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """Return what tells the runs apart: their methods, or their folders if methods repeat."""
+    methods = [str(record.result.get("method", "run")) for record in records]
+    if len(set(methods)) == len(methods):
+        return methods
+    folders = [record.folder.rstrip("/").rpartition("/")[2] or "run" for record in records]
+    if len(set(folders)) == len(folders):
+        return folders
+    return [f"{name} ({number})" for number, name in enumerate(folders, start=1)]
+
+
+def _title(runs: Sequence[Mapping[str, Any]]) -> str:
+    if not runs:
+        return "No run"
+    what = dict.fromkeys(f"{run['model']} on {run['dataset']}" for run in runs)
+    return f"{', '.join(what)}: {', '.join(run['name'] for run in runs)}"
+
+
+def _is_equal(runs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether all runs that were tested have the same accuracy."""
+    tested = {run["test_accuracy"] for run in runs}
+    return len(runs) > 1 and len(tested) == 1 and None not in tested
+
+
+# --- one run
+
+
+def _run(name: str, record: RunRecord, traced: Traced | None, drawn: Sequence[str]) -> dict[str, Any]:
+    result, config = record.result, configured(record)
+    epochs = [epoch for epoch in result.get("epochs", ()) if isinstance(epoch, Mapping)]
+    method = METHODS.get(str(result.get("method")))
+    return {
+        "name": name,
+        "method": result.get("method"),
+        "method_title": method.title if method else "",
+        "model": result.get("model"),
+        "dataset": result.get("dataset"),
+        "world": _WORLDS.get(result.get("world"), str(result.get("world"))),
+        "learns": result.get("world") != "timing-only",
+        "running": record.running,
+        "folder": record.folder,
+        "seed": result.get("seed"),
+        "equivalence": result.get("equivalence"),
+        "command": result.get("command"),
+        "versions": dict(result.get("versions") or {}),
+        "setting": setting_text(config) if config else None,
+        "server": _server_text(config),
+        "batch_size": config.run.batch_size if config else None,
+        "plan": _plans_of(result),
+        "replans": [{"epoch": r["epoch"], "plan": _plans_of(r)} for r in result.get("replans", ())],
+        **_averages(epochs),
+        "test_accuracy": result.get("test_accuracy"),
+        "val_accuracy": _last(epochs, "val_accuracy"),
+        "train_loss": _last(epochs, "train_loss"),
+        "epochs": [_epoch(epoch) for epoch in epochs[-_MOST_EPOCHS:]],
+        "epochs_left_out": max(0, len(epochs) - _MOST_EPOCHS),
+        "timeline": _timelines(traced, drawn),
+        "devices": _devices(record, config, traced, _seconds_of(epochs, traced)),
+        "outlook": dict(record.outlook) if record.outlook else None,
+    }
+
+
+def _epoch(epoch: Mapping[str, Any]) -> dict[str, Any]:
+    used = epoch.get("utilisation") or {}
+    return {**{key: epoch.get(key) for key in _EPOCH_KEYS}, "utilisation": {lane: used.get(lane) for lane in LANES}}
+
+
+def _averages(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means over the epochs."""
+    keys = ("seconds", "server_idle_s", "device_idle_s", "bytes_up", "bytes_down", "efficiency", "predicted_s")
+    used = {lane: _mean([(epoch.get("utilisation") or {}).get(lane) for epoch in epochs]) for lane in LANES}
+    known = {lane: share for lane, share in used.items() if share is not None}
+    return {
+        **{key: _mean([epoch.get(key) for epoch in epochs]) for key in keys},
+        "utilisation": used,
+        "busiest": max(known, key=lambda lane: known[lane]) if known else None,
+    }
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    known = [float(value) for value in values if isinstance(value, int | float)]
+    return sum(known) / len(known) if known else None
+
+
+def _last(epochs: Sequence[Mapping[str, Any]], key: str) -> Any:
+    return next((epoch[key] for epoch in reversed(epochs) if epoch.get(key) is not None), None)
+
+
+def _speedups(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how many times as fast as fl and as sfl an epoch of this run is, as far as they are here."""
+    bases = {other["method"]: other["seconds"] for other in runs if other["method"] in ("fl", "sfl")}
+    mine = run["seconds"]
+    return {method: seconds / mine for method, seconds in bases.items() if seconds and mine and run["method"] != method}
+
+
+def _server_text(config: Config | None) -> str | None:
+    if config is None:
+        return None
+    server = config.server
+    cores = "all cores" if server.cores is None else "one core" if server.cores == 1 else f"{server.cores} cores"
+    machine = f"profile {server.profile}" if server.profile else "this machine"
+    return f"{cores}, speed {server.speed:g} of {machine}"
+
+
+def _plan(entry: Mapping[str, Any]) -> Plan:
+    return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
+
+
+def _plans_of(said: Mapping[str, Any]) -> str:
+    plans = [str(_plan(entry)) for entry in said.get("plans", ())]
+    if len(Counter(plans)) > 4:
+        return f"{len(Counter(plans))} different plans, {Counter(plans).most_common(1)[0][0]} most often"
+    return plans_text(plans) if plans else "not planned yet"
+
+
+# --- the timeline
+
+
+def _traced(record: RunRecord) -> Traced | None:
+    epoch = shown_epoch([span.epoch for span in record.spans if span.kind == "step" and not span.waiting])
+    if epoch is None:
+        return None
+    return Traced([span for span in record.spans if span.epoch == epoch], epoch)
+
+
+def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]]:
+    """Return whose lanes are drawn: the slowest, the fastest and some between, the same in each run if possible.
+
+    The first of them, the slowest over all runs, is the one whose iteration is shown.
+    """
+    known = [one.ended_s() for one in traced if one is not None]
+    common = set.intersection(*map(set, known)) if known else set()
+    if common:  # times of different runs are from different clocks
+        firsts = [min(of.values()) for of in known]
+        late = {name: sum(of[name] - first for of, first in zip(known, firsts, strict=True)) for name in common}
+        return [_few(late, most)] * len(traced)
+    return [_few(one.ended_s() if one is not None else {}, most) for one in traced]
+
+
+def _few(ends: Mapping[str, float], most: int) -> list[str]:
+    order = sorted(ends, key=lambda name: (-ends[name], name))
+    if len(order) <= most:
+        return order
+    places = {round(number * (len(order) - 1) / (most - 1)) for number in range(most)}
+    return [order[place] for place in sorted(places)]
+
+
+def _timelines(traced: Traced | None, devices: Sequence[str]) -> dict[str, Any]:
+    if traced is None or not devices:
+        return {"iteration": None, "epoch": None}
+    return {
+        "iteration": iteration_timeline(traced, devices),
+        "epoch": epoch_timeline(traced, devices[0]),
+        "devices_traced": len(traced.devices),
+    }
+
+
+# --- the devices
+
+
+def _seconds_of(epochs: Sequence[Mapping[str, Any]], traced: Traced | None) -> float | None:
+    """Return how long the epoch that is shown was."""
+    found = (epoch.get("seconds") for epoch in epochs if traced is not None and epoch.get("epoch") == traced.epoch)
+    return next(found, None)
+
+
+def _devices(record: RunRecord, config: Config | None, traced: Traced | None, seconds: float | None) -> dict[str, Any]:
+    """Return a row for each device, traced ones first if there are too many."""
+    plans = {entry["device"]: _plan(entry) for entry in _plans_in_force(record.result) if "device" in entry}
+    specs = {spec.name: spec for spec in device_specs(config)} if config else {}
+    samples = _samples(record.result)
+    names = sorted({*plans, *samples} or set(specs))
+    is_traced = set(traced.devices) if traced else set()
+    shown = sorted(sorted(names, key=lambda name: (name not in is_traced, name))[:_MOST_DEVICES])
+    rows = []
+    for name in shown:
+        busy = traced.busy_s.get(name, {}) if traced else {}
+        rows.append(_device(name, plans.get(name), specs.get(name), samples.get(name), _shares(busy, seconds)))
+    return {"rows": rows, "count": len(names), "epoch": traced.epoch if traced else None}
+
+
+def _shares(busy_s: Mapping[str, float], seconds: float | None) -> dict[str, float]:
+    words = {COMPUTE: "device", UPLINK: "uplink", DOWNLINK: "downlink"}
+    return {words[lane]: min(1.0, busy / seconds) for lane, busy in busy_s.items()} if seconds else {}
+
+
+def _device(
+    name: str, plan: Plan | None, spec: DeviceSpec | None, samples: int | None, busy: Mapping[str, float]
+) -> dict[str, Any]:
+    machine = None
+    if spec is not None:
+        machine = f"{spec.speed:g} of {spec.profile or 'this machine'}"
+    return {
+        "device": name,
+        "plan": str(plan) if plan else None,
+        "samples": samples,
+        "link": link_text(spec.link) if spec else None,
+        "speed": machine,
+        "busy": dict(busy),
+    }
+
+
+def _plans_in_force(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the plans that the training ended with."""
+    replans = result.get("replans") or ()
+    latest: Sequence[Mapping[str, Any]] = (replans[-1] if replans else result).get("plans", ())
+    return latest
+
+
+def _samples(result: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many samples each device had in the last round that it counted in."""
+    samples: dict[str, int] = {}
+    for row in result.get("rounds", ()):
+        samples.update(row.get("counted", {}))
+    return samples

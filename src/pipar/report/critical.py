@@ -1,0 +1,199 @@
+"""Which iteration is shown, and its critical path: the chain of spans that made it as long as it was.
+
+    device   fc1 fc2            bc1  bc2 step        fc1 -> u1 -> u2 -> fs2 -> bs2 -> d2 -> bc2 -> step
+    uplink      u1----u2----
+    server            fs1 bs1  fs2 bs2
+    downlink                d1     d2
+
+The path is walked backwards. Before each span comes what released it: of the span that its lane did before and of those
+that its data came from, the one that ended last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+
+#: Clocks and rounded files are no more exact than this.
+_SAME_S = 2e-6
+
+#: A kind of work on a kind of lane.
+Kind = tuple[str, str]
+
+#: Where data came from: earlier stages of the same micro-batch, or of the exchange of models.
+_UPSTREAM: dict[Kind, tuple[Kind, ...]] = {
+    (COMPUTE, "fc"): ((IO, "load"),),
+    (IO, "encode"): ((COMPUTE, "fc"),),
+    (UPLINK, "u"): ((IO, "encode"), (COMPUTE, "fc")),
+    (CORE, "decode"): ((UPLINK, "u"),),
+    (CORE, "fs"): ((CORE, "decode"), (UPLINK, "u")),
+    (CORE, "bs"): ((CORE, "fs"),),
+    (CORE, "encode"): ((CORE, "bs"),),
+    (DOWNLINK, "d"): ((CORE, "encode"), (CORE, "bs")),
+    (IO, "decode"): ((DOWNLINK, "d"),),
+    (COMPUTE, "bc"): ((IO, "decode"), (DOWNLINK, "d")),
+    (UPLINK, "model"): ((COMPUTE, "pack"),),
+    (CORE, "install"): ((UPLINK, "model"),),
+    (CORE, "aggregate"): ((CORE, "install"), (UPLINK, "model")),
+    (CORE, "pack"): ((CORE, "aggregate"),),
+    (DOWNLINK, "model"): ((CORE, "pack"), (CORE, "aggregate")),
+    (COMPUTE, "install"): ((DOWNLINK, "model"),),
+}
+_FOR_ALL = ((CORE, "aggregate"), (CORE, "pack"))
+_STAGES = frozenset({"fc", "encode", "u", "decode", "fs", "bs", "d", "bc"})
+
+
+@dataclass(frozen=True)
+class Window:
+    """The stretch of time that is shown: an iteration of a device, or (iteration 0) its whole epoch; in seconds."""
+
+    device: str
+    epoch: int
+    iteration: int
+    start: float
+    end: float
+
+    def overlaps(self, span: Span) -> bool:
+        return span.end > self.start + _SAME_S and span.start < self.end - _SAME_S
+
+
+def lane_of(span: Span) -> str:
+    """Return the lane's kind: all cores are "core"."""
+    return CORE if span.lane.startswith(CORE) else span.lane
+
+
+def subject(span: Span) -> str:
+    """Return whose micro-batch or model the span is about; the server's own work is "server"."""
+    return span.device or span.owner
+
+
+# --- what is shown
+
+
+def middle_iteration(spans: Iterable[Span], device: str, epoch: int, *, like: int | None = None) -> Window | None:
+    """Return the window of an iteration in the middle of a device's epoch, or of the one that is asked for.
+
+    It begins when the step of the one before has ended, the first one with its load, and ends with its own step.
+    """
+    own = [span for span in spans if span.owner == device and span.epoch == epoch and not span.waiting]
+    steps = sorted((s for s in own if s.lane == COMPUTE and s.kind == "step"), key=lambda span: span.iteration)
+    if not steps:
+        return None
+    numbers = [step.iteration for step in steps]
+    place = numbers.index(like) if like in numbers else (len(steps) - 1) // 2
+    step = steps[place]
+    first = min(span.start for span in own if span.iteration == step.iteration)
+    return Window(device, epoch, step.iteration, steps[place - 1].end if place else first, step.end)
+
+
+def whole_epoch(spans: Iterable[Span], device: str, epoch: int) -> Window | None:
+    """Return the window from a device's first work of an epoch to the end of its last, which installs the new model."""
+    own = [s for s in spans if s.owner == device and s.epoch == epoch and not s.waiting and s.lane in (COMPUTE, IO)]
+    if not own:
+        return None
+    return Window(device, epoch, 0, min(span.start for span in own), max(span.end for span in own))
+
+
+def uses_link(spans: Iterable[Span], window: Window) -> bool:
+    """Return whether activations of the window's device and iteration were on its uplink."""
+    place = (window.device, window.epoch, window.iteration)
+    return any(span.kind == "u" and (span.owner, span.epoch, span.iteration) == place for span in spans)
+
+
+# --- the path
+
+
+def critical_path(spans: Iterable[Span], window: Window) -> list[Span]:
+    """Return the chain of spans that ends with the device's last of the window, in the order of time.
+
+    Each span begins when the one before it ends, or while that one hands over piece by piece; if it begins later, there
+    was nothing but waiting between them. The first span reaches back to the window's start.
+    """
+    inside = [span for span in spans if not span.waiting and window.overlaps(span) and span.end <= window.end + _SAME_S]
+    last = _last_of(inside, window)
+    if last is None:
+        return []
+    known = _Known(inside)
+    path, seen = [last], {id(last)}
+    while path[-1].start > window.start + _SAME_S:
+        before = known.released_by(path[-1], seen)
+        if before is None:
+            break
+        path.append(before)
+        seen.add(id(before))
+    return path[::-1]
+
+
+def _last_of(spans: Sequence[Span], window: Window) -> Span | None:
+    own = [span for span in spans if span.owner == window.device and span.lane == COMPUTE]
+    return max(own, key=lambda span: (span.end, span.start), default=None)
+
+
+class _Known:
+    """The spans of a window, found by what they are and by when they ended."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._found: dict[tuple[object, ...], list[Span]] = {}
+        for span in sorted(spans, key=lambda span: (span.end, span.start)):
+            for key in _keys(span):
+                self._found.setdefault(key, []).append(span)
+        self._ends = {key: [span.end for span in found] for key, found in self._found.items()}
+
+    def released_by(self, span: Span, seen: set[int]) -> Span | None:
+        """Return the span that ended last of those that this one waited for."""
+        # A lane does one thing at a time, but what comes in pieces is worked on before the last of them is there.
+        before = [self._last(key, span.start, span, seen) for key in _lane_keys(span)]
+        before += [self._last(key, span.end, span, seen) for key in _upstream_keys(span)]
+        return max((b for b in before if b is not None), key=lambda b: (b.end, b.start), default=None)
+
+    def _last(self, key: tuple[object, ...], until: float, span: Span, seen: set[int]) -> Span | None:
+        """Return what ended last until a time and did not begin behind the span that waited for it."""
+        found = self._found.get(key, [])
+        for place in range(bisect_right(self._ends.get(key, []), until + _SAME_S) - 1, -1, -1):
+            before = found[place]
+            if id(before) not in seen and (before.start, before.end) <= (span.start, span.end):
+                return before
+        return None
+
+
+def _keys(span: Span) -> list[tuple[object, ...]]:
+    """Return everything that a span can be found by."""
+    kind = (lane_of(span), span.kind)
+    return [*_lane_keys(span), _place(kind, span), ("anybody", *kind)]
+
+
+def _lane_keys(span: Span) -> list[tuple[object, ...]]:
+    keys: list[tuple[object, ...]] = [("lane", span.owner, span.lane)]
+    # A replica does one job after another, whichever core has it.
+    return [*keys, ("replica", span.device)] if span.owner == SERVER and span.device else keys
+
+
+def _upstream_keys(span: Span) -> list[tuple[object, ...]]:
+    kinds = _UPSTREAM.get((lane_of(span), span.kind), ())
+    # The averaging takes everybody's model, and everybody takes the average.
+    return [
+        ("anybody", *kind) if span.kind == "aggregate" or kind in _FOR_ALL else _place(kind, span) for kind in kinds
+    ]
+
+
+def _place(kind: Kind, span: Span) -> tuple[object, ...]:
+    """Return what tells the work of a kind that the span is, or waited for, from others of this kind."""
+    if kind[1] in _STAGES:
+        return (*kind, subject(span), span.iteration, span.micro_batch)
+    return (*kind, subject(span), span.iteration) if kind[1] == "load" else (*kind, subject(span))
+
+
+def shares(path: Sequence[Span], window: Window) -> dict[str, float]:
+    """Return how many seconds of the window each kind of lane had on its critical path, and how many nobody: "wait"."""
+    seconds = dict.fromkeys((COMPUTE, IO, UPLINK, CORE, DOWNLINK, "wait"), 0.0)
+    at = window.start
+    for span in path:
+        start, end = max(span.start, at), max(span.end, at)
+        seconds["wait"] += start - at
+        seconds[lane_of(span)] = seconds.get(lane_of(span), 0.0) + end - start
+        at = end
+    seconds["wait"] += max(0.0, window.end - at)
+    return seconds

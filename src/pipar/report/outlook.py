@@ -1,0 +1,130 @@
+"""What would make a training faster: its busiest lane, and what the planner predicts if something were otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipar.config import Link
+from pipar.errors import PlanError
+from pipar.forecast import simulate
+from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.planner.select import QUICK, choose_for
+from pipar.planner.timing import LANES, STEADY, Timing, steady_epoch_s
+from pipar.planning import plans_by_estimate
+from pipar.wording import plans_text
+
+Plans = Mapping[str, Plan]
+
+#: Behind so many seconds no other question is asked: who waits for a page has seen the numbers already.
+_PATIENCE_S = 2.0
+#: Iterations that show how busy lanes are.
+_LOOKED_AT = 6
+#: Split points to each side of the chosen one that are tried.
+_NEIGHBOURS = 2
+
+
+def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
+    """Return what the planner predicts for the job as it is, `plans` being those in force, and as it might be.
+
+    Every question is planned for anew, also where the configuration gives P or N.
+    """
+    plans = job.plans if plans is None else plans
+    if job.method.shares_server_model:
+        words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
+        return {"note": f"{words}: there is no prediction of what would make it faster."}
+    until = time.monotonic() + _PATIENCE_S
+    fleet = job.fleet()
+    few = fleet.sampled(QUICK.devices)
+    timing = simulate(few, plans, _LOOKED_AT)
+    document: dict[str, Any] = {
+        "plan": _text(plans),
+        "epoch_s": steady_epoch_s(simulate, few, plans),
+        "bottleneck": timing.bottleneck,
+        "utilisation": {lane: min(1.0, timing.busy_s[lane] / timing.epoch_s) for lane in LANES},
+        "changes": [],
+        "split_points": [],
+        "paper": _paper(job, fleet, few),
+    }
+    free = _free(fleet)
+    for words, changed in _changes(free):
+        if time.monotonic() < until:
+            document["changes"] += _answer(words, changed, plans)
+    for split_point in _split_points(job, plans):
+        if time.monotonic() < until:
+            document["split_points"] += _answer(f"P={split_point}", _cut_at(free, split_point), None)
+    document["note"] = "" if time.monotonic() < until else "Not every question was asked: planning took too long."
+    return document
+
+
+def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any]]:
+    """Return the best plans of a changed fleet and their seconds; nothing if it has none."""
+    try:
+        plans = choose_for(fleet, _briefly, start=start, effort=QUICK).plans
+    except PlanError:  # too little memory, for example
+        return []
+    seconds = steady_epoch_s(simulate, fleet.sampled(QUICK.devices), plans)
+    return [{"change": words, "plan": _text(plans), "epoch_s": seconds}]
+
+
+def _briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Timing:
+    """Simulate, but never a whole epoch, which may have thousands of iterations."""
+    return simulate(fleet, plans, STEADY if iterations is None else iterations)
+
+
+def _text(plans: Plans) -> str:
+    return plans_text(str(plan) for plan in plans.values())
+
+
+def _paper(job: Job, fleet: Fleet, few: Fleet) -> dict[str, Any]:
+    """Return what the paper's estimate would have chosen."""
+    plans = plans_by_estimate(job, fleet)
+    return {"plan": _text(plans), "epoch_s": steady_epoch_s(simulate, few, plans)}
+
+
+# --- what might be
+
+
+def _changes(fleet: Fleet) -> list[tuple[str, Fleet]]:
+    changes = [
+        ("the server twice as fast", fleet.slower(server=0.5)),
+        ("devices twice as fast", fleet.slower(devices=0.5)),
+    ]
+    if any(member.link.up_bps or member.link.down_bps for member in fleet.members):
+        members = tuple(replace(member, link=_doubled(member.link)) for member in fleet.members)
+        changes.insert(0, ("twice the bandwidth", replace(fleet, members=members)))
+    return changes
+
+
+def _doubled(link: Link) -> Link:
+    update = {
+        "up_bps": link.up_bps and link.up_bps * 2,
+        "down_bps": link.down_bps and link.down_bps * 2,
+        "cycle": tuple(map(_doubled, link.cycle)),
+    }
+    return link.model_copy(update=update)
+
+
+def _free(fleet: Fleet) -> Fleet:
+    """Return the fleet with every P and N to be chosen."""
+    members = tuple(replace(member, split_point="auto", micro_batches="auto") for member in fleet.members)
+    return replace(fleet, members=members)
+
+
+def _cut_at(fleet: Fleet, split_point: int) -> Fleet:
+    members = tuple(replace(member, split_point=split_point) for member in fleet.members)
+    return replace(fleet, members=members)
+
+
+def _split_points(job: Job, plans: Plans) -> list[int]:
+    """Return the other split points next to the most frequent one, nearest first; none where nothing is cut."""
+    if not job.method.splits:
+        return []
+    ((usual, _),) = Counter(plan.split_point for plan in plans.values()).most_common(1)
+    others = [p for p in range(1, job.layers + 1) if 0 < abs(p - usual) <= _NEIGHBOURS]
+    return sorted(others, key=lambda p: (abs(p - usual), p))

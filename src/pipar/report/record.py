@@ -1,0 +1,225 @@
+"""What there is to report of a run: its folder read back, finished or not."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from pipar.config import Config, config_from, device_names, device_specs
+from pipar.errors import InputError
+from pipar.methods import METHODS, Plan
+from pipar.results import plans_as_json
+from pipar.trace import Span
+
+_EPOCH = re.compile(rb'"epoch": ?(\d+)')
+_NAME = re.compile(r"(?:wait )?([a-z]*?)(\d*)")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell of it; `spans` need be no more than those of the epoch that is shown.
+
+    `result` is what result.json says, of a run without one what is known so far; `config` is config.toml, and `outlook`
+    what `report.outlook` found when the run was over.
+    """
+
+    result: Mapping[str, Any]
+    spans: Sequence[Span] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    running: bool = False
+    outlook: Mapping[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path | str) -> RunRecord:
+        """Return what a run's folder tells, or raise one sentence about what it is instead."""
+        path = Path(folder)
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise InputError(f"{path} {what}: give the folder of a run, as in runs/vgg5-digits-pipar.")
+        config = _read_config(path)
+        result = _read_json(path / "result.json")
+        running = result is None
+        if result is None:
+            result = _result_so_far(path, config)
+        return cls(
+            result=result,
+            spans=_read_spans(path / "trace.json"),
+            config=config,
+            folder=str(folder),
+            running=running,
+            outlook=_read_json(path / "outlook.json"),
+        )
+
+
+def shown_epoch(epochs: Sequence[int]) -> int | None:
+    """Return the epoch that a page shows: the second, which no start disturbs, or what there is."""
+    return sorted(set(epochs))[:2][-1] if epochs else None
+
+
+# --- result.json, or what stands for it
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Return a file's content; None if there is no such file."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is not what pipar writes there: it holds no record. Run the training again.")
+    return content
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    where = f"{error.msg} in line {error.lineno}" if isinstance(error, JSONDecodeError) else str(error)
+    return InputError(f"{path} is damaged and cannot be read: {where}. Remove it, or run the training again.")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        if (path / "result.json").exists():
+            return {}
+        raise InputError(
+            f"{path} is not the folder of a run: it has neither result.json nor config.toml. Runs are in "
+            "$PIPAR_RUNS, or in the folder runs."
+        ) from None
+    except OSError as error:
+        raise InputError(f"Cannot read {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid TOML: {error}.") from None
+
+
+def _result_so_far(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of a run without a result.json what its configuration and the lines of its epochs tell."""
+    config = config_from(tree)
+    return {
+        "method": config.run.method,
+        "model": config.model.factory or config.model.name,
+        "dataset": config.data.factory or config.data.name,
+        "seed": config.run.seed,
+        "plans": plans_as_json(_given_plans(config)),
+        "replans": [],
+        "epochs": _rows(path / "metrics.jsonl"),
+        "rounds": _rows(path / "rounds.jsonl"),
+        "test_accuracy": None,
+    }
+
+
+def _given_plans(config: Config) -> dict[str, Plan]:
+    """Return the plans that config.toml has: those that were chosen, unless the devices were not known yet."""
+    pipelines = METHODS[config.run.method].pipelines
+    return {
+        spec.name: Plan(spec.split_point, spec.micro_batches if pipelines else 1)
+        for spec in device_specs(config)
+        if isinstance(spec.split_point, int) and isinstance(spec.micro_batches, int)
+    }
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that grows; the last one may be cut off."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
+
+
+def configured(record: RunRecord) -> Config | None:
+    """Return the run's configuration; None if this version of pipar does not understand it."""
+    try:
+        config = config_from(record.config)
+        device_names(config)
+    except InputError:
+        return None
+    return config
+
+
+# --- trace.json
+
+
+def _read_spans(path: Path) -> list[Span]:
+    """Return the spans of the epoch that is shown; no trace has none.
+
+    A trace may have a million events: they are decoded one by one, and those of other epochs are not kept.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror}.") from None
+    epoch = shown_epoch([int(number) for number in {match[1] for match in _EPOCH.finditer(data)}])
+    try:
+        return list(spans_of(_events(data.decode("utf-8")), epoch))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, error) from None
+
+
+def _events(text: str) -> Iterator[dict[str, Any]]:
+    decode = json.JSONDecoder().raw_decode
+    at = text.index("[") + 1
+    while (at := _skip(text, at)) < len(text) and text[at] != "]":
+        event, at = decode(text, at)
+        yield event
+    if at >= len(text):
+        raise ValueError("it ends in the middle")
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n,":
+        at += 1
+    return at
+
+
+def spans_of(events: Iterator[Mapping[str, Any]], epoch: int | None = None) -> Iterator[Span]:
+    """Give the spans that Chrome trace events of `trace.chrome_events` tell of: all, or those of one epoch."""
+    owners: dict[int, str] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    for event in events:
+        process, track, args = event["pid"], event["tid"], event["args"]
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                owners[process] = args["name"]
+            else:
+                lanes[process, track] = args["name"]
+        elif event["ph"] == "X" and epoch in (None, args["epoch"]):
+            yield _span(event, owners[process], lanes[process, track])
+
+
+def _span(event: Mapping[str, Any], owner: str, lane: str) -> Span:
+    args, match = event["args"], _NAME.fullmatch(event["name"])
+    if match is None:
+        raise ValueError(f"{event['name']!r} is not a name of a span")
+    start = event["ts"] / 1e6
+    return Span(
+        owner=owner,
+        lane=lane,
+        kind=match[1],
+        epoch=int(args["epoch"]),
+        iteration=int(args["iteration"]),
+        micro_batch=int(args["micro_batch"]),
+        start=start,
+        end=start + event["dur"] / 1e6,
+        waiting=event["cat"] == "wait",
+        device=str(args.get("device", "")),
+    )
