@@ -36,6 +36,7 @@ from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.prepare import check_given_plans, measured_profile
 from pipar.protocol.messages import EMPTY
+from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
@@ -92,6 +93,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
         if not folder.has_result():
             folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
             folder.add_test_accuracy(_test_accuracy(learner, workload))
+            leave_report(folder_path, observe)
         return 0  # there is nothing left to train, and nobody will come
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
     stopped = _until_signal(_ServerProgram(workload, learner, folder, options, observe, kept).run(job, found))
@@ -99,6 +101,8 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
         folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         if stopped is None:
             folder.add_test_accuracy(_test_accuracy(learner, workload))
+    if folder.epochs:
+        leave_report(folder_path, observe, job=folder.job if stopped is None else None)
     return 130 if stopped == signal.SIGINT else 0
 
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
+from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, ReportFailed, Started
 from pipar.methods import METHODS, Plan
 from pipar.tables import epoch_header, epoch_line, percent
 from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
@@ -166,7 +166,7 @@ class Display:
         elif isinstance(event, Replanned):
             self._replanned = event
             self._tell_new_plans()
-        elif isinstance(event, ReplanFailed):
+        elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"))
 
     def _say_how_far(self, preparing: Preparing) -> None:

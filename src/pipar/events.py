@@ -197,6 +197,20 @@ class Resumed:
 
 
 @dataclass(frozen=True)
+class ReportWritten:
+    """A page about the run is there."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class ReportFailed:
+    """The page about the run could not be made; the run itself is complete."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Welcomed:
     """This device takes part in a training, by this plan."""
 
@@ -258,6 +272,8 @@ Event = (
     | Saved
     | SaveFailed
     | Resumed
+    | ReportWritten
+    | ReportFailed
     | Welcomed
     | Trained
     | Reconnecting

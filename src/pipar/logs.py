@@ -35,6 +35,8 @@ from pipar.events import (
     Reconnecting,
     ReplanFailed,
     Replanned,
+    ReportFailed,
+    ReportWritten,
     Resumed,
     RoundOver,
     Saved,
@@ -194,6 +196,10 @@ def _about_the_program(event: Event) -> str:
             return f"round {event.epoch} could not be saved: {event.reason}"
         case Resumed():
             return f"going on after round {event.epoch}, from its checkpoint; later rounds are trained again"
+        case ReportWritten():
+            return f"the page of the run is {event.path}"
+        case ReportFailed():
+            return event.reason
         case Welcomed():
             return f"{event.device} takes part by {event.plan}"
         case Trained():

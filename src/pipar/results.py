@@ -167,6 +167,11 @@ class RunFolder:
         """The fleet has grown."""
         self._job = job
 
+    @property
+    def job(self) -> Job:
+        """The training as far as it is known: the fleet of a deployment grows."""
+        return self._job
+
     def _rows_on_disk(self) -> list[dict[str, Any]]:
         try:
             lines = (self.path / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -290,6 +295,11 @@ def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: 
 def run_name(config: Config, model: str, dataset: str) -> str:
     """Return the name of a run: the given one, or what it trains by which method."""
     return config.run.name or f"{_plain(model)}-{_plain(dataset)}-{config.run.method}"
+
+
+def comparison_name(config: Config, model: str, dataset: str) -> str:
+    """Return the name of the folder with the page of several methods' runs."""
+    return f"{config.run.name or f'{_plain(model)}-{_plain(dataset)}'}-comparison"
 
 
 def _plain(text: str) -> str:

@@ -40,6 +40,12 @@ class Result:
         return list(self.content["epochs"])
 
     @property
+    def report(self) -> Path | None:
+        """The page of the run, if one was written."""
+        page = self.folder / "report.html"
+        return page if page.exists() else None
+
+    @property
     def test_accuracy(self) -> float | None:
         accuracy = self.content["test_accuracy"]
         return None if accuracy is None else float(accuracy)
@@ -68,28 +74,30 @@ def run(
     settings: Sequence[str] = (),
     observe: Observer = ignore,
     command: str | None = None,
+    report: bool = False,
 ) -> Result:
     """Train and return the result.
 
     `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults; `settings` are
     "section.key=value" over it. `model` is an nn.Sequential of yours; `datasets` are yours, too: one for each device
     (a list or tuple in the order of the configuration, or a mapping by device name), or one to be partitioned.
-    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace.
+    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace. `report` writes
+    a page about the run into its folder when it is over.
     """
     if world not in WORLDS:
         raise ConfigError(f"'{world}' is not a world; there are {', '.join(WORLDS)}.")
     resolved = _configuration(config, settings, datasets)
     if world == "timing-only" and resolved.run.patience is not None:
         raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
-    words = command if command is not None else "pipar.run"
+    told = Told(command if command is not None else "pipar.run", observe, report)
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(resolved, observe)
         if job is not None:
-            return _run_timing_only(job, words, observe)
+            return _run_timing_only(job, told)
     from pipar.workload import Own
 
     own = Own.of(resolved, model, datasets, validation, test)
-    return _run_with_torch(resolved, own, world, words, observe)
+    return _run_with_torch(resolved, own, world, told)
 
 
 def compare(
@@ -135,53 +143,62 @@ def _devices_for(datasets: Any) -> dict[str, Any]:
     return {"devices": [{"count": len(datasets)}]} if is_one_for_each(datasets) else {}
 
 
-def _run_timing_only(job: Job, command: str, observe: Observer) -> Result:
+@dataclass(frozen=True)
+class Told:
+    """What a run is to tell, and whom: the command in result.json, everything that happens, and a page at its end."""
+
+    command: str
+    observe: Observer = ignore
+    report: bool = False
+
+
+def _run_timing_only(job: Job, told: Told) -> Result:
     from pipar.virtual import train_without_mathematics
 
-    with _open_folder(job, observe) as path:
-        folder = RunFolder(path, job, world="timing-only", command=command)
+    with _open_folder(job, told) as path:
+        folder = RunFolder(path, job, world="timing-only", command=told.command)
         try:
-            train_without_mathematics(job, folder.emitting(observe), folder.watching(observe))
+            train_without_mathematics(job, folder.emitting(told.observe), folder.watching(told.observe))
         finally:  # whatever ended it, the epochs so far are kept
             with uninterrupted():
                 content = folder.finish()
         return Result(path, content)
 
 
-def _run_with_torch(config: Config, own: Own, world: World, command: str, observe: Observer) -> Result:
+def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Result:
     from pipar.workload import Workload
 
     if world == "real":
         _check_real_world(config)
     workload = Workload(config, own)
-    job = prepare(workload, observe)
+    job = prepare(workload, told.observe)
     if world == "timing-only":
-        return _run_timing_only(job, command, observe)
+        return _run_timing_only(job, told)
     if world == "virtual":
-        return _run_virtual(job, workload, command, observe)
-    return _run_real(job, workload.to_send(), command, observe)
+        return _run_virtual(job, workload, told)
+    return _run_real(job, workload.to_send(), told)
 
 
-def _run_virtual(job: Job, workload: Any, command: str, observe: Observer) -> Result:
+def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
     from pipar.torchside import make_learner, measure_test_accuracy
     from pipar.virtual import train_virtually
 
     learner = make_learner(job, workload)
-    with _open_folder(job, observe) as path:
-        folder = RunFolder(path, job, world="virtual", command=command)
+    with _open_folder(job, told) as path:
+        folder = RunFolder(path, job, world="virtual", command=told.command)
         try:
-            train_virtually(job, workload, folder.emitting(observe), folder.watching(observe), learner)
+            train_virtually(job, workload, folder.emitting(told.observe), folder.watching(told.observe), learner)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with uninterrupted():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         return Result(path, folder.add_test_accuracy(measure_test_accuracy(learner, workload)))
 
 
-def _run_real(job: Job, own: Own, command: str, observe: Observer) -> Result:
+def _run_real(job: Job, own: Own, told: Told) -> Result:
     from pipar.processes import train_in_processes
 
-    with _open_folder(job, observe) as folder:
-        train_in_processes(job, own, folder, command, observe)
+    with _open_folder(job, told) as folder:
+        train_in_processes(job, own, folder, told.command, told.observe)
         return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
 
 
@@ -199,19 +216,32 @@ def _check_real_world(config: Config) -> None:
 
 
 @contextmanager
-def _open_folder(job: Job, observe: Observer) -> Iterator[Path]:
-    """Make the run's folder and say that the training begins; a run that fails at once leaves no folder behind."""
+def _open_folder(job: Job, told: Told) -> Iterator[Path]:
+    """Make the run's folder and say that the training begins; when it is over, write its page, if there is to be one.
+
+    A run that fails at once leaves no folder behind.
+    """
     folder = new_folder(run_name(job.config, job.model, job.dataset))
-    observe(started(job, folder))
+    told.observe(started(job, folder))
     try:
         yield folder
     except KeyboardInterrupt:
         if not (folder / "result.json").exists():
             drop_unused(folder)
+        _leave_report(folder, told, None)  # who has pressed Ctrl-C does not wait for an outlook
         raise
     except Exception:
         drop_unused(folder)
+        _leave_report(folder, told, None)
         raise
+    _leave_report(folder, told, job)
+
+
+def _leave_report(folder: Path, told: Told, job: Job | None) -> None:
+    if told.report and (folder / "metrics.jsonl").exists():
+        from pipar.report import leave_report
+
+        leave_report(folder, told.observe, job=job)
 
 
 def started(job: Job, folder: Path) -> Started:

@@ -47,13 +47,14 @@ def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequenc
     from pipar.run import run as train
 
     with watched(loaded, quiet=as_json) as display:
-        result = train(loaded, world=world, observe=display.observe, command=command_line())
+        result = train(loaded, world=world, observe=display.observe, command=command_line(), report=True)
     if as_json:
         print_json(_as_json(result))
         return
     from pipar.tables import console, result_table
 
     console().print(result_table(result, loaded))
+    _say_where(result.report)
 
 
 @click.command(epilog=example("pipar compare examples/demo.toml --methods fl,sfl,pipar"))
@@ -76,15 +77,30 @@ def compare(
 ) -> None:
     """Train the same by several methods, and show one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
+    from pipar.report import leave_comparison
     from pipar.run import compare as train
     from pipar.tables import comparison_table, console
 
     with watched(loaded, quiet=as_json) as display:
-        results = train(loaded, methods=names, world=world, observe=display.observe, command=command_line())
+        results = train(
+            loaded, methods=names, world=world, observe=display.observe, command=command_line(), report=True
+        )
+        page = leave_comparison([result.folder for result in results.values()], loaded, display.observe)
     if as_json:
-        print_json([_as_json(result) for result in results.values()])
-    else:
-        console().print(comparison_table(results, loaded))
+        print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
+        return
+    console().print(comparison_table(results, loaded))
+    _say_where(page)
+
+
+def _say_where(page: Path | None) -> None:
+    """Write the last line of what a person reads: where the page is."""
+    if page is not None:
+        click.echo(f"Report: {page}")
+
+
+def _text(page: Path | None) -> str | None:
+    return None if page is None else str(page)
 
 
 def _methods(text: str) -> list[str]:
@@ -102,4 +118,4 @@ def _world(virtual: bool, timing_only: bool) -> World:
 
 
 def _as_json(result: Result) -> dict[str, Any]:
-    return {"folder": str(result.folder), **result.content}
+    return {"folder": str(result.folder), "report": _text(result.report), **result.content}

@@ -2,6 +2,6 @@
 
 from pipar.report.page import render
 from pipar.report.record import RunRecord
-from pipar.report.writing import write_comparison, write_report
+from pipar.report.writing import leave_comparison, leave_report, write_comparison, write_report
 
-__all__ = ["RunRecord", "render", "write_comparison", "write_report"]
+__all__ = ["RunRecord", "leave_comparison", "leave_report", "render", "write_comparison", "write_report"]

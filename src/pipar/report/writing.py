@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipar.errors import InputError
+from pipar.config import Config
+from pipar.errors import InputError, PiparError
+from pipar.events import Observer, ReportFailed, ReportWritten
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.report.content import content
 from pipar.report.outlook import outlook
 from pipar.report.page import render
 from pipar.report.record import RunRecord
-from pipar.results import strict_json, write_atomically
+from pipar.results import comparison_name, new_folder, strict_json, write_atomically
 
 REPORT = "report.html"
 
@@ -26,6 +28,34 @@ def write_report(folder: Path | str, *, job: Job | None = None, output: Path | N
     if job is not None:
         _write_outlook(Path(folder), job)
     return write_comparison([folder], output or Path(folder) / REPORT)
+
+
+def leave_report(folder: Path, observe: Observer, *, job: Job | None = None) -> Path | None:
+    """Write the page of a run that is over; what goes wrong with it is one line, never the run's failure."""
+    return _left(lambda: write_report(folder, job=job), folder, f"`pipar report {folder}` tries again.", observe)
+
+
+def leave_comparison(folders: Sequence[Path], config: Config, observe: Observer) -> Path | None:
+    """Write one page of runs that are over into a folder of its own beside theirs, as `leave_report` does."""
+
+    def write() -> Path:
+        first = RunRecord.read(folders[0]).result
+        folder = new_folder(comparison_name(config, first["model"], first["dataset"]))
+        return write_comparison(folders, folder / REPORT)
+
+    again = f"`pipar report {' '.join(map(str, folders))}` tries again."
+    return _left(write, Path("the comparison"), again, observe)
+
+
+def _left(write: Callable[[], Path], of: Path, again: str, observe: Observer) -> Path | None:
+    try:
+        path = write()
+    except Exception as error:  # noqa: BLE001 - nobody loses a training over its page
+        why = str(error) if isinstance(error, PiparError) else f"{type(error).__name__}: {error}."
+        observe(ReportFailed(f"No page of {of}: {why} {again}"))
+        return None
+    observe(ReportWritten(str(path)))
+    return path
 
 
 def write_comparison(folders: Sequence[Path | str], output: Path) -> Path:

@@ -1,0 +1,42 @@
+"""`pipar report`: the page of a run, or of several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pipar.cli.options import JSON, example, options, print_json
+
+
+@click.command(
+    short_help="Make the page of a run, or of several.",
+    epilog=example("pipar report runs/vgg5-digits-pipar", "pipar report runs/a runs/b --output comparison.html"),
+)
+@options(
+    click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"),
+    click.option(
+        "--output",
+        "-o",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Where to write it.  [default: report.html in the run's folder; of several runs, in this directory]",
+    ),
+    JSON,
+)
+def report(runs: Sequence[Path], output: Path | None, as_json: bool) -> None:
+    """Write one HTML page of a finished or running run; of several runs, a comparison.
+
+    RUN is a run's folder. The page needs nothing else and no network: open it in a browser.
+    """
+    from pipar.report import write_comparison, write_report
+
+    if len(runs) == 1:
+        page = write_report(runs[0], output=output)
+    else:
+        page = write_comparison(runs, output or Path("report.html"))
+    if as_json:
+        print_json({"report": str(page), "runs": [str(run) for run in runs]})
+    else:
+        click.echo(str(page))
