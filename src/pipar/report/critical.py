@@ -147,7 +147,9 @@ class _Known:
         # A lane does one thing at a time, but what comes in pieces is worked on before the last of them is there.
         before = [self._last(key, span.start, span, seen) for key in _lane_keys(span)]
         before += [self._last(key, span.end, span, seen) for key in _upstream_keys(span)]
-        return max((b for b in before if b is not None), key=lambda b: (b.end, b.start), default=None)
+        of_its_own = subject(span)
+        found = (b for b in before if b is not None)
+        return max(found, key=lambda b: (b.end, subject(b) == of_its_own, b.start), default=None)
 
     def _last(self, key: tuple[object, ...], until: float, span: Span, seen: set[int]) -> Span | None:
         """Return what ended last until a time and did not begin behind the span that waited for it."""

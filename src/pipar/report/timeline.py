@@ -58,19 +58,26 @@ class Traced:
 
 
 def iteration_timeline(traced: Traced, devices: Sequence[str], *, like: int | None = None) -> dict[str, Any] | None:
-    """Return a steady iteration of the first of these devices, and what the others and the cores did meanwhile."""
+    """Return a steady iteration of the first of these devices, and what others and the cores did meanwhile.
+
+    Whoever held it up is shown in place of the last of the others.
+    """
     window = middle_iteration(traced.spans, devices[0], traced.epoch, like=like)
-    return None if window is None else _timeline(traced.spans, window, devices)
+    if window is None:
+        return None
+    path = critical_path(traced.spans, window)
+    involved = [name for name in dict.fromkeys(map(subject, path)) if name in traced.devices]
+    shown = list(dict.fromkeys([devices[0], *involved, *devices]))[: len(devices)]
+    return _timeline(traced.spans, window, path, shown)
 
 
 def epoch_timeline(traced: Traced, device: str) -> dict[str, Any] | None:
     """Return a device's whole epoch with the exchange of models; of a long one, its last part."""
     window = whole_epoch(traced.spans, device, traced.epoch)
-    return None if window is None else _timeline(traced.spans, window, [device])
+    return None if window is None else _timeline(traced.spans, window, critical_path(traced.spans, window), [device])
 
 
-def _timeline(spans: Sequence[Span], window: Window, devices: Sequence[str]) -> dict[str, Any]:
-    path = critical_path(spans, window)
+def _timeline(spans: Sequence[Span], window: Window, path: Sequence[Span], devices: Sequence[str]) -> dict[str, Any]:
     critical = {id(span) for span in path}
     wanted = [span for span in spans if window.overlaps(span) and _is_shown(span, devices)]
     kept = _fewer(wanted, devices, critical)
@@ -88,8 +95,12 @@ def _timeline(spans: Sequence[Span], window: Window, devices: Sequence[str]) -> 
         "lanes": [{"owner": owner, "lane": lane} for owner, lane in lanes],
         "spans": [_row(number, span, id(span) in critical) for number, span in rows],
         "critical_s": {lane: round(seconds, 9) for lane, seconds in shares(path, window).items()},
-        "left_out": len(wanted) - len(rows),
+        "left_out": _busy_count(wanted) - _busy_count([span for _, span in rows]),
     }
+
+
+def _busy_count(spans: Sequence[Span]) -> int:
+    return sum(not span.waiting for span in spans)
 
 
 def _is_shown(span: Span, devices: Sequence[str]) -> bool:

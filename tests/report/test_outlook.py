@@ -1,0 +1,72 @@
+"""What would make a training faster, as the planner sees it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import SETTINGS
+
+from pipar.config import load_config
+from pipar.explain import explain
+from pipar.job import Job
+from pipar.planning import planned
+from pipar.prepare import unplanned_timing_only
+from pipar.report.outlook import outlook
+
+
+def job(*settings: str) -> Job:
+    made = unplanned_timing_only(load_config(None, [*SETTINGS, *settings]))
+    assert made is not None
+    return planned(made)
+
+
+def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
+    made = job()
+    found, explained = outlook(made), explain(made)
+    assert found["bottleneck"] == explained.timing.bottleneck
+    assert found["epoch_s"] == pytest.approx(explained.chosen.epoch_s, rel=0.05)
+    assert found["paper"]["epoch_s"] == pytest.approx(explained.other.epoch_s, rel=0.05)
+    assert [one["change"] for one in found["changes"]] == [
+        "twice the bandwidth", "the server twice as fast", "devices twice as fast",
+    ]  # fmt: skip
+    assert all(one["epoch_s"] <= found["epoch_s"] * 1.002 for one in found["changes"])
+    assert min(one["epoch_s"] for one in found["changes"]) < found["epoch_s"] * 0.95
+    here = next(iter(made.plans.values())).split_point
+    cuts = [int(one["change"].removeprefix("P=")) for one in found["split_points"]]
+    assert cuts
+    assert here not in cuts
+    assert all(one["epoch_s"] >= found["epoch_s"] * 0.99 for one in found["split_points"]), "another P is better"
+
+
+def test_a_given_plan_is_compared_with_what_would_be_chosen() -> None:
+    found = outlook(job("plan.split_point=4", "plan.micro_batches=1"))
+    assert found["plan"].startswith("P=4 N=1")
+    assert min(one["epoch_s"] for one in found["split_points"]) < found["epoch_s"] * 0.9
+
+
+def test_methods_that_share_a_server_model_say_that_nothing_is_predicted() -> None:
+    found = outlook(job('run.method="sl"'))
+    assert "sl" in found["note"]
+    assert "epoch_s" not in found
+
+
+def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
+    found = outlook(job('devices.link="unlimited"'))
+    assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
+
+
+def test_ten_thousand_devices_with_much_data_take_seconds() -> None:
+    made = job("devices.count=10000", "data.samples_per_device=20000", "plan.split_point=2", "plan.micro_batches=4")
+    started = time.process_time()
+    outlook(made)
+    assert time.process_time() - started < 6.0  # about 2 of patience, and one question more
+
+
+def test_it_is_written_when_the_run_is_over(runs: dict[str, Path]) -> None:
+    written: dict[str, Any] = json.loads((runs["pipar"] / "outlook.json").read_text())
+    assert written["changes"]
+    assert "note" in json.loads((runs["sl"] / "outlook.json").read_text())
