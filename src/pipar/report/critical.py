@@ -11,6 +11,7 @@ that its data came from, the one that ended last.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -141,15 +142,31 @@ class _Known:
             for key in _keys(span):
                 self._found.setdefault(key, []).append(span)
         self._ends = {key: [span.end for span in found] for key, found in self._found.items()}
+        self._latency = self._latencies()
+
+    def _latencies(self) -> dict[tuple[str, str], float]:
+        """Return how long what has left each link is under way: the shortest time until an idle lane took it up."""
+        shortest: dict[tuple[str, str], float] = {}
+        for span in {id(one): one for found in self._found.values() for one in found}.values():
+            busy = [self._last(key, span.start, span, {id(span)}) for key in _lane_keys(span)]
+            if any(before is not None and before.end > span.start - _SAME_S for before in busy):
+                continue
+            for sent in (self._last(key, span.start, span, set()) for key in _upstream_keys(span)):
+                if sent is not None and sent.lane in (UPLINK, DOWNLINK):
+                    link = (sent.owner, sent.lane)
+                    shortest[link] = min(span.start - sent.end, shortest.get(link, math.inf))
+        return {link: max(0.0, seconds) for link, seconds in shortest.items()}
 
     def released_by(self, span: Span, seen: set[int]) -> Span | None:
-        """Return the span that ended last of those that this one waited for."""
+        """Return the span that was over last, and its data here, of those that this one waited for."""
         # A lane does one thing at a time, but what comes in pieces is worked on before the last of them is there.
         before = [self._last(key, span.start, span, seen) for key in _lane_keys(span)]
-        before += [self._last(key, span.end, span, seen) for key in _upstream_keys(span)]
-        of_its_own = subject(span)
-        found = (b for b in before if b is not None)
-        return max(found, key=lambda b: (b.end, subject(b) == of_its_own, b.start), default=None)
+        here = [self._last(key, span.end, span, seen) for key in _upstream_keys(span)]
+        found = [(b.end, b) for b in before if b is not None]
+        found += [(b.end + self._latency.get((b.owner, b.lane), 0.0), b) for b in here if b is not None]
+        whose = subject(span)
+        best = max(found, key=lambda one: (one[0], subject(one[1]) == whose, one[1].start), default=None)
+        return None if best is None else best[1]
 
     def _last(self, key: tuple[object, ...], until: float, span: Span, seen: set[int]) -> Span | None:
         """Return what ended last until a time and did not begin behind the span that waited for it."""

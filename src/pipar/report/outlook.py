@@ -13,16 +13,19 @@ from pipar.errors import PlanError
 from pipar.forecast import simulate
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import QUICK, choose_for
+from pipar.planner.select import Effort, choose_for
 from pipar.planner.timing import LANES, STEADY, Timing, steady_epoch_s
 from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text
 
 Plans = Mapping[str, Plan]
 
-#: Behind so many seconds no other question is asked: who waits for a page has seen the numbers already.
+#: Behind so many seconds of computing no other question is asked: who waits for a page has seen the numbers already.
 _PATIENCE_S = 2.0
+#: A question is about how much, not about which plan of two that are close.
+_EFFORT = Effort(devices=16, pieces=5_000, worlds=0)
 #: Iterations that show how busy lanes are.
 _LOOKED_AT = 6
 #: Split points to each side of the chosen one that are tried.
@@ -38,9 +41,9 @@ def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
     if job.method.shares_server_model:
         words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
         return {"note": f"{words}: there is no prediction of what would make it faster."}
-    until = time.monotonic() + _PATIENCE_S
+    until = time.process_time() + _PATIENCE_S
     fleet = job.fleet()
-    few = fleet.sampled(QUICK.devices)
+    few = fleet.sampled(_EFFORT.devices)
     timing = simulate(few, plans, _LOOKED_AT)
     document: dict[str, Any] = {
         "plan": _text(plans),
@@ -52,23 +55,24 @@ def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
         "paper": _paper(job, fleet, few),
     }
     free = _free(fleet)
-    for words, changed in _changes(free):
-        if time.monotonic() < until:
-            document["changes"] += _answer(words, changed, plans)
-    for split_point in _split_points(job, plans):
-        if time.monotonic() < until:
-            document["split_points"] += _answer(f"P={split_point}", _cut_at(free, split_point), None)
-    document["note"] = "" if time.monotonic() < until else "Not every question was asked: planning took too long."
+    questions = [("changes", words, changed, plans) for words, changed in _changes(free)]
+    questions += [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
+    for kind, words, changed, start in questions:
+        if time.process_time() < until:
+            document[kind] += _answer(words, changed, start)
+    document["note"] = "" if time.process_time() < until else "Not every question was asked: planning took too long."
     return document
 
 
 def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any]]:
-    """Return the best plans of a changed fleet and their seconds; nothing if it has none."""
+    """Return the best plans of a changed fleet, which may be those in force, and their seconds; nothing without any."""
     try:
-        plans = choose_for(fleet, _briefly, start=start, effort=QUICK).plans
+        found = [choose_for(fleet, _briefly, effort=_EFFORT).plans]
     except PlanError:  # too little memory, for example
         return []
-    seconds = steady_epoch_s(simulate, fleet.sampled(QUICK.devices), plans)
+    found += [recoded(fleet, start)] if start is not None else []
+    few = fleet.sampled(_EFFORT.devices)
+    seconds, plans = min(((steady_epoch_s(simulate, few, plans), plans) for plans in found), key=lambda one: one[0])
     return [{"change": words, "plan": _text(plans), "epoch_s": seconds}]
 
 

@@ -1,0 +1,88 @@
+"""The system's Chromium for tests of pages: what a page says, asks for and gets wrong is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = Path("/usr/bin/chromium")
+DESKTOP, PHONE = (1280, 900), (390, 844)
+#: As root in a container, without a sandbox, a screen or much shared memory.
+_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"]
+
+
+@dataclass
+class Seen:
+    """A page that is open, and what went wrong or astray on it."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)  # on the console, or not caught
+    astray: list[str] = field(default_factory=list)  # requests to elsewhere, which are refused
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """Return what JavaScript gives, as in run("(a) => a + 1", 2)."""
+        return self.page.evaluate(script, *arguments)
+
+    def violations(self) -> list[str]:
+        """Return what axe-core finds that shuts somebody out: its serious and critical violations."""
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not here")
+        found = axe.Axe().run(self.page).response["violations"]
+        return [
+            f"{rule['id']}: {node['html'][:200]} {node.get('failureSummary', '')}"
+            for rule in found
+            if rule["impact"] in ("serious", "critical")
+            for node in rule["nodes"]
+        ]
+
+
+Open = Callable[..., Any]
+
+
+@contextmanager
+def chromium() -> Iterator[Open]:
+    """Give a function that opens pages: with open(url, size=PHONE, dark=True) as seen: ...
+
+    Requests that do not begin with `own` (the address itself) are refused and written down. The test is skipped where
+    there is no browser.
+    """
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: install the system's chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
+
+        @contextmanager
+        def opened(
+            url: str, *, own: str | None = None, size: tuple[int, int] = DESKTOP, dark: bool = False
+        ) -> Iterator[Seen]:
+            context = browser.new_context(
+                viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
+            )
+            seen = Seen(context.new_page())
+
+            def let_through(route: Any) -> None:
+                asked = route.request.url
+                if asked.startswith((own or url, "data:", "blob:")):
+                    route.continue_()
+                else:
+                    seen.astray.append(asked)
+                    route.abort()
+
+            context.route("**/*", let_through)
+            seen.page.on("console", lambda said: seen.errors.append(said.text) if said.type == "error" else None)
+            seen.page.on("pageerror", lambda error: seen.errors.append(str(error)))
+            seen.page.goto(url)
+            try:
+                yield seen
+            finally:
+                context.close()
+
+        try:
+            yield opened
+        finally:
+            browser.close()

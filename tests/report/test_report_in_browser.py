@@ -1,0 +1,171 @@
+"""The page of a comparison in a browser, from a file: charts, hover, zoom, dark, phone, and who is shut out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import PHONE, Open, Seen, chromium
+from small_runs import SETTINGS
+
+import pipar
+from pipar.report import write_comparison
+
+pytestmark = pytest.mark.slow
+
+METHODS = ("fl", "sfl", "pipar")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The folders of three small trainings with mathematics, by method."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPAR_RUNS", str(tmp_path_factory.mktemp("runs")))
+        settings = [*SETTINGS, "data.samples_per_device=120", "run.batch_size=40", "devices.count=2"]
+        results = pipar.compare(methods=METHODS, world="virtual", settings=settings, report=True)
+        yield {method: result.folder for method, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def url(compared: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    return write_comparison(list(compared.values()), path).as_uri()
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Open]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def desktop(opened: Open, url: str) -> Iterator[Seen]:
+    with opened(url) as seen:
+        yield seen
+
+
+def at_the_middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
+    """Return where on the screen the longest block of a kind is."""
+    script = """([id, kind]) => {
+        const chart = window.pipar.charts.get(id);
+        const box = chart.getDom();
+        box.scrollIntoView({ block: "center" });
+        const run = window.pipar.state.content.runs[Number(id.split("-")[1])];
+        const shown = run.timeline[window.pipar.state.view];
+        const span = shown.spans.filter((one) => one[1] === kind && !one[6]).sort((a, b) => b[5] - a[5])[0];
+        const middle = (span[4] + span[5] / 2 - shown.start_us) / 1e6;
+        const at = chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, [middle, span[0]]);
+        const corner = box.getBoundingClientRect();
+        return [corner.left + at[0], corner.top + at[1]];
+    }"""
+    x, y = seen.run(script, [figure, kind])
+    return x, y
+
+
+def zoom(seen: Seen, figure: str) -> tuple[float, float]:
+    script = (
+        "(id) => { const zoom = window.pipar.charts.get(id).getOption().dataZoom[0]; return [zoom.start, zoom.end]; }"
+    )
+    start, end = seen.run(script, figure)
+    return start, end
+
+
+def test_every_chart_has_marks(desktop: Seen) -> None:
+    script = """() => Object.fromEntries([...window.pipar.charts.keys()].map((id) =>
+        [id, document.querySelectorAll(`#${id} svg path:not([fill="none"])`).length]))"""
+    marks: dict[str, int] = desktop.run(script)
+    expected = {"lanes-0", "lanes-1", "lanes-2", "busy-0", "busy-1", "busy-2", "curve-loss", "curve-accuracy"}
+    assert set(marks) == expected | {"cost-time", "cost-bytes"}
+    content = desktop.run("() => window.pipar.state.content")
+    for place, run in enumerate(content["runs"]):
+        blocks = [span for span in run["timeline"]["iteration"]["spans"] if not span[6] and span[5] > 0]
+        assert marks[f"lanes-{place}"] >= len(blocks)
+    assert all(count >= 6 for count in marks.values()), marks
+
+
+def test_hovering_a_block_tells_what_it_is(desktop: Seen) -> None:
+    desktop.page.mouse.move(*at_the_middle_of(desktop, "lanes-2", "u"))
+    words = desktop.page.locator("#lanes-2 .chart").get_by_text("lasts")
+    words.wait_for(timeout=5000)
+    said = words.inner_text()
+    for part in ("activations up", "uplink", "micro-batch", "starts at", "lasts"):
+        assert part in said
+
+
+def test_buttons_and_the_wheel_zoom_all_timelines(desktop: Seen) -> None:
+    assert zoom(desktop, "lanes-2") == (0, 100)
+    desktop.page.get_by_role("button", name="Zoom in").click()
+    assert zoom(desktop, "lanes-2") == zoom(desktop, "lanes-0") == (25, 75)
+    desktop.page.mouse.move(*at_the_middle_of(desktop, "lanes-2", "u"))
+    desktop.page.keyboard.down("Control")
+    desktop.page.mouse.wheel(0, -400)
+    desktop.page.keyboard.up("Control")
+    desktop.page.wait_for_function("() => { const z = window.pipar.state.zoom; return z.end - z.start < 49; }")
+    assert zoom(desktop, "lanes-0") == pytest.approx(zoom(desktop, "lanes-2"))
+    kept = zoom(desktop, "lanes-2")
+    desktop.run("() => window.pipar.draw(window.pipar.state.content)")
+    assert zoom(desktop, "lanes-2") == pytest.approx(kept), "drawing again forgets the zoom"
+    desktop.page.get_by_role("button", name="All").click()
+    assert zoom(desktop, "lanes-2") == (0, 100)
+
+
+def test_the_blocks_drawn_are_the_spans_of_trace_json(desktop: Seen, compared: dict[str, Path]) -> None:
+    for view in ("epoch", "iteration"):
+        desktop.page.locator(f"#view-{view}").check()
+        for place, method in enumerate(METHODS):
+            script = """(id) => {
+                const option = window.pipar.charts.get(id).getOption();
+                return [option.series[0].data, option.yAxis[0].data];
+            }"""
+            blocks, names = desktop.run(script, f"lanes-{place}")
+            content = json.loads(desktop.page.locator("#content").text_content())
+            origin = content["runs"][place]["timeline"][view]["start_us"]
+            drawn = {(names[row], *(round(at * 1e6 + origin) for at in times)) for row, *times, _ in blocks}
+            known = _spans(compared[method])
+            assert drawn
+            assert drawn <= known
+
+
+def _spans(folder: Path) -> set[tuple[str, int, int]]:
+    """Return the spans of trace.json by the name of their row, to the microsecond."""
+    events: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    owners = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    words = {"io": "load and code"}
+    found = set()
+    for event in events:
+        if event["ph"] == "X":
+            lane = lanes[event["pid"], event["tid"]]
+            row = f"{owners[event['pid']]} {words.get(lane, lane)}"
+            found.add((row, round(event["ts"]), round(event["ts"] + event["dur"])))
+    return found
+
+
+def test_on_a_phone_and_in_the_dark_nothing_sticks_out(opened: Open, url: str) -> None:
+    for size, dark in ((PHONE, False), (PHONE, True), ((1280, 900), True)):
+        with opened(url, size=size, dark=dark) as seen:
+            assert seen.run("() => document.documentElement.scrollWidth") <= size[0]
+            ground = seen.run("() => getComputedStyle(document.body).backgroundColor")
+            red = int(ground.removeprefix("rgb(").split(",")[0])
+            assert (red < 60) == dark
+            assert (seen.errors, seen.astray) == ([], [])
+            assert seen.violations() == []
+
+
+def test_changing_to_dark_draws_the_charts_anew(opened: Open, url: str) -> None:
+    with opened(url) as seen:
+        script = "() => window.pipar.charts.get('cost-time').getOption().textStyle.color"
+        light = seen.run(script)
+        seen.page.emulate_media(color_scheme="dark")
+        seen.page.wait_for_function(f"(light) => ({script})() !== light", arg=light)
+
+
+def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:
+    assert desktop.violations() == []
+    assert (desktop.errors, desktop.astray) == ([], [])
+    labels = desktop.run("() => [...document.querySelectorAll('.chart')].map((box) => box.getAttribute('aria-label'))")
+    assert len(labels) == 10
+    assert all(label and len(label) > 30 for label in labels)
