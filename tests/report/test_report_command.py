@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from small_runs import SETTINGS
 
 import pipar
+from pipar import virtual
 from pipar.cli import cli, main
 from pipar.events import Event, ReportFailed, ReportWritten
 from pipar.report import writing
@@ -84,17 +85,18 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
 
 
 def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press(event: Event) -> None:
-        if type(event).__name__ == "EpochResult":
-            raise KeyboardInterrupt
-        if isinstance(event, ReportWritten):
-            written.append(event.path)
+    def interrupted(*arguments: Any) -> None:
+        train(*arguments)
+        raise KeyboardInterrupt
 
-    written: list[str] = []
+    train = virtual.train_without_mathematics
+    events: list[Event] = []
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    monkeypatch.setattr(virtual, "train_without_mathematics", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pipar.run(world="timing-only", settings=SETTINGS, report=True, observe=press)
-    assert written == [f"{tmp_path}/vgg5-digits-pipar/report.html"]
+        pipar.run(world="timing-only", settings=SETTINGS, report=True, observe=events.append)
+    (written,) = [event.path for event in events if isinstance(event, ReportWritten)]
+    assert written == f"{tmp_path}/vgg5-digits-pipar/report.html"
     assert not (tmp_path / "vgg5-digits-pipar" / "outlook.json").exists()
 
 

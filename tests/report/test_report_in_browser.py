@@ -134,7 +134,7 @@ def _spans(folder: Path) -> set[tuple[str, int, int]]:
     events: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
     owners = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    words = {"io": "load and code"}
+    words = {"io": "load/code"}
     found = set()
     for event in events:
         if event["ph"] == "X":

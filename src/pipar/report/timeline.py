@@ -100,7 +100,7 @@ def _timeline(spans: Sequence[Span], window: Window, path: Sequence[Span], devic
 
 
 def _busy_count(spans: Sequence[Span]) -> int:
-    return sum(not span.waiting for span in spans)
+    return sum(not span.waiting and span.end > span.start for span in spans)
 
 
 def _is_shown(span: Span, devices: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@
   const SYMBOLS = ["circle", "rect", "triangle", "diamond", "roundRect", "pin", "arrow", "emptyCircle"];
   const LANES = ["device", "uplink", "server", "downlink"];
   const LANE_COLOURS = { device: "#56b4e9", uplink: "#e69f00", server: "#0072b2", downlink: "#d55e00" };
-  const LANE_WORDS = { compute: "compute", io: "load and code", uplink: "uplink", downlink: "downlink", core: "server", wait: "waiting" };
+  const LANE_WORDS = { compute: "compute", io: "load/code", uplink: "uplink", downlink: "downlink", core: "server", wait: "waiting" };
   const ROW = 24;
 
   const state = { content: null, view: null, against: "epoch", zoom: { start: 0, end: 100 }, charts: new Map(), printing: false };
@@ -61,7 +61,7 @@
     return `${seconds.toFixed(size < 100 ? 3 : 1)} s`;
   }
 
-  const seconds = (value) => (!isNumber(value) ? "–" : value < 0.1 ? duration(value) : `${value.toFixed(value < 100 ? 2 : 1)} s`);
+  const seconds = (value) => (!isNumber(value) ? "–" : value < 0.01 && value > 0 ? duration(value) : `${value.toFixed(value < 100 ? 2 : 1)} s`);
 
   function colours() {
     const style = getComputedStyle(document.documentElement);
@@ -217,7 +217,7 @@
   }
 
   function comparison(runs) {
-    const bases = [...new Set(runs.flatMap((run) => Object.keys(run.speedups)))];
+    const bases = ["fl", "sfl"].filter((base) => runs.some((run) => base in run.speedups));
     const heads = [column("method"), column("plan"), number("per epoch"), ...bases.map((base) => number(`against ${base}`)),
       number("server idle"), number("device idle"), number("accuracy"), number("up"), number("down")];
     const rows = runs.map((run) => [run.name, run.plan, seconds(run.seconds),
@@ -304,7 +304,7 @@
     const kinds = Object.keys(KINDS).filter((kind) => found.some(({ shown }) => shown.spans.some((span) => span[1] === kind && !span[6] && span[5] > 0)));
     const item = (swatch, words) => element("li", {}, swatch, words);
     replace(byId("timeline-legend"), element("ul", { class: "legend", "aria-label": "What the colours of blocks mean" },
-      kinds.map((kind) => item(element("span", { class: "swatch", style: `background:${KINDS[kind].fill}` }), `${kind}: ${KINDS[kind].words}`)),
+      kinds.map((kind) => item(element("span", { class: "swatch", style: `background:${KINDS[kind].fill}` }), kind === KINDS[kind].words ? kind : `${kind}: ${KINDS[kind].words}`)),
       item(element("span", { class: "swatch critical" }), "on the critical path"),
       item(element("span", { class: "swatch waiting" }), "waiting")));
   }
@@ -318,24 +318,24 @@
     const start = shown.start_us;
     const data = rows.map((span, at) => [span[0], (span[4] - start) / 1e6, (span[4] + span[5] - start) / 1e6, at]);
     const names = shown.lanes.map(laneName);
-    const left = small ? 104 : 190;
+    const left = small ? 112 : 170;
     const unit = length < 1 ? { factor: 1e3, name: "ms" } : { factor: 1, name: "s" };
-    const axisWords = (value) => `${Number((value * unit.factor).toPrecision(6))}`;
+    const axisWords = (value) => `${Number((value * unit.factor).toPrecision(6))} ${unit.name}`;
     const own = new Set(shown.lanes.map((lane) => lane.owner));
     const option = {
-      grid: { left, right: 14, top: 6, bottom: 62 },
+      grid: { left, right: 14, top: 6, bottom: 56 },
       tooltip: tooltip({ trigger: "item", formatter: (params) => hover(shown, rows[params.value[3]]) }),
-      xAxis: valueAxis(unit.name, { min: 0, max: length, axisLabel: { formatter: axisWords, hideOverlap: true }, nameLocation: "end", nameGap: 2, nameTextStyle: { color: ink.quiet, align: "right", verticalAlign: "top", padding: [22, 0, 0, 0] } }),
+      xAxis: valueAxis("", { min: 0, max: length, axisLabel: { formatter: axisWords, hideOverlap: true, showMaxLabel: false } }),
       yAxis: {
         type: "category", data: names, inverse: true, axisLine: { show: false }, axisTick: { show: false },
-        axisLabel: { color: ink.ink, fontSize: small ? 11 : 12, width: left - 10, overflow: "truncate", interval: 0 },
+        axisLabel: { color: ink.ink, fontSize: small ? 10.5 : 12, width: left - 10, overflow: "truncate", interval: 0 },
         splitArea: { show: true, areaStyle: { color: ["transparent", ink.faint], opacity: 0.55 } },
       },
       dataZoom: [
         { type: "inside", xAxisIndex: 0, filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false, preventDefaultMouseMove: false, minValueSpan: length / 5000, ...state.zoom },
         {
           type: "slider", xAxisIndex: 0, filterMode: "weakFilter", height: 18, bottom: 6, showDataShadow: false, brushSelect: false, minValueSpan: length / 5000,
-          labelFormatter: (value) => `${axisWords(Number(value.toPrecision(4)))} ${unit.name}`, textStyle: { color: ink.quiet }, borderColor: ink.line, fillerColor: "rgba(86,180,233,0.25)",
+          labelFormatter: (value) => axisWords(Number(value.toPrecision(4))), textStyle: { color: ink.quiet }, borderColor: ink.line, fillerColor: "rgba(86,180,233,0.25)",
           ...state.zoom,
         },
       ],
@@ -347,7 +347,7 @@
     const words = describe(run, shown, isCompared);
     const id = `lanes-${place}`;
     const isNew = !state.charts.has(id);
-    const chart = show(byId("timelines"), id, { ...words, height: shown.lanes.length * ROW + 70, option, numbers: pathTable(shown) });
+    const chart = show(byId("timelines"), id, { ...words, height: shown.lanes.length * ROW + 62, option, numbers: pathTable(shown) });
     chart.getDom().closest("figure").dataset.run = run.name;
     if (isNew) {
       chart.on("datazoom", (event) => {
