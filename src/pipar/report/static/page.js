@@ -28,7 +28,7 @@
   const LANE_WORDS = { compute: "compute", io: "load/code", uplink: "uplink", downlink: "downlink", core: "server", wait: "waiting" };
   const ROW = 24;
 
-  const state = { content: null, view: null, against: "epoch", zoom: { start: 0, end: 100 }, charts: new Map(), printing: false };
+  const state = { content: null, view: null, against: null, zoom: { start: 0, end: 100 }, charts: new Map(), printing: false };
   const byId = (id) => document.getElementById(id);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -210,7 +210,7 @@
         cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
           content.accuracy_is_equal ? "the same by every method" : null));
       }
-      if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "of a lower bound's pace"));
+      if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "shortest possible over real time"));
     }
     replace(byId("cards"), cards);
     replace(byId("comparison"), content.runs.length > 1 ? comparison(content.runs) : null);
@@ -218,11 +218,11 @@
 
   function comparison(runs) {
     const bases = ["fl", "sfl"].filter((base) => runs.some((run) => base in run.speedups));
-    const heads = [column("method"), column("plan"), number("per epoch"), ...bases.map((base) => number(`against ${base}`)),
-      number("server idle"), number("device idle"), number("accuracy"), number("up"), number("down")];
-    const rows = runs.map((run) => [run.name, run.plan, seconds(run.seconds),
+    const heads = [column("method"), number("per epoch"), ...bases.map((base) => number(`against ${base}`)),
+      number("server idle"), number("device idle"), number("accuracy"), number("up"), number("down"), column("plan")];
+    const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
-      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), megabytes(run.bytes_up), megabytes(run.bytes_down)]);
+      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), megabytes(run.bytes_up), megabytes(run.bytes_down), run.plan]);
     const known = runs.map((run, place) => [run.seconds, place]).filter(([value]) => isNumber(value)).sort((a, b) => a[0] - b[0]);
     return table("Means over the epochs; the fastest in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
   }
@@ -488,7 +488,7 @@
         if (!points.length) return;
         const colour = RUN_COLOURS[(several ? place : dash) % RUN_COLOURS.length];
         series.push({
-          name: several ? (keys.length > 1 ? `${run.name}, ${key.words}` : run.name) : key.words, type: "line", data: points, symbol: SYMBOLS[(several ? place : dash) % SYMBOLS.length], symbolSize: 7,
+          name: several ? run.name : key.words, id: `${run.name} ${key.words}`, type: "line", data: points, symbol: SYMBOLS[(several ? place : dash) % SYMBOLS.length], symbolSize: 7,
           showSymbol: points.length <= 60, lineStyle: { color: colour, type: dash ? "dashed" : "solid", width: 2 }, itemStyle: { color: colour },
         });
       });
@@ -500,8 +500,8 @@
       return known.length ? `${run.name} ends at ${form(known[known.length - 1])}` : null;
     }).filter(Boolean).join(", ");
     show(byId("curves"), id, {
-      title, caption: "", label: `${title} by ${state.against}: ${last}.`, height: 290,
-      option: { legend: legend(), grid: { left: 52, right: 18, top: 40, bottom: 44 }, tooltip: tooltip({ trigger: "item", formatter: (point) => `<b>${escaped(point.seriesName)}</b><br>${state.against === "epoch" ? `epoch ${point.value[0]}` : `after ${seconds(point.value[0])}`}<br>${form(point.value[1])}` }),
+      title, caption: several && keys.length > 1 ? "Solid: on the batches that were trained; dashed: on the validation set." : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
+      option: { legend: legend(), grid: { left: 52, right: 18, top: 40, bottom: 44 }, tooltip: tooltip({ trigger: "item", formatter: (point) => `<b>${escaped(point.seriesId)}</b><br>${state.against === "epoch" ? `epoch ${point.value[0]}` : `after ${seconds(point.value[0])}`}<br>${form(point.value[1])}` }),
         xAxis: valueAxis(state.against === "epoch" ? "epoch" : "seconds of training", { nameLocation: "middle", nameGap: 26, min: state.against === "epoch" ? 1 : 0, minInterval: state.against === "epoch" ? 1 : 0, nameTextStyle: { color: colours().quiet } }),
         yAxis: valueAxis("", { scale: true, axisLabel: { formatter: (value) => form(value, true) } }), series },
       numbers: table(title, heads, rows),
@@ -517,6 +517,7 @@
       byId("curves").append(element("p", { class: "note" }, content.runs.some((run) => run.learns) ? "No epoch has told its loss yet." : "This was a timing-only run: nothing was learned, so there is no loss and no accuracy."));
       return;
     }
+    state.against ??= content.runs.length > 1 ? "seconds" : "epoch"; // by epoch, methods that train the same weights hide each other
     replace(tools, radios("against", "Against", [["epoch", "epochs"], ["seconds", "seconds"]], state.against, (value) => {
       state.against = value;
       redraw();
@@ -541,7 +542,7 @@
     if (!several && runs[0].epochs.some((epoch) => isNumber(epoch.predicted_s))) time.push(bar("predicted", 1, names.map((name) => at(runs[0], name, "predicted_s")), "line"));
     show(parent, "cost-time", {
       title: "Seconds of each epoch", caption: "", label: `Seconds of each epoch: ${runs.map((run) => `${run.name} ${seconds(run.seconds)} on average`).join(", ")}.`, height: 270,
-      option: { legend: legend(), grid: { left: 52, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: seconds }), xAxis: categoryAxis(names.map(String), "epoch"), yAxis: valueAxis("s"), series: time },
+      option: { legend: legend(), grid: { left: 52, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: seconds }), xAxis: categoryAxis(names.map(String), "epoch"), yAxis: valueAxis("", { axisLabel: { formatter: "{value} s" } }), series: time },
       numbers: table("Seconds of each epoch", [column("run"), number("epoch"), number("seconds"), number("predicted"), number("lower bound")],
         runs.flatMap((run) => run.epochs.map((epoch) => [run.name, String(epoch.epoch), digits(epoch.seconds, 3), digits(epoch.predicted_s, 3), digits(epoch.bound_s, 3)]))),
     });
@@ -551,7 +552,7 @@
     show(parent, "cost-bytes", {
       title: several ? "Bytes of an epoch, over all devices" : "Bytes of each epoch, over all devices", caption: "",
       label: `Megabytes up and down in an epoch: ${runs.map((run) => `${run.name} ${megabytes(run.bytes_up)} up, ${megabytes(run.bytes_down)} down`).join("; ")}.`, height: 270,
-      option: { legend: legend(), grid: { left: 52, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: (value) => `${digits(value, 2)} MB` }), xAxis: categoryAxis(places, several ? "" : "epoch"), yAxis: valueAxis("MB"),
+      option: { legend: legend(), grid: { left: 62, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: (value) => `${digits(value, 2)} MB` }), xAxis: categoryAxis(places, several ? "" : "epoch"), yAxis: valueAxis("", { axisLabel: { formatter: "{value} MB" } }),
         series: [direction("up", "bytes_up", 0), direction("down", "bytes_down", 1)] },
       numbers: table("Bytes over all devices", [column("run"), number("epoch"), number("up"), number("down")],
         runs.flatMap((run) => run.epochs.map((epoch) => [run.name, String(epoch.epoch), megabytes(epoch.bytes_up), megabytes(epoch.bytes_down)]))),
@@ -568,22 +569,23 @@
   }
 
   function drawPlans(content) {
-    replace(byId("plans"), content.runs.map((run) => planOf(run, content.runs.length > 1)));
+    replace(byId("plans"), element("p", { class: "note" }, "P layers of the network are on the device, the rest on the server; a batch is cut into N micro-batches, which compute and travel at the same time. Predictions are the planner's."),
+      content.runs.map((run) => planOf(run, content.runs.length > 1)));
   }
 
   function planOf(run, isCompared) {
     const found = run.outlook;
     const made = element("div", { class: "plan" });
-    if (isCompared) made.append(element("h3", {}, `${run.name}: ${run.plan}`));
-    made.append(element("p", {}, `${run.method_title} by ${run.plan}. P layers are on the device, the rest on the server; a batch is cut into N micro-batches, which compute and travel at the same time.`));
+    made.append(element("h3", {}, `${isCompared ? `${run.name}: ` : ""}${run.plan}`));
     for (const again of run.replans) made.append(element("p", {}, `Planned again: from epoch ${again.epoch} on ${again.plan}.`));
     if (run.busiest) made.append(element("p", {}, `The busiest lane was the ${run.busiest}: ${share(run.utilisation[run.busiest])} of an epoch on average.`));
     if (!found || !isNumber(found.epoch_s)) {
       made.append(element("p", { class: "note" }, (found && found.note) || (run.running ? "What would make it faster is asked when the run is over." : "What would make it faster was not asked.")));
       return made;
     }
-    made.append(element("p", {}, `The planner expects ${seconds(found.epoch_s)} for an epoch, with the ${found.bottleneck} as the bottleneck (${share(found.utilisation[found.bottleneck])} busy); ${seconds(run.seconds)} were measured. `
-      + `The paper's estimate would have chosen ${found.paper.plan}: ${seconds(found.paper.epoch_s)} when simulated (${compared(found.paper.epoch_s, found.epoch_s)}).`));
+    const words = [`The planner expects ${seconds(found.epoch_s)} for an epoch, with the ${found.bottleneck} as the bottleneck (${share(found.utilisation[found.bottleneck])} busy); ${seconds(run.seconds)} were measured.`];
+    if (found.paper.plan !== found.plan) words.push(`The paper's estimate would have chosen ${found.paper.plan}: ${seconds(found.paper.epoch_s)} when simulated (${compared(found.paper.epoch_s, found.epoch_s)}).`);
+    made.append(element("p", {}, words.join(" ")));
     const all = [{ change: "as it is", plan: found.plan, epoch_s: found.epoch_s }, ...found.changes.map((one) => ({ ...one, change: `with ${one.change}` })),
       ...found.split_points.map((one) => ({ ...one, change: `all devices with ${one.change}` }))];
     const longest = Math.max(...all.map((one) => one.epoch_s));
@@ -606,13 +608,24 @@
     }));
   }
 
+  function factsOf(run) {
+    const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+    return [["network", `${run.model} on ${run.dataset}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["batch", run.batch_size], ["seed", run.seed],
+      ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["command", run.command], ["folder", run.folder], ["versions", versions]]
+      .filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]);
+  }
+
+  function factList(title, facts) {
+    const word = (name, value) => (["command", "folder"].includes(name) ? element("code", {}, value) : value);
+    return element("div", {}, title ? element("h3", {}, title) : null, element("dl", {}, facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, word(name, value))])));
+  }
+
   function drawFacts(content) {
-    replace(byId("facts"), content.runs.map((run) => {
-      const facts = [["network", `${run.model} on ${run.dataset}`], ["method", `${run.method}: ${run.method_title}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["batch", run.batch_size], ["seed", run.seed],
-        ["equivalence", run.equivalence], ["command", run.command && element("code", {}, run.command)], ["folder", run.folder && element("code", {}, run.folder)], ["versions", Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ")]];
-      return element("div", {}, content.runs.length > 1 ? element("h3", {}, run.name) : null,
-        element("dl", {}, facts.filter(([, value]) => value !== null && value !== undefined && value !== "").flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value instanceof Node ? value : String(value))])));
-    }));
+    const all = content.runs.map(factsOf);
+    if (all.length === 1) return replace(byId("facts"), factList("", all[0]));
+    const isCommon = ([name, value]) => all.every((facts) => facts.some(([other, same]) => other === name && same === value));
+    return replace(byId("facts"), all.length ? factList("All runs", all[0].filter(isCommon)) : null,
+      content.runs.map((run, place) => factList(run.name, all[place].filter((fact) => !isCommon(fact)))));
   }
 
   // --- everything
@@ -633,6 +646,8 @@
     drawDevices(content);
     drawFacts(content);
     forget();
+    // A figure that came later may have made its neighbours narrower.
+    for (const chart of state.charts.values()) chart.resize();
     if (focused) byId(focused)?.focus({ preventScroll: true });
     if (content.pipar) byId("foot").textContent = `Made by pipar ${content.pipar}. Nothing on this page is loaded from elsewhere.`;
   }
