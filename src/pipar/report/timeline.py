@@ -67,8 +67,8 @@ def iteration_timeline(traced: Traced, devices: Sequence[str], *, like: int | No
         return None
     path = critical_path(traced.spans, window)
     involved = [name for name in dict.fromkeys(map(subject, path)) if name in traced.devices]
-    shown = list(dict.fromkeys([devices[0], *involved, *devices]))[: len(devices)]
-    return _timeline(traced.spans, window, path, shown)
+    first, *others = list(dict.fromkeys([devices[0], *involved, *devices]))[: len(devices)]
+    return _timeline(traced.spans, window, path, [first, *sorted(others)])
 
 
 def epoch_timeline(traced: Traced, device: str) -> dict[str, Any] | None:
