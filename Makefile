@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+BROWSER := .venv/browser
 
 .PHONY: help demo test check bench format clean
 help:  ## show this
@@ -17,7 +18,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, by fl, sfl and pipar (two minutes)
 	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
 
-test: $(READY)  ## everything: format, lint, types, all tests
+# Pages are tested in the system's own browser.
+$(BROWSER): $(READY)
+	@command -v chromium > /dev/null || { echo "Installing chromium for the tests of pages"; apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium > /dev/null; }
+	@touch $(BROWSER)
+
+test: $(READY) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
