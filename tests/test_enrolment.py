@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipar.config import DeviceSpec, Link, config_from
 from pipar.enrolment import Open
-from pipar.errors import ProtocolError
+from pipar.errors import ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.protocol.orders import Orders
-from pipar.session import Introduction
+from pipar.session import Introduction, read_profile
 
 TIMES = CodingTimes(1e-5, 1e-9, 1e-5, 1e-9)
 LAYERS = tuple(
@@ -83,3 +87,93 @@ def test_links_between_machines_may_turn_out_slow_so_everybody_keeps_what_change
     assert unknown.sends_changes(0.0)
     assert not begun(opened(Link(), wire={"encoding": "raw"}), "a")["a"].keeps_base
     assert not begun(opened(Link(), run={"method": "sl", "batch_size": 10}), "a")["a"].keeps_base
+
+
+# --- wild profiles
+
+#: Numbers at the ends of what a profile may say, and beyond.
+AMOUNTS = (0, 5e-324, 1e-300, 1e-9, 1.0, 1e6, 1e6, 1e7, 1e308, math.inf, math.nan, -1.0, 10**400)
+COUNTS = (0, 1, 10**15, 10**15, 10**16, 10**400, -1)
+SIZES = ((1,), (10,), (10**6,), (1, 10**6), (1, 10**7), (1, 10**400), (2, 1))
+_PLACES = {
+    "forward_s": AMOUNTS, "backward_s": AMOUNTS, "least_s": AMOUNTS, "shares": AMOUNTS, "saved_bytes": COUNTS,
+    "batch_sizes": SIZES, "crowd": COUNTS, "crowded": AMOUNTS, "load_s": AMOUNTS, "encode_s_per_byte": AMOUNTS,
+    "step_s": AMOUNTS, "changes_share": AMOUNTS, "coding": AMOUNTS,
+}  # fmt: skip
+changes = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in _PLACES.items()})
+
+
+def wild(change: dict[str, Any]) -> dict[str, Any]:
+    """Return what a device might say of itself: a profile of the right network with numbers of any size."""
+    said = json.loads(WHOLE.to_json())
+    sizes = said["batch_sizes"] = list(change.get("batch_sizes", WHOLE.batch_sizes))
+    for layer in said["layers"]:
+        layer |= {key: [change.get(key, 0.01)] * len(sizes) for key in ("forward_s", "backward_s", "least_s")}
+        layer["saved_bytes"] = change.get("saved_bytes", 0)
+        layer["shares"] = {"sparse-planes": [0.4, change.get("shares", 0.4)]}
+    said["crowded"] = [change.get("crowded", 1.0)] * len(sizes)
+    said["coding"]["changes"] = dict.fromkeys(said["coding"]["changes"], change.get("coding", 1e-9))
+    plain = ("crowd", "load_s", "encode_s_per_byte", "step_s", "changes_share")
+    return {**said, **{key: change[key] for key in plain if key in change}}
+
+
+@settings(max_examples=60)
+@given(change=changes)
+def test_a_wild_profile_is_refused_or_planned_with_and_ends_nobody_elses_training(change: dict[str, Any]) -> None:
+    run = {"run": {"method": "sfl", "batch_size": 10}}
+    enrolment = opened(kept={"a": Plan(1, 1)}, **run)
+    begun(enrolment, "a")
+    try:
+        profile = read_profile(wild(change), WHOLE)
+        enrolment.check(Introduction("wild", 100, profile))
+    except ProtocolError:
+        return
+    assert enrolment.join(Introduction("wild", 100, profile)).plan.split_point <= 3
+    assert enrolment.join(Introduction("b", 100, WHOLE)).plan.split_point <= 3
+    assert math.isfinite(enrolment.job.bounds().device_s["wild"])
+    assert profile is not None
+    assert set(begun(opened(**run), "wild", profile=profile)) == {"wild"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_sizes": (1, 10**400)},
+        {"batch_sizes": (1, 10**6 + 1)},
+        {"forward_s": 1e308},
+        {"backward_s": 1.1e6},
+        {"saved_bytes": 10**16},
+        {"crowd": 10**400},
+        {"load_s": math.inf},
+        {"coding": 1e9},
+    ],
+)
+def test_a_profile_with_numbers_that_no_machine_has_is_refused_in_one_sentence(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="not usable") as refused:
+        read_profile(wild(change), WHOLE)
+    assert len(str(refused.value)) < 300
+
+
+def test_the_one_device_that_planning_fails_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(job: Job) -> dict[str, Plan]:
+        if "wild" in job.sizes:
+            raise OverflowError("too large")
+        return dict.fromkeys(job.sizes, Plan(1, 1))
+
+    monkeypatch.setattr("pipar.enrolment.make_plans", fails)
+    everybody = [Introduction(name, 100, WHOLE) for name in ("a", "wild")]
+    with pytest.raises(UnusableProfileError, match="too large") as refused:
+        asyncio.run(opened().begin(everybody))
+    assert refused.value.device == "wild"
+    assert set(asyncio.run(opened().begin(everybody[:1]))) == {"a"}
+
+
+def test_a_failure_that_no_device_brings_about_alone_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_together(job: Job) -> dict[str, Plan]:
+        if len(job.sizes) > 1:
+            raise ValueError("of both")
+        return {}
+
+    monkeypatch.setattr("pipar.enrolment.make_plans", fails_together)
+    with pytest.raises(ValueError, match="of both"):
+        asyncio.run(opened().begin([Introduction(name, 100, WHOLE) for name in "ab"]))

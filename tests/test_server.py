@@ -25,7 +25,7 @@ from server_world import (
 
 from pipar import replanning
 from pipar.config import Link
-from pipar.errors import PlanError, TrainingError
+from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
@@ -195,6 +195,22 @@ def test_devices_that_no_plan_fits_are_told_so() -> None:
     assert isinstance(outcome.failure, PlanError)
     assert [str(life) for life in outcome.lives] == ["The server refused this device: b is too small for any plan."] * 2
     assert outcome.left_running == 0
+
+
+def test_one_device_whose_profile_cannot_be_planned_with_is_dismissed_alone() -> None:
+    def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
+        if profiles["b"].machine == "wild":
+            raise UnusableProfileError("b", "Nothing can be planned with the profile of 'b'.")
+        return dict.fromkeys("ab", Plan(1, 2))
+
+    wild = honest("b", profile=replace(PROFILE, machine="wild"))
+    again = honest("b", profile=PROFILE, starts_s=1.0)
+    outcome = train([honest("a"), wild, again], plan_joined=plan, min_devices=2)
+    assert outcome.failure is None
+    assert [str(life) for life in outcome.lives] == [
+        "None", "The server refused this device: Nothing can be planned with the profile of 'b'.", "None"
+    ]  # fmt: skip
+    assert outcome.counted == [{"a": 20, "b": 20}]
 
 
 # --- other plans between two rounds

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pipar.config import DeviceSpec, Link
-from pipar.errors import PlanError, ProtocolError
+from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.candidates import allowed_plans
 from pipar.planner.encoding import recoded
 from pipar.planner.profile import Profile
 from pipar.planner.select import choose_by_estimate
@@ -71,14 +70,15 @@ class Open:
         if known is not None and known != who.samples:
             raise ProtocolError(f"'{who.name}' had {known} samples before and says {who.samples} now.")
         if known is None:
-            alone = replace(self.job, specs=(), sizes={}, device_profiles={})
-            fleet = self._with(alone, who).fleet()
+            fleet = self._with(self._nobodys_job, who).fleet()
             (member,) = fleet.members
             cut = self._common_plan
+            if cut is not None:
+                member = replace(member, split_point=cut.split_point)
             try:
-                allowed_plans(fleet, member if cut is None else replace(member, split_point=cut.split_point))
-            except PlanError as error:
-                raise ProtocolError(str(error)) from None
+                choose_by_estimate(replace(fleet, members=(member,)))
+            except _UNUSABLE as error:
+                raise _unusable(who.name, error) from None
 
     def link(self, name: str) -> Link:
         return self._spec(name).link
@@ -87,32 +87,52 @@ class Open:
         job = self.job
         for who in everybody:
             job = self._with(job, who)
-        kept = {name: plan for name in job.sizes if (plan := self._kept_plan(job, name)) is not None}
-        if len(kept) == len(job.sizes):
-            plans: Mapping[str, Plan] = recoded(job.fleet(), kept)
-        else:
-            # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
-            plans = await asyncio.to_thread(make_plans, job)
+        try:
+            plans = await self._first_plans(job)
+        except (ArithmeticError, ValueError):
+            await self._blame(everybody)
+            raise
         self._change(replace(job, plans={**job.plans, **plans}))
         return self.job.orders()
+
+    async def _first_plans(self, job: Job) -> Mapping[str, Plan]:
+        kept = {name: plan for name in job.sizes if (plan := self._kept_plan(job, name)) is not None}
+        if len(kept) == len(job.sizes):
+            return recoded(job.fleet(), kept)
+        # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
+        return await asyncio.to_thread(make_plans, job)
+
+    async def _blame(self, everybody: Sequence[Introduction]) -> None:
+        """Raise if there is somebody for whom nothing can be planned, even alone."""
+        for who in everybody:
+            try:
+                await self._first_plans(self._with(self._nobodys_job, who))
+            except _UNUSABLE as error:
+                raise _unusable(who.name, error) from None
 
     def join(self, who: Introduction) -> Orders:
         """Return orders with a first plan, by the paper's estimate or that of an equal device; all are chosen later."""
         job = self._with(self.job, who)
+        try:
+            plan = self._first_plan(job, who)
+        except _UNUSABLE as error:
+            raise _unusable(who.name, error) from None
+        self._change(replace(job, plans={**job.plans, who.name: plan}))
+        return self.job.orders()[who.name]
+
+    def _first_plan(self, job: Job, who: Introduction) -> Plan:
         fleet = job.fleet()
         kind = next(kind for kind in fleet.kinds() if who.name in {member.name for member in kind})
         kept = self._kept_plan(job, who.name)
         if kept is not None:
-            plan: Plan | None = recoded(fleet.of({who.name}), {who.name: kept})[who.name]
-        else:
-            plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
-        if plan is None:
-            try:
-                plan = choose_by_estimate(fleet.of({who.name}))[who.name][0]
-            except PlanError as error:
-                raise ProtocolError(str(error)) from None
-        self._change(replace(job, plans={**job.plans, who.name: plan}))
-        return self.job.orders()[who.name]
+            return recoded(fleet.of({who.name}), {who.name: kept})[who.name]
+        plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
+        return plan or choose_by_estimate(fleet.of({who.name}))[who.name][0]
+
+    @property
+    def _nobodys_job(self) -> Job:
+        """Return the job without any device, to see what can be planned for one alone."""
+        return replace(self.job, specs=(), sizes={}, device_profiles={})
 
     @property
     def _common_plan(self) -> Plan | None:
@@ -144,3 +164,14 @@ class Open:
     def _change(self, job: Job) -> None:
         self.job = job
         self.changed(job)
+
+
+#: What planning raises if one device allows no plan, or if its numbers are none to compute with.
+_UNUSABLE = (PlanError, ArithmeticError, ValueError)
+
+
+def _unusable(device: str, error: Exception) -> UnusableProfileError:
+    """Return why a device does not take part: that is its own end, and nobody else's."""
+    if isinstance(error, PlanError):
+        return UnusableProfileError(device, str(error))
+    return UnusableProfileError(device, f"Nothing can be planned with the profile of '{device}': {error}.")

@@ -46,6 +46,14 @@ class UnusableModelError(ProtocolError):
         self.device = device
 
 
+class UnusableProfileError(ProtocolError):
+    """A device brought a profile that nothing can be planned with."""
+
+    def __init__(self, device: str, message: str) -> None:
+        super().__init__(message)
+        self.device = device
+
+
 class LinkError(PiparError):
     """The connection to a peer was lost or could not be made."""
 

@@ -20,6 +20,7 @@ from pipar.errors import (
     ProtocolError,
     TooFewDevicesError,
     UnusableModelError,
+    UnusableProfileError,
     forget_frames,
 )
 from pipar.events import BegunAnew, Dropped, Observer, Progress, Replanned, RoundOver, ignore
@@ -224,7 +225,6 @@ class Server:
         """Train for all epochs behind those that are done, or until validation has not improved for `patience`."""
         self.done = done
         try:
-            await self._reception.joined(self._training.min_devices)
             await self._begin(done)
             await self._train(done)
         except PiparError as error:
@@ -237,18 +237,29 @@ class Server:
 
     async def _begin(self, done: int) -> None:
         """Take the first plans: those of before, or others for what the devices say of themselves."""
-        everybody = [session.who for session in self._reception.present()]
-        orders = await self._enrolment.begin(everybody)
+        orders = await self._first_orders()
         self._orders = dict(orders)
-        self._taking_part = {who.name for who in everybody}
         if self._replanner is not None:
-            self._replanner.begin({who.name: self._enrolment.link(who.name) for who in everybody})
+            self._replanner.begin({name: self._enrolment.link(name) for name in sorted(self._taking_part)})
         before = self._training.plans
         plans = {name: order.plan for name, order in sorted(orders.items())}
         changed = {name: plan for name, plan in plans.items() if plan != before.get(name)}
         if changed:
             self._learner.move({name: plan.split_point for name, plan in changed.items()})
             self._put_into_force(done + 1, changed)
+
+    async def _first_orders(self) -> Mapping[str, Orders]:
+        """Return the orders of all who are there, without those for whom nothing can be planned."""
+        while True:
+            await self._reception.joined(self._training.min_devices)
+            everybody = [session.who for session in self._reception.present()]
+            self._taking_part = {who.name for who in everybody}
+            try:
+                return await self._enrolment.begin(everybody)
+            except UnusableProfileError as error:
+                session = self._reception.sessions.get(error.device)
+                if session is not None and session.who in everybody:  # it may have come anew, as another machine
+                    await self._reception.dismiss(session, error)
 
     async def _train(self, done: int) -> None:
         epoch = done

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipar.coding import encodings
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.planner.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
 from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
@@ -54,8 +54,8 @@ class Costs:
             forward, backward = draw(), draw()
             return replace(
                 layer,
-                forward_s=tuple(seconds * forward for seconds in layer.forward_s),
-                backward_s=tuple(seconds * backward for seconds in layer.backward_s),
+                forward_s=tuple(min(LONGEST_S, seconds * forward) for seconds in layer.forward_s),
+                backward_s=tuple(min(LONGEST_S, seconds * backward) for seconds in layer.backward_s),
                 least_s=(),
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +16,10 @@ from pipar.errors import ConfigError
 FORMAT = 7
 #: Two measurements of one machine differ by as much.
 _SCATTER = 0.1
+#: No machine that trains has more than these. What sums and products of larger numbers give is no number any more.
+LONGEST_S = 1e6
+_MOST_COUNTED = 10**15
+_LARGEST_BATCH = 10**6
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -314,27 +317,30 @@ def _object(value: Any, key: str) -> dict[str, Any]:
 def _problem(profile: Profile) -> str | None:
     """Return what is wrong with a profile's numbers, if anything is."""
     sizes = profile.batch_sizes
-    if not sizes or not all(_is_count(size) and size >= 1 for size in sizes) or list(sizes) != sorted(set(sizes)):
-        return "batch_sizes are not whole numbers from 1 on in ascending order"
+    are_sizes = bool(sizes) and all(_is_count(size, _LARGEST_BATCH) and size >= 1 for size in sizes)
+    if not are_sizes or list(sizes) != sorted(set(sizes)):
+        return f"batch_sizes are not whole numbers from 1 to {_LARGEST_BATCH} in ascending order"
     if not profile.layers:
         return "it has no layers"
     for one in fields(profile):
         value = getattr(profile, one.name)
         if one.type == "float" and not _is_amount(value):
-            return f"{one.name} is {value!r}, which is not a number of seconds from 0 on"
+            return f"{one.name} is {_shown(value)}, which is not a number of seconds from 0 to {LONGEST_S:g}"
         if one.type == "str" and not isinstance(value, str):
             return f"{one.name} is not text"
-    if not _is_count(profile.total_layers) or 0 < profile.total_layers < len(profile.layers):
+    if not _is_count(profile.total_layers, _MOST_COUNTED) or 0 < profile.total_layers < len(profile.layers):
         return (
-            f"total_layers is {profile.total_layers!r}, but {len(profile.layers)} layers are here: it is at least as "
-            "many, or 0 for just these"
+            f"total_layers is {_shown(profile.total_layers)}, but {len(profile.layers)} layers are here: it is at "
+            "least as many, or 0 for just these"
         )
-    if not _is_count(profile.crowd):
-        return f"crowd is {profile.crowd!r}, not a number of cores"
+    if not _is_count(profile.crowd, _MOST_COUNTED):
+        return f"crowd is {_shown(profile.crowd)}, not a number of cores"
     if profile.crowded and (len(profile.crowded) != len(sizes) or not all(_is_slowdown(r) for r in profile.crowded)):
-        return f"crowded is {list(profile.crowded)}, not a factor from 1 on for each of {len(sizes)} batch sizes"
+        return (
+            f"crowded is {_shown(list(profile.crowded))}, not a factor from 1 on for each of {len(sizes)} batch sizes"
+        )
     if not _is_share(profile.changes_share):
-        return f"changes_share is {profile.changes_share!r}, which is not a share above 0 and up to 1"
+        return f"changes_share is {_shown(profile.changes_share)}, which is not a share above 0 and up to 1"
     wrong = _coding_problem(profile.coding)
     return wrong or next((wrong for layer in profile.layers if (wrong := _layer_problem(layer, sizes))), None)
 
@@ -345,7 +351,10 @@ def _coding_problem(coding: Mapping[str, CodingTimes]) -> str | None:
             return f"coding has times of '{name}', which is none of {', '.join(_CODED)}"
         for key, seconds in asdict(times).items():
             if not _is_amount(seconds):
-                return f"{key} of coding '{name}' is {seconds!r}, which is not a number of seconds from 0 on"
+                return (
+                    f"{key} of coding '{name}' is {_shown(seconds)}, which is not a number of seconds from 0 to "
+                    f"{LONGEST_S:g}"
+                )
     return None
 
 
@@ -358,10 +367,14 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
             return f"{key} of layer '{layer.name}' is {len(times)} times, not one for each of {len(sizes)} batch sizes"
         for size, seconds in zip(sizes, times, strict=True):
             if not _is_amount(seconds):
-                return f"{key} of layer '{layer.name}' is {seconds!r} at a batch of {size}, not a time from 0 on"
+                return (
+                    f"{key} of layer '{layer.name}' is {_shown(seconds)} at a batch of {size}, not a time from 0 to "
+                    f"{LONGEST_S:g} s"
+                )
     for key in ("output_bytes", "parameter_bytes", "saved_bytes", "working_bytes"):
-        if not _is_count(getattr(layer, key)):
-            return f"{key} of layer '{layer.name}' is {getattr(layer, key)!r}, not a number of bytes from 0 on"
+        if not _is_count(getattr(layer, key), _MOST_COUNTED):
+            given = _shown(getattr(layer, key))
+            return f"{key} of layer '{layer.name}' is {given}, not a number of bytes from 0 to {_MOST_COUNTED:.0e}"
     if not isinstance(layer.rectified, bool):
         return f"rectified of layer '{layer.name}' is {layer.rectified!r}, not true or false"
     for name, shares in layer.shares.items():
@@ -377,7 +390,7 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
 
 def _is_amount(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and bool(0 <= value <= sys.float_info.max)
+    return is_number and bool(0 <= value <= LONGEST_S)
 
 
 def _is_share(value: Any) -> bool:
@@ -388,5 +401,10 @@ def _is_slowdown(value: Any) -> bool:
     return _is_amount(value) and bool(value >= 1)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a sentence can hold it: a peer may have sent hundreds of digits."""
+    return repr(value)[:80]
