@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 
@@ -18,8 +19,10 @@ from torch.nn import functional
 from pipar.coding.encodings import ALL
 from pipar.errors import ConfigError
 from pipar.methods import Plan
+from pipar.nn.learner import TorchLearner
 from pipar.nn.measure import _Batch, _training_pass, measure_profile
 from pipar.nn.runtime import one_thread
+from pipar.nn.steps import TorchDevicePart
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import Profile, batch_sizes
@@ -90,6 +93,35 @@ def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> N
 
     assert measure(small_network(), load=load).load_s > 0
     assert set(loaded) == {8}
+
+
+_SLOWED_S = 0.005
+
+
+def _slowed(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that takes longer: for each model, where it gets several."""
+
+    def slowed(owner: object, *given: object, **named: object) -> object:
+        end = time.thread_time() + _SLOWED_S * (len(given[0]) if given and isinstance(given[0], list) else 1)
+        while time.thread_time() < end:
+            pass
+        return function(owner, *given, **named)
+
+    return slowed
+
+
+def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"step": "step", "pack": "pack", "install": "unpack_and_install"}
+    for name in calls.values():
+        monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
+    monkeypatch.setattr(TorchLearner, "aggregate", _slowed(TorchLearner.aggregate))
+    monkeypatch.setattr("pipar.nn.measure._PAUSE_S", 0.0)
+    model = small_network()
+    profile = measure(model)
+    assert all(getattr(profile, f"{kind}_s") > _SLOWED_S / 2 for kind in calls)
+    # As the server counts it: by the bytes of all complete models.
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert profile.aggregate_s_per_byte * size > _SLOWED_S / 2
 
 
 def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> None:

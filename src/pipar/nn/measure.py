@@ -22,21 +22,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, PlanError
 from pipar.methods import Plan
-from pipar.nn.aggregate import federated_average
 from pipar.nn.count import count_layers
 from pipar.nn.crossing import changes_in_a_round, coding_times, line, run_through
 from pipar.nn.crowding import measure_crowding
+from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import give_back_freed_memory, give_back_memory_of_model, keep_freed_memory, one_thread
-from pipar.nn.steps import Optimizer, Part
-from pipar.nn.tensors import read_state, read_tensor, state_body, tensor_body
+from pipar.nn.split import split_model
+from pipar.nn.steps import Optimizer, TorchDevicePart
+from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.planner.cache import machine_fingerprint, usable_cores
 from pipar.planner.memory import largest_prefix, training_bytes
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
-from pipar.protocol.messages import Kind, Message
+from pipar.protocol.messages import Body, Kind, Message
+from pipar.protocol.orders import Returned
 from pipar.units import format_bytes
 
 #: The median of more passes than this hardly moves.
@@ -48,6 +50,9 @@ _PAUSE_S = 0.08
 _MOST_OTHERS = 15
 _CUT_REPETITIONS = 7
 _LIGHT_BYTES = 8 << 20
+#: Aggregating two models takes as much memory as five. Of a larger network its light layers are aggregated.
+_AGGREGATED_BYTES = 200 << 20
+_AGGREGATED_COPIES = 5
 
 Progress = Callable[[float], None]
 
@@ -454,21 +459,29 @@ def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, wit
 
     The functions are those that training calls. All but loading run on something small and something large, for
     the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
-    sample; the first layer and the whole network.
+    sample; the first layer and the whole network; the models of one device and of two.
     """
     budget_s = 0.2 * task.budget_s / 13
     fields = {"load_s": 0.0}
     if task.load is not None:
-        fields["load_s"] = _median_s(partial(task.load, task.batch_size), budget_s) / task.batch_size
+        load = partial(task.load, task.batch_size)
+        fields["load_s"] = _median_s(lambda: load, budget_s) / task.batch_size
     fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
+    fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
     # A machine that is short of memory for training has none for whole models twice and three times over.
     light = model if with_loss else _light_layers(model)
-    models = [_exchange(part) for part in (nn.Sequential(next(iter(model))), light)]
-    for small, large in (coding, models):
-        for kind in small.work:
-            times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
-            fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = line((small.size_bytes, large.size_bytes), times)
+    parts = [_exchange(part, task) for part in (nn.Sequential(next(iter(model))), light)]
+    return fields | _lines(parts, budget_s)
+
+
+def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
+    """Return the cost of a call and of a byte of every kind of work, from something small and something large."""
+    small, large = sizes
+    fields = {}
+    for kind in small.work:
+        times = (_median_s(small.work[kind], budget_s), _median_s(large.work[kind], budget_s))
+        fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = line((small.size_bytes, large.size_bytes), times)
     return fields
 
 
@@ -506,12 +519,16 @@ def _backward_at_cut_s(model: nn.Sequential, task: _Task, *, with_loss: bool) ->
     return max(0.0, min(alone) - min(in_one_piece))
 
 
+#: Gets ready what some work begins with, and returns the work.
+_Ready = Callable[[], Callable[[], object]]
+
+
 @dataclass(frozen=True)
 class _Sized:
     """Some kinds of work on something of one size."""
 
     size_bytes: int
-    work: Mapping[str, Callable[[], object]]
+    work: Mapping[str, _Ready]
 
 
 def _coding(cut_bytes: int, samples: int, task: _Task) -> _Sized:
@@ -519,36 +536,75 @@ def _coding(cut_bytes: int, samples: int, task: _Task) -> _Sized:
     labels = torch.zeros(samples, dtype=torch.int64)
     message = Message(Kind.GRADIENT, samples=samples, batch_samples=samples, body=tensor_body(activation))
     encode, decode = partial(tensor_body, activation, labels), partial(read_tensor, message)
-    return _Sized(activation.nbytes, {"encode": encode, "decode": decode})
+    return _Sized(activation.nbytes, {"encode": lambda: encode, "decode": lambda: decode})
 
 
-def _exchange(module: nn.Sequential) -> _Sized:
+def _exchange(module: nn.Sequential, task: _Task) -> _Sized:
     """Return the optimiser's step and the exchange of this part of a network; its weights stay where they are."""
-    part = Part(module, Optimizer(learning_rate=0.0))
-    packed = state_body(part.state())
-    states = [(part.state(), 1)]
-    work: dict[str, Callable[[], object]] = {
-        "step": partial(_step, part),
-        "pack": lambda: state_body(part.state()),
-        "install": lambda: part.install(read_state(packed), keep_momentum=False),
-        "aggregate": lambda: federated_average(states),
-    }
+    part = TorchDevicePart(module, Optimizer(learning_rate=0.0), has_loss=False)
+    inputs = _Batch.random(2, task.input_shape, task.classes, task.dtype).inputs
+
+    def trained() -> Callable[[], object]:
+        output = module(inputs)
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.zeros_like(output))
+        return part.step
+
+    def arrived() -> Callable[[], object]:
+        return partial(part.unpack_and_install, _as_received(part.pack()), keep_momentum=False)
+
+    work: dict[str, _Ready] = {"step": trained, "pack": lambda: part.pack, "install": arrived}
     return _Sized(max(1, _state_bytes(module)), work)
 
 
-def _step(part: Part) -> None:
-    for parameter in part.module.parameters():
-        if parameter.grad is None and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    part.step()
+def _aggregations(model: nn.Sequential, task: _Task, *, with_loss: bool) -> list[_Sized]:
+    """Return the making of a new global model from what one device and from what two have brought back.
+
+    Most of it is at the server: the devices' networks are cut as early as they can be.
+    """
+    size_bytes = _state_bytes(model)
+    fits = size_bytes <= _AGGREGATED_BYTES and 2 * _AGGREGATED_COPIES * size_bytes <= _free_bytes()
+    layers = model if with_loss and fits and task.memory_bytes is None else _light_layers(model)
+    network = copy.deepcopy(layers)
+    names = ("one", "two")
+    cuts = dict.fromkeys(names, _first_cut(network))
+    learner = TorchLearner(
+        network, cuts, Optimizer(), classes=task.classes, shares_server_model=False, keep_momentum=False
+    )
+
+    def returned(devices: tuple[str, ...]) -> Callable[[], object]:
+        brought = [Returned(device, _as_received(learner.pack(device)), 1) for device in devices]
+        return partial(learner.aggregate, brought)
+
+    return [
+        _Sized(max(1, len(devices) * learner.model_bytes()), {"aggregate": partial(returned, devices)})
+        for devices in (names[:1], names)
+    ]
 
 
-def _median_s(work: Callable[[], object], budget_s: float) -> float:
+def _first_cut(model: nn.Sequential) -> int:
+    """Return the first split point that no weight lies on both sides of."""
+    for split_point in range(1, len(model)):
+        try:
+            split_model(model, split_point)
+        except PlanError:
+            continue
+        return split_point
+    return len(model)
+
+
+def _as_received(body: Body) -> Body:
+    """Return a body as it arrives: in one buffer of its own."""
+    return Body.of(bytearray().join(body.buffers), encoding=body.encoding)
+
+
+def _median_s(ready: _Ready, budget_s: float) -> float:
     """Return the median CPU time of the work, each time from rest."""
-    work()
+    ready()()
     budget = _Budget(budget_s)
     times: list[float] = []
     while budget.wants_another(len(times)):
+        work = ready()
         time.sleep(_PAUSE_S)
         start = time.thread_time()
         work()

@@ -13,7 +13,7 @@ from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 7
+FORMAT = 8
 #: Two measurements of one machine differ by as much.
 _SCATTER = 0.1
 #: No machine that trains has more than these. What sums and products of larger numbers give is no number any more.
