@@ -12,6 +12,7 @@ from benchmarks import (
     bare_loop,
     codec,
     coded_epochs,
+    demo,
     efficiency,
     exact_wire,
     large_model,
@@ -26,6 +27,7 @@ from benchmarks import (
 )
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
+    "demo": demo.measure,
     "shaping": shaping.measure,
     "efficiency": efficiency.measure,
     "agreement": agreement.measure,

@@ -66,12 +66,11 @@ def _renew_table() -> None:
     (RESULTS / "README.md").write_text("\n".join(lines))
 
 
-def pipar(arguments: list[str], runs: Path, *, prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+def pipar(arguments: list[str], runs: Path, *, prefix: tuple[str, ...] = ()) -> Any:
     """Run the command line with --json in a process of its own and return what it prints."""
     environment = os.environ | {"PIPAR_RUNS": str(runs)}
     command = [*prefix, sys.executable, "-m", "pipar", *arguments, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
