@@ -165,7 +165,7 @@ def test_compare_prints_one_row_a_method_with_the_speed_up_over_fl(pipar: Pipar,
     assert "vs fl" in text
     assert "speed 0.05 of this machine" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
-    assert {folder.name for folder in runs.iterdir()} == {"x-pipar", "x-fl", "x-sl"}
+    assert {folder.name for folder in runs.iterdir()} == {"x-pipar", "x-fl", "x-sl", "x-comparison"}
     assert all(str(folder) in "".join(text.split()) for folder in runs.iterdir())
 
 

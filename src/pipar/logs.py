@@ -62,6 +62,7 @@ _LEVELS: dict[type[Event], int] = {
     BegunAnew: logging.WARNING,
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
+    ReportFailed: logging.WARNING,
     Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
     Failed: logging.ERROR,

@@ -96,7 +96,11 @@ def compare(
 def _say_where(page: Path | None) -> None:
     """Write the last line of what a person reads: where the page is."""
     if page is not None:
-        click.echo(f"Report: {page}")
+        from rich.text import Text
+
+        from pipar.tables import console
+
+        console().print(Text(f"Report: {page}", overflow="fold"))
 
 
 def _text(page: Path | None) -> str | None:

@@ -55,6 +55,7 @@ def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
         "paper": _paper(job, fleet, few),
     }
     free = _free(fleet)
+    questions: list[tuple[str, str, Fleet, Plans | None]]
     questions = [("changes", words, changed, plans) for words, changed in _changes(free)]
     questions += [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
     for kind, words, changed, start in questions:
