@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from pipar.config import config_from
-from pipar.display import Display, Gauges
+from pipar.display import Display
 from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
+from pipar.gauges import Gauges
 from pipar.tables import epoch_header, epoch_line
 from pipar.wording import plans_text, setting_text
 

@@ -23,7 +23,7 @@ LINES = [
     stages schedule methods aggregation config wording
     planner.*
     protocol.*
-    trace
+    trace gauges
     checkpoint
     nn.*
     data.*

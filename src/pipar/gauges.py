@@ -1,0 +1,97 @@
+"""What the reports of a running training add up to: how far it is, how quick, and how busy its lanes are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from pipar.events import EpochResult, Event, Joined, Progress, Started
+from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
+
+#: How many reports of one owner a lane's utilisation is taken over.
+_WINDOW = 4
+
+
+class Gauges:
+    """What the reports of both sides say about the running training: how far it is, and how busy the lanes are."""
+
+    def __init__(self) -> None:
+        self.started: Started | None = None
+        self.last: EpochResult | None = None
+        self.loss: float | None = None  # of the last batch that anybody reported
+        self.joined = 0
+        self._reports: dict[str, deque[Progress]] = {}
+        self._first: dict[str, Progress] = {}
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            self._reports.setdefault(event.owner, deque(maxlen=_WINDOW)).append(event)
+            self._first.setdefault(event.owner, event)
+            self.loss = self.loss if event.loss is None else event.loss
+        elif isinstance(event, Started):
+            self.started, self.last, self.loss, self.joined = event, None, None, 0
+            self._reports, self._first = {}, {}
+        elif isinstance(event, Joined):
+            self.joined = event.devices
+        elif isinstance(event, EpochResult):
+            self.last = event
+
+    @property
+    def running(self) -> bool:
+        """True when a first report has come."""
+        return bool(self._reports)
+
+    def place(self) -> tuple[int, int, int, float]:
+        """Return epoch, iteration and iterations of who is furthest, and the share of that epoch that all have done."""
+        latest = self._latest()
+        if self.started is None or not latest:
+            return (1, 0, 0, 0.0)
+        epoch = max(report.epoch for report in latest)
+        furthest = max((report for report in latest if report.epoch == epoch), key=lambda report: report.iteration)
+        shares = [report.iteration / self._iterations(report) for report in latest if report.epoch == epoch]
+        share = sum(shares) / len(self.started.samples)
+        return (epoch, furthest.iteration, self._iterations(furthest), share)
+
+    def samples_per_s(self) -> float | None:
+        """Return the samples that all devices train in a second of their clock, from their first report on."""
+        latest = {report.owner: report for report in self._latest()}
+        rates = [self._rate(self._first[owner], report) for owner, report in latest.items()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    def utilisation(self) -> dict[str, float | None]:
+        """Return the busy share of the four lanes, the mean over devices and cores; None where no reports say it."""
+        owners = dict(self._reports)
+        server = _busy_shares(owners.pop(SERVER, ()))
+        devices = [shares for reports in owners.values() if (shares := _busy_shares(reports))]
+        cores = [share for lane, share in server.items() if lane.startswith(CORE)]
+        return {
+            "device": _mean([shares.get(COMPUTE, 0.0) for shares in devices]),
+            "uplink": _mean([shares.get(UPLINK, 0.0) for shares in devices]),
+            "server": sum(cores) / self.started.cores if self.started and cores else None,
+            "downlink": server.get(DOWNLINK),
+        }
+
+    def _latest(self) -> list[Progress]:
+        return [reports[-1] for owner, reports in list(self._reports.items()) if owner != SERVER]
+
+    def _iterations(self, report: Progress) -> int:
+        return self.started.iterations.get(report.owner, 1) if self.started else 1
+
+    def _rate(self, first: Progress, last: Progress) -> float | None:
+        iterations = self._iterations(first)
+        done = (last.epoch - first.epoch) * iterations + last.iteration - first.iteration
+        elapsed = last.at_s - first.at_s
+        return done / iterations * last.samples / elapsed if elapsed > 0 else None
+
+
+def _busy_shares(reports: Sequence[Progress]) -> dict[str, float]:
+    """Return each lane's busy time from the first to the last report over the time between; {} if that is none."""
+    if not reports or (elapsed := reports[-1].at_s - reports[0].at_s) <= 0:
+        return {}
+    first, last = reports[0], reports[-1]
+    return {lane: min(1.0, (busy - first.busy_s.get(lane, 0.0)) / elapsed) for lane, busy in last.busy_s.items()}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
