@@ -56,6 +56,7 @@ class ServerOptions:
     security: ServerSecurity = field(default_factory=ServerSecurity)
     resume: bool = False
     command: str = "pipar server"
+    pictures: bool = False  # of every round's lanes, for who observes
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _ServerProgram:
             enrolment=enrolment,
             pool=partial(ThreadCompute, speed=config.server.speed),
             background=partial(ThreadCompute, nice=19),
-            emit=self._folder.emitting(self._observe),
+            emit=self._folder.emitting(self._observe, pictures=self._options.pictures),
             observe=self._observe,
             search=chooser,
             session_numbers=_random_numbers(),

@@ -80,6 +80,10 @@ class Display:
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"))
 
+    def say(self, sentence: str) -> None:
+        """Write a line above the live part."""
+        self._print(Text(sentence))
+
     def _say_how_far(self, preparing: Preparing) -> None:
         """Write how far a preparation is, now and then, where no terminal shows it all the time."""
         if self._live is None and time.monotonic() - self._said >= _SAY_EVERY_S:

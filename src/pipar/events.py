@@ -48,6 +48,15 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
+class Pictured:
+    """What the lanes did in an epoch that is over, as much of it as a picture shows; for who asked for pictures."""
+
+    epoch: int
+    spans: tuple[Any, ...]  # of pipar.trace.Span
+    is_whole: bool  # nothing of the epoch is left out
+
+
+@dataclass(frozen=True)
 class Preparing:
     """Something before the training takes a while; `share` of it is done."""
 
@@ -254,6 +263,7 @@ class Failed:
 Event = (
     Progress
     | EpochResult
+    | Pictured
     | Preparing
     | Started
     | Listening

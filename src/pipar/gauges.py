@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pipar.events import EpochResult, Event, Joined, Progress, Started
+from pipar.events import EpochResult, Event, Joined, Progress, RoundOver, Started
 from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
 #: How many reports of one owner a lane's utilisation is taken over.
@@ -13,7 +13,10 @@ _WINDOW = 4
 
 
 class Gauges:
-    """What the reports of both sides say about the running training: how far it is, and how busy the lanes are."""
+    """What the reports of both sides say about the running training: how far it is, and how busy the lanes are.
+
+    Devices on other machines report nothing here; then the server's reports alone say how far it is.
+    """
 
     def __init__(self) -> None:
         self.started: Started | None = None
@@ -22,19 +25,31 @@ class Gauges:
         self.joined = 0
         self._reports: dict[str, deque[Progress]] = {}
         self._first: dict[str, Progress] = {}
+        self._epoch_samples = 0  # that an epoch has
+        self._samples_before = 0  # that the server had served when the epoch began which it reports of
 
     def take(self, event: Event) -> None:
         if isinstance(event, Progress):
+            if event.owner == SERVER:
+                self._note_epoch(event)
             self._reports.setdefault(event.owner, deque(maxlen=_WINDOW)).append(event)
             self._first.setdefault(event.owner, event)
             self.loss = self.loss if event.loss is None else event.loss
         elif isinstance(event, Started):
             self.started, self.last, self.loss, self.joined = event, None, None, 0
             self._reports, self._first = {}, {}
+            self._epoch_samples, self._samples_before = sum(event.samples.values()), 0
         elif isinstance(event, Joined):
             self.joined = event.devices
         elif isinstance(event, EpochResult):
             self.last = event
+        elif isinstance(event, RoundOver):
+            self._epoch_samples = sum(event.counted.values()) or self._epoch_samples
+
+    def _note_epoch(self, report: Progress) -> None:
+        before = self._reports.get(SERVER)
+        if before and before[-1].epoch < report.epoch:
+            self._samples_before = before[-1].samples
 
     @property
     def running(self) -> bool:
@@ -45,19 +60,42 @@ class Gauges:
         """Return epoch, iteration and iterations of who is furthest, and the share of that epoch that all have done."""
         latest = self._latest()
         if self.started is None or not latest:
-            return (1, 0, 0, 0.0)
+            return self._place_of_server()
         epoch = max(report.epoch for report in latest)
         furthest = max((report for report in latest if report.epoch == epoch), key=lambda report: report.iteration)
         shares = [report.iteration / self._iterations(report) for report in latest if report.epoch == epoch]
         share = sum(shares) / len(self.started.samples)
         return (epoch, furthest.iteration, self._iterations(furthest), share)
 
+    def _place_of_server(self) -> tuple[int, int, int, float]:
+        report = self.report(SERVER)
+        if self.started is None or report is None:
+            return (1, 0, 0, 0.0)
+        served = report.samples - self._samples_before
+        share = min(1.0, served / self._epoch_samples) if self._epoch_samples else 0.0
+        return (report.epoch, report.iteration, max(self.started.iterations.values(), default=0), share)
+
+    def report(self, owner: str) -> Progress | None:
+        """Return the last report of a device, or of the server."""
+        reports = self._reports.get(owner)
+        return reports[-1] if reports else None
+
     def samples_per_s(self) -> float | None:
         """Return the samples that all devices train in a second of their clock, from their first report on."""
         latest = {report.owner: report for report in self._latest()}
         rates = [self._rate(self._first[owner], report) for owner, report in latest.items()]
         known = [rate for rate in rates if rate is not None]
-        return sum(known) if known else None
+        return sum(known) if known else self._samples_served_per_s()
+
+    def _samples_served_per_s(self) -> float | None:
+        first, last = self._first.get(SERVER), self.report(SERVER)
+        if first is None or last is None or last.at_s <= first.at_s:
+            return None
+        return (last.samples - first.samples) / (last.at_s - first.at_s)
+
+    def busy(self, owner: str) -> dict[str, float]:
+        """Return the busy share of each lane of a device, or of the server, as far as its reports say it."""
+        return _busy_shares(self._reports.get(owner, ()))
 
     def utilisation(self) -> dict[str, float | None]:
         """Return the busy share of the four lanes, the mean over devices and cores; None where no reports say it."""

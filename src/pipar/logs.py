@@ -30,6 +30,7 @@ from pipar.events import (
     Listening,
     Lost,
     Observer,
+    Pictured,
     Preparing,
     Progress,
     Reconnecting,
@@ -55,6 +56,7 @@ LogFormat = Literal["text", "json"]
 #: What is not worth a line of every run, and what somebody may have to look into. All else is for information.
 _LEVELS: dict[type[Event], int] = {
     Progress: logging.DEBUG,
+    Pictured: logging.DEBUG,
     Preparing: logging.DEBUG,
     Away: logging.WARNING,
     Lost: logging.WARNING,
@@ -146,6 +148,8 @@ class Narrator:
                 return f"round {event.epoch} begins anew{within}: nobody counts in it, and the model is that before it"
             case EpochResult():
                 return self._result(event)
+            case Pictured():
+                return f"a picture of round {event.epoch}: {_count(len(event.spans), 'span')}"
             case Replanned():
                 return f"new plans from round {event.epoch} on: {_plans(event.plans)}"
             case ReplanFailed():

@@ -79,11 +79,13 @@ class Surroundings:
         os.environ.update(self.environment)
 
 
-def train_in_processes(job: Job, own: Own, folder: Path, command: str, observe: Observer) -> None:
+def train_in_processes(
+    job: Job, own: Own, folder: Path, command: str, observe: Observer, *, pictures: bool = False
+) -> None:
     """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
     household = _Household(observe)
     try:
-        household.start(_SERVER, _server_process, job, own, folder, command)
+        household.start(_SERVER, _server_process, job, own, folder, command, pictures)
         address = household.wait_for_server()
         for spec in job.specs:
             household.start(spec.name, _device_process, job, own.only(spec.name), spec.name, address)
@@ -286,7 +288,7 @@ class Termination:
             self._cancel = lambda: None
 
 
-def _server_process(connection: Connection, job: Job, own: Own, folder: Path, command: str) -> None:
+def _server_process(connection: Connection, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
     from pipar.results import RunFolder
     from pipar.torchside import make_learner, measure_test_accuracy, seed_dropout, warm_up
 
@@ -297,14 +299,16 @@ def _server_process(connection: Connection, job: Job, own: Own, folder: Path, co
     run = RunFolder(folder, job, world="real", command=command)
     termination = Termination()
     try:
-        termination.run(_serve(job, workload, learner, run, _observer(connection)))
+        observe = _observer(connection)
+        emit = run.emitting(observe, pictures=pictures)
+        termination.run(_serve(job, workload, learner, emit, run.watching(observe)))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
         run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
 
 
-async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: Observer) -> None:
+async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer) -> None:
     from pipar.assemble import assemble_server
     from pipar.choosing import Chooser
     from pipar.compute import ThreadCompute
@@ -318,8 +322,8 @@ async def _serve(job: Job, workload: Workload, learner: Any, run: Any, observe: 
         workload.held_out_batches("validation"),
         pool=partial(ThreadCompute, speed=job.config.server.speed),
         background=partial(ThreadCompute, nice=19),
-        emit=run.emitting(observe),
-        observe=run.watching(observe),
+        emit=emit,
+        observe=observe,
         enrolment=Listed(job, partial(plans_of_joined, job)),
         search=chooser,
     )

@@ -18,11 +18,11 @@ from typing import Any
 from pipar.checkpoint import Checkpoint
 from pipar.config import Config, dump_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Observer, Replanned, RoundOver, Saved
+from pipar.events import EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.protocol.messages import Body
-from pipar.trace import Span, chrome_events
+from pipar.trace import Span, chrome_events, excerpt
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 
@@ -183,12 +183,18 @@ class RunFolder:
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
 
-    def emitting(self, observe: Observer) -> Callable[[EpochResult, list[Span]], None]:
-        """Return what takes an epoch's result and spans: they are kept, and the result is passed on."""
+    def emitting(self, observe: Observer, *, pictures: bool = False) -> Callable[[EpochResult, list[Span]], None]:
+        """Return what takes an epoch's result and spans: they are kept, and the result is passed on.
+
+        With `pictures` some of the spans are, too, if any are kept.
+        """
 
         def emit(result: EpochResult, spans: list[Span]) -> None:
             self.add_epoch(result, spans)
             observe(result)
+            if pictures and spans:
+                shown = excerpt(spans)
+                observe(Pictured(result.epoch, tuple(shown), is_whole=len(shown) == len(spans)))
 
         return emit
 
@@ -233,7 +239,7 @@ class RunFolder:
 
     def _replans(self) -> list[dict[str, Any]]:
         # Plans that no epoch was finished by are not told of: the training may have ended right behind their choice.
-        return [_replan_as_json(event) for event in self._replanned if event.epoch <= len(self.epochs)]
+        return [replan_as_json(event) for event in self._replanned if event.epoch <= len(self.epochs)]
 
     def _result(self, weights_sha256: str | None) -> dict[str, Any]:
         job = self._job
@@ -274,7 +280,8 @@ def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
     return [{"device": name, **asdict(plan)} for name, plan in sorted(plans.items())]
 
 
-def _replan_as_json(event: Replanned) -> dict[str, Any]:
+def replan_as_json(event: Replanned) -> dict[str, Any]:
+    """Return new plans as result.json has them."""
     plans = [{"device": name, **plan} for name, plan in sorted(event.plans.items())]
     return {"epoch": event.epoch, "plans": plans}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,12 @@ from pipar import methods as known
 from pipar.aggregation import check_method
 from pipar.config import Config, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.events import Observer, Started, ignore
+from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
 from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.schedule import cut_epoch
+from pipar.trace import Span
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,7 @@ def run(
     test: Any = None,
     settings: Sequence[str] = (),
     observe: Observer = ignore,
+    pictures: bool = False,
     command: str | None = None,
     report: bool = False,
 ) -> Result:
@@ -81,15 +83,16 @@ def run(
     `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults; `settings` are
     "section.key=value" over it. `model` is an nn.Sequential of yours; `datasets` are yours, too: one for each device
     (a list or tuple in the order of the configuration, or a mapping by device name), or one to be partitioned.
-    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace. `report` writes
-    a page about the run into its folder when it is over.
+    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace. `observe` is
+    told what happens, with `pictures` also what the lanes did in each epoch. `report` writes a page about the run into
+    its folder when it is over.
     """
     if world not in WORLDS:
         raise ConfigError(f"'{world}' is not a world; there are {', '.join(WORLDS)}.")
     resolved = _configuration(config, settings, datasets)
     if world == "timing-only" and resolved.run.patience is not None:
         raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
-    told = Told(command if command is not None else "pipar.run", observe, report)
+    told = Told(command if command is not None else "pipar.run", observe, report, pictures)
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(resolved, observe)
         if job is not None:
@@ -150,6 +153,11 @@ class Told:
     command: str
     observe: Observer = ignore
     report: bool = False
+    pictures: bool = False  # of every epoch's lanes, for who observes
+
+    def emitting(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
+        """Return what takes an epoch: it goes to the folder, and to who observes."""
+        return folder.emitting(self.observe, pictures=self.pictures)
 
 
 def _run_timing_only(job: Job, told: Told) -> Result:
@@ -158,7 +166,7 @@ def _run_timing_only(job: Job, told: Told) -> Result:
     with _open_folder(job, told) as path:
         folder = RunFolder(path, job, world="timing-only", command=told.command)
         try:
-            train_without_mathematics(job, folder.emitting(told.observe), folder.watching(told.observe))
+            train_without_mathematics(job, told.emitting(folder), folder.watching(told.observe))
         finally:  # whatever ended it, the epochs so far are kept
             with uninterrupted():
                 content = folder.finish()
@@ -187,7 +195,7 @@ def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
     with _open_folder(job, told) as path:
         folder = RunFolder(path, job, world="virtual", command=told.command)
         try:
-            train_virtually(job, workload, folder.emitting(told.observe), folder.watching(told.observe), learner)
+            train_virtually(job, workload, told.emitting(folder), folder.watching(told.observe), learner)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with uninterrupted():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
@@ -198,7 +206,7 @@ def _run_real(job: Job, own: Own, told: Told) -> Result:
     from pipar.processes import train_in_processes
 
     with _open_folder(job, told) as folder:
-        train_in_processes(job, own, folder, told.command, told.observe)
+        train_in_processes(job, own, folder, told.command, told.observe, pictures=told.pictures)
         return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
 
 

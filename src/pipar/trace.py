@@ -242,6 +242,39 @@ def by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
     return dict(sorted(lanes.items()))
 
 
+def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> list[Span]:
+    """Return of an epoch's spans what a picture of one iteration needs: all of them, if they are few.
+
+    Otherwise three iterations in the middle of the epoch, of the slowest device, the fastest and some between, and what
+    the server's cores did for others meanwhile. Never more than twice `most`.
+    """
+    if len(spans) <= most:
+        return list(spans)
+    shown = _slowest_to_fastest(spans, devices)
+    own = [span for span in spans if span.owner in shown or span.device in shown]
+    iterations = sorted({span.iteration for span in own if span.iteration})
+    middle = max(0, (len(iterations) - 1) // 2)
+    numbers = set(iterations[max(0, middle - 1) : middle + 2])
+    own = [span for span in own if span.iteration in numbers]
+    if not own:
+        return []
+    start, end = min(span.start for span in own), max(span.end for span in own)
+    cores = [s for s in spans if s.owner == SERVER and s.device not in shown and s.end > start and s.start < end]
+    return own[:most] + cores[:most]
+
+
+def _slowest_to_fastest(spans: Iterable[Span], most: int) -> set[str]:
+    """Return so many devices, evenly from who ended its last step last to who ended it first."""
+    ends: dict[str, float] = {}
+    for span in spans:
+        if span.lane == COMPUTE and span.kind == "step":
+            ends[span.owner] = max(span.end, ends.get(span.owner, 0.0))
+    order = sorted(ends, key=lambda name: (-ends[name], name))
+    if len(order) <= most:
+        return set(order)
+    return {order[round(place * (len(order) - 1) / (most - 1))] for place in range(most)}
+
+
 def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
     """Return Chrome trace events (Perfetto opens them): a process an owner, a track a lane, times in microseconds."""
     lanes = by_lane(spans)

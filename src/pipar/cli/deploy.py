@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import cast
 
 import click
 
-from pipar.cli.options import CONFIG, EPOCHS, METHOD, SET, command_line, example, load, options
+from pipar.cli.options import CONFIG, DASHBOARD, EPOCHS, METHOD, SET, command_line, example, live_page, load, options
 from pipar.errors import ConfigError, CredentialError, InputError, PiparError
 from pipar.events import Failed, Observer, tell_all
+from pipar.logs import LOGGER
 from pipar.units import parse_duration
 
 _LOGS = [
@@ -48,6 +50,7 @@ _INSECURE = click.option("--insecure", is_flag=True, help="Allow an address beyo
     _INSECURE,
     METHOD,
     EPOCHS,
+    *DASHBOARD,
     *_LOGS,
     SET,
 )
@@ -58,6 +61,8 @@ def server(
     certs: Path | None,
     tokens: bool,
     insecure: bool,
+    dashboard: str | None,
+    dashboard_token: str | None,
     log_format: str,
     metrics: str | None,
     settings: Sequence[str],
@@ -77,11 +82,12 @@ def server(
         raise InputError("--tokens needs the folder that they are in: give it with --certs.")
     address = listen or loaded.server.listen
     check_server(security, address)  # before anything that takes a while
-    with _observed(log_format, metrics) as observe:
+    page = live_page(dashboard, dashboard_token, logging.getLogger(LOGGER).info)
+    with _observed(log_format, metrics) as observe, page as observers:
         from pipar.deployment import ServerOptions, serve
 
-        asked = ServerOptions(address, security, resume, command_line())
-        return serve(loaded, asked, observe)
+        asked = ServerOptions(address, security, resume, command_line(), pictures=bool(observers))
+        return serve(loaded, asked, tell_all(observe, *observers))
 
 
 @click.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from pipar.config import DATASETS, MODELS, NAMED_LINKS, Config, load_config
 from pipar.errors import InputError
@@ -18,12 +20,14 @@ from pipar.methods import METHODS
 
 if TYPE_CHECKING:
     from pipar.display import Display
+    from pipar.events import Event, Observer
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 _DEFAULT = Config()
 _RUN, _PLAN, _GROUP = _DEFAULT.run, _DEFAULT.plan, _DEFAULT.devices[0]
 _SETTINGS = "pipar.settings"
+_TYPED = ParameterSource.COMMANDLINE
 
 
 def shortcut(flag: str, key: str, metavar: str, words: str, *, text: bool = False) -> Callable[[Decorated], Decorated]:
@@ -98,6 +102,25 @@ SET = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Any key of the configuration, over the file; may be repeated. A device key goes to every device.",
 )
+#: Where a live page is served if --dashboard does not say it: at any free port of this machine.
+_ANY_PORT = "127.0.0.1:0"
+_TOKEN = "--dashboard-token"
+DASHBOARD = [
+    click.option(
+        "--dashboard",
+        is_flag=False,
+        flag_value=_ANY_PORT,
+        metavar="[HOST:PORT]",
+        help="Serve a live page there while it trains; port 0 is any free one.  [default: not at all; without a value "
+        f"{_ANY_PORT}]",
+    ),
+    click.option(
+        _TOKEN,
+        metavar="TOKEN",
+        envvar="PIPAR_DASHBOARD_TOKEN",
+        help="What a browser has to show; 'auto' makes one.  [default: none on loopback, auto elsewhere]",
+    ),
+]
 CONFIG = click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG]")
 
 
@@ -137,8 +160,39 @@ def as_setting(error: click.NoSuchOption) -> str:
 
 
 def command_line() -> str:
-    """Return what was typed."""
-    return str(click.get_current_context().obj or "pipar")
+    """Return what was typed, without secrets: it is written to the run's folder."""
+    typed = str(click.get_current_context().obj or "pipar")
+    return re.sub(rf"({_TOKEN}[= ])('[^']*'|\S+)", r"\1...", typed)
+
+
+@contextlib.contextmanager
+def live_page(address: str | None, token: str | None, announce: Callable[[str], None]) -> Iterator[list[Observer]]:
+    """Give the observers that a live page adds, none without an address; `announce` is told where to open it.
+
+    That is said when something happens for the first time: a mistake that is found before stays the only line.
+    """
+    if address is None:
+        if token is not None and click.get_current_context().get_parameter_source("dashboard_token") is _TYPED:
+            raise InputError(f"{_TOKEN} is for the live page: ask for that with --dashboard.")
+        yield []
+        return
+    if ":" not in address:
+        raise InputError(
+            f"--dashboard {address} is not an address: write HOST:PORT, or --dashboard behind everything else."
+        )
+    from pipar.dashboard.serve import served
+
+    with served(address, token) as dashboard:
+        has_said = False
+
+        def observe(event: Event) -> None:
+            nonlocal has_said
+            if not has_said:
+                has_said = True
+                announce(f"Live page: {dashboard.url}")
+            dashboard.observe(event)
+
+        yield [observe]
 
 
 class Group(click.Group):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +12,25 @@ import click
 
 from pipar.cli.options import (
     CONFIG,
+    DASHBOARD,
     JSON,
     METHOD,
     SET,
     TRAINING,
     command_line,
     example,
+    live_page,
     load,
     options,
     print_json,
     watched,
 )
 from pipar.errors import InputError
+from pipar.events import tell_all
 from pipar.methods import METHODS, method
 
 if TYPE_CHECKING:
+    from pipar.config import Config
     from pipar.run import Result, World
 
 _WORLDS = [
@@ -37,8 +43,16 @@ _WORLDS = [
     short_help="Train.",
     epilog=example("pipar run --method pipar --epochs 3", "pipar run --virtual --devices 20 --link wifi"),
 )
-@options(CONFIG, METHOD, *TRAINING, *_WORLDS, SET, JSON)
-def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequence[str], as_json: bool) -> None:
+@options(CONFIG, METHOD, *TRAINING, *_WORLDS, *DASHBOARD, SET, JSON)
+def run(
+    config: Path | None,
+    virtual: bool,
+    timing_only: bool,
+    dashboard: str | None,
+    dashboard_token: str | None,
+    settings: Sequence[str],
+    as_json: bool,
+) -> None:
     """Train: a server and devices, as processes on this machine or in virtual time.
 
     CONFIG is a TOML file; without it VGG-5 is trained on digits with four devices.
@@ -46,8 +60,8 @@ def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequenc
     world, loaded = _world(virtual, timing_only), load(config, settings)
     from pipar.run import run as train
 
-    with watched(loaded, quiet=as_json) as display:
-        result = train(loaded, world=world, observe=display.observe, command=command_line(), report=True)
+    with _watched(loaded, dashboard, dashboard_token, quiet=as_json) as watching:
+        result = train(loaded, world=world, command=command_line(), report=True, **watching)
     if as_json:
         print_json(_as_json(result))
         return
@@ -69,11 +83,19 @@ def run(config: Path | None, virtual: bool, timing_only: bool, settings: Sequenc
     ),
     *TRAINING,
     *_WORLDS,
+    *DASHBOARD,
     SET,
     JSON,
 )
 def compare(
-    config: Path | None, methods: str, virtual: bool, timing_only: bool, settings: Sequence[str], as_json: bool
+    config: Path | None,
+    methods: str,
+    virtual: bool,
+    timing_only: bool,
+    dashboard: str | None,
+    dashboard_token: str | None,
+    settings: Sequence[str],
+    as_json: bool,
 ) -> None:
     """Train the same by several methods, and show one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
@@ -81,11 +103,9 @@ def compare(
     from pipar.run import compare as train
     from pipar.tables import comparison_table, console
 
-    with watched(loaded, quiet=as_json) as display:
-        results = train(
-            loaded, methods=names, world=world, observe=display.observe, command=command_line(), report=True
-        )
-        page = leave_comparison([result.folder for result in results.values()], loaded, display.observe)
+    with _watched(loaded, dashboard, dashboard_token, quiet=as_json) as watching:
+        results = train(loaded, methods=names, world=world, command=command_line(), report=True, **watching)
+        page = leave_comparison([result.folder for result in results.values()], loaded, watching["observe"])
     if as_json:
         print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
         return
@@ -105,6 +125,16 @@ def _say_where(page: Path | None) -> None:
 
 def _text(page: Path | None) -> str | None:
     return None if page is None else str(page)
+
+
+@contextmanager
+def _watched(config: Config, dashboard: str | None, token: str | None, *, quiet: bool) -> Iterator[dict[str, Any]]:
+    """Give the words with which a training is watched: on the terminal, and on a live page if one is asked for."""
+    with watched(config, quiet=quiet) as display:
+        # Also with --json, whose document is on standard output: nobody could find the page otherwise.
+        announce = partial(click.echo, err=True) if quiet else display.say
+        with live_page(dashboard, token, announce) as observers:
+            yield {"observe": tell_all(display.observe, *observers), "pictures": bool(observers)}
 
 
 def _methods(text: str) -> list[str]:

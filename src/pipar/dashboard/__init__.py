@@ -1,0 +1,1 @@
+"""The live page: what a browser shows while a training goes on."""

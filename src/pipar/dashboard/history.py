@@ -1,0 +1,82 @@
+"""The runs that the live page tells of, as the report's records: those that are over, and the one that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipar.errors import InputError
+from pipar.events import EpochResult, Event, Pictured, Replanned, Started
+from pipar.report.content import content
+from pipar.report.record import RunRecord
+from pipar.results import replan_as_json
+
+
+@dataclass
+class _Run:
+    folder: Path
+    epochs: dict[int, EpochResult] = field(default_factory=dict)
+    replans: list[Replanned] = field(default_factory=list)
+    picture: Pictured | None = None
+    finished: RunRecord | None = None
+
+
+class History:
+    """Takes events; knows of every run so far what a report is made of."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+        self._is_over = False
+
+    def take(self, event: Event) -> bool:
+        """Take one event in; return whether there is more to tell now."""
+        if isinstance(event, Started):
+            self._runs.append(_Run(Path(event.folder)))
+        elif isinstance(event, EpochResult) and self._runs:
+            self._runs[-1].epochs[event.epoch] = event
+        elif isinstance(event, Pictured) and self._runs:
+            self._runs[-1].picture = event
+        elif isinstance(event, Replanned) and self._runs:
+            self._runs[-1].replans.append(event)
+        else:
+            return False
+        return True
+
+    def end(self) -> None:
+        """No run goes on any more."""
+        self._is_over = True
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what the report's part of the page shows; None before a run has its folder."""
+        records = [record for number in range(len(self._runs)) if (record := self._record(number)) is not None]
+        if not records:
+            return None
+        shown = content(records)
+        if (picture := self._runs[-1].picture) is not None and not picture.is_whole and records[-1].running:
+            for row in shown["runs"][-1]["devices"]["rows"]:
+                row["busy"] = {}  # a part of the epoch says nothing about shares of all of it
+        return shown
+
+    def _record(self, number: int) -> RunRecord | None:
+        run, goes_on = self._runs[number], number == len(self._runs) - 1 and not self._is_over
+        if run.finished is not None:
+            return run.finished
+        try:
+            record = RunRecord.read(run.folder)
+        except InputError:  # nothing is there yet, or no more
+            return None
+        if goes_on:
+            return _so_far(record, run)
+        run.finished = record
+        return record
+
+
+def _so_far(record: RunRecord, run: _Run) -> RunRecord:
+    """Return the record of a run that goes on; its files may be those of the training that it resumes."""
+    epochs = {row["epoch"]: row for row in record.result["epochs"]}
+    epochs |= {number: result.to_dict() for number, result in run.epochs.items()}
+    result = {**record.result, "epochs": [row for _, row in sorted(epochs.items())]}
+    result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
+    spans = run.picture.spans if run.picture is not None else ()
+    return replace(record, result=result, spans=spans, running=True)

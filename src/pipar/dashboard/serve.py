@@ -1,0 +1,168 @@
+"""The live page beside a training, and never in its way.
+
+A thread of its own with an event loop of its own serves it. The training's thread does one thing for it: it appends
+events to a queue. Everything else, folding events into a state, JSON, browsers, happens here, and a browser that does
+not take what it is sent gets the latest when it does, or is cut off; nothing is kept for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from pipar.dashboard.access import AUTO, Access, shown_host
+from pipar.dashboard.feed import Feed
+from pipar.dashboard.history import History
+from pipar.dashboard.state import LiveState
+from pipar.errors import InputError
+from pipar.events import Event, Progress, Stopping
+from pipar.results import strict_json
+from pipar.units import split_address
+
+#: How often browsers are told what has changed.
+REFRESH_S = 0.25
+#: Browsers that watch at once.
+MOST_STREAMS = 16
+#: When the program ends, browsers have so long to take what was said last.
+_LAST_WORDS_S = 1
+#: Beyond so many events that were not taken in, reports of progress are dropped: others follow.
+_MOST_WAITING = 10_000
+
+_log = logging.getLogger("pipar.dashboard")
+
+
+@contextlib.contextmanager
+def served(address: str, token: str | None = None) -> Iterator[Dashboard]:
+    """Give a live page that can be opened at HOST:PORT until the block ends; then the page says how that was."""
+    dashboard = Dashboard(address, token)
+    trouble = ""
+    try:
+        yield dashboard
+    except KeyboardInterrupt:
+        dashboard.observe(Stopping("It was interrupted."))
+        raise
+    except Exception as error:
+        trouble = str(error)
+        raise
+    finally:
+        dashboard.stop(trouble)
+
+
+class Dashboard:
+    """The live page; it listens when this is made, and no longer when `stop` has returned."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        access = Access.of(address, token)
+        self._socket = _listen(address)
+        port = self._socket.getsockname()[1]
+        # A token that somebody gave is known to who is to know it, and does not belong on a screen or into a log.
+        query = "" if access.token is None else f"?token={access.token if token in (None, AUTO) else '...'}"
+        self.url = f"http://{shown_host(access.host)}:{port}/{query}"
+        self._inbox: deque[tuple[float, Event]] = deque()
+        self._program = _Program(access, self._inbox)
+        self._thread = threading.Thread(target=self._program.run, args=(self._socket,), name="dashboard", daemon=True)
+        self._thread.start()
+
+    def observe(self, event: Event) -> None:
+        """Take one event; this is all that a training does for its page."""
+        if len(self._inbox) < _MOST_WAITING or not isinstance(event, Progress):
+            self._inbox.append((time.time(), event))
+
+    def stop(self, trouble: str = "") -> None:
+        """Say that it is over, for this reason if it is no good one, and end."""
+        self._program.end(trouble)
+        self._thread.join(timeout=10 * _LAST_WORDS_S)
+        self._socket.close()
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a socket that listens on HOST:PORT, or raise one sentence."""
+    host, port = split_address(address)
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=64)
+    except OSError as error:
+        is_name = isinstance(error, socket.gaierror)
+        why = "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
+        raise InputError(f"Cannot serve the live page on {address}: {why}.") from None
+
+
+class _Program:
+    """What the dashboard's thread does."""
+
+    def __init__(self, access: Access, inbox: deque[tuple[float, Event]]) -> None:
+        self._access = access
+        self._inbox = inbox
+        self._state = LiveState()
+        self._history = History()
+        self._feed = Feed(MOST_STREAMS, {"state": self._stamped_state, "content": self._content})
+        self._session = secrets.token_hex(8)  # tells a page that another program has taken this one's place
+        self._trouble = ""
+        self._end_is_near = threading.Event()
+
+    def run(self, listening: socket.socket) -> None:
+        """Serve until the end; whatever goes wrong here stays here."""
+        try:
+            asyncio.run(self._serve(listening))
+        except Exception:  # noqa: BLE001 - the thread ends here, and the training goes on
+            _log.warning("The live page has failed; the training goes on without it.", exc_info=True)
+
+    def end(self, trouble: str) -> None:
+        """Ask for the end, from any thread."""
+        self._trouble = trouble
+        self._end_is_near.set()
+
+    async def _serve(self, listening: socket.socket) -> None:
+        from pipar.dashboard.web import abort_connections, application, http_server
+
+        server = http_server(application(self._feed, self._access, listening.getsockname()[1]), _LAST_WORDS_S)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not self._end_is_near.is_set() and not serving.done():
+            self._keep_up()
+            await asyncio.sleep(REFRESH_S)
+        self._keep_up()
+        self._say_goodbye()
+        server.should_exit = True
+        await serving
+        await abort_connections(server)
+
+    def _keep_up(self) -> None:
+        """Take in what has happened, and tell who watches."""
+        if not self._inbox:
+            return
+        is_reported = False
+        while self._inbox:
+            at, event = self._inbox.popleft()
+            self._state.take(event, at)
+            is_reported |= self._history.take(event)
+        self._feed.renew("state")
+        if is_reported:
+            self._feed.renew("content")
+
+    def _say_goodbye(self) -> None:
+        self._state.end(time.time(), self._trouble)
+        self._history.end()
+        self._feed.renew("content")
+        self._feed.renew("state")
+        self._feed.end()
+
+    def _stamped_state(self) -> dict[str, Any]:
+        """Return the state with the time of this clock, which a browser's may differ from."""
+        return {**self._state.picture(), "now": time.time(), "session": self._session}
+
+    def _content(self) -> dict[str, Any] | None:
+        try:
+            content: dict[str, Any] | None = strict_json(self._history.content())
+        except Exception:  # noqa: BLE001 - a page without charts is better than none
+            _log.warning("The live page cannot show a report of this run.", exc_info=True)
+            return None
+        return content

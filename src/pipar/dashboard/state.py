@@ -1,0 +1,264 @@
+"""What the live page says about a running training, from its events: pure, events in, a JSON document out."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipar.events import (
+    Away,
+    Back,
+    Dropped,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Lost,
+    Preparing,
+    Progress,
+    Replanned,
+    Resumed,
+    RoundOver,
+    Started,
+    Stopping,
+    Waiting,
+)
+from pipar.gauges import Gauges
+from pipar.logs import Narrator, level_of, one_line
+from pipar.methods import METHODS, Plan
+from pipar.results import strict_json
+from pipar.trace import COMPUTE, SERVER, UPLINK
+
+#: A page with more rows would be no easier to read, and dearer several times a second.
+MOST_ROWS = 100
+_LOG_LINES = 40
+_LOSSES = 120
+#: How many of the last epochs say how quick the next ones will be: links and plans may have changed before them.
+_PACE_EPOCHS = 3
+#: Less of an epoch than this says nothing about how long all of them take.
+_TELLING_SHARE = 0.02
+
+#: What a device can be, the most worrying first.
+DEVICE_STATES = ("lost", "away", "back", "expected", "joined", "training", "left")
+
+
+@dataclass
+class DeviceRow:
+    """What is known of one device."""
+
+    state: str
+    since: float  # Unix time
+    plan: str = ""
+    samples: int | None = None
+    note: str = ""
+    until: float | None = None  # of a device that is away: so long its place is kept
+
+    def become(self, state: str, at: float, note: str = "", until: float | None = None) -> None:
+        if state != self.state:
+            self.since = at
+        self.state, self.note, self.until = state, note, until
+
+
+class LiveState:
+    """Takes the events of one or more runs, each with the Unix time at which it was heard of."""
+
+    def __init__(self) -> None:
+        self.gauges = Gauges()
+        self._narrator = Narrator()
+        self._phase = "preparing"
+        self._preparing: Preparing | None = None
+        self._waiting: Waiting | None = None
+        self._trouble = ""
+        self._since: float | None = None  # when this run began
+        self._rows: dict[str, DeviceRow] = {}
+        self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_LINES)
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._pace = Pace()
+        self._rounds_over = 0
+
+    def take(self, event: Event, at: float) -> None:
+        """Take one event in."""
+        self.gauges.take(event)
+        self._narrate(event, at)
+        self._follow_run(event, at)
+        self._follow_devices(event, at)
+
+    def end(self, at: float, trouble: str = "") -> None:
+        """Nothing more will happen: the program is at its end, for this reason if it is no good one."""
+        self._preparing = self._waiting = None
+        if trouble:
+            self._phase, self._trouble = "failed", one_line(trouble)
+            self._log.append({"at": at, "level": "error", "text": self._trouble})
+        else:
+            self._phase = {"stopping": "stopped", "failed": "failed"}.get(self._phase, "over")
+
+    def _narrate(self, event: Event, at: float) -> None:
+        self._narrator.remember(event)
+        if level_of(event) > logging.DEBUG:
+            level = logging.getLevelName(level_of(event)).lower()
+            self._log.append({"at": at, "level": level, "text": self._narrator.sentence(event)})
+
+    # --- the run
+
+    def _follow_run(self, event: Event, at: float) -> None:
+        match event:
+            case Preparing():
+                self._phase, self._preparing = "preparing", event if event.share < 1 else None
+            case Started():
+                self._begin(event, at)
+            case Waiting():
+                self._waiting = event
+            case Resumed():
+                self._rounds_over = event.epoch
+            case Progress():
+                self._phase, self._waiting = "training", None
+                if event.loss is not None:
+                    self._losses.append(event.loss)
+            case RoundOver():
+                self._rounds_over = event.epoch
+            case Stopping():
+                self._phase, self._trouble = "stopping", one_line(event.reason)
+            case Failed():
+                self._phase, self._trouble = "failed", one_line(event.reason)
+        if isinstance(event, Progress | RoundOver | Resumed):
+            self._pace.note(self._epochs_done(), at)
+
+    def _begin(self, started: Started, at: float) -> None:
+        # A second run of the same program has devices and a speed of its own; those of a deployment join before it.
+        if self._since is not None:
+            self._rows, self._rounds_over = {}, 0
+        self._phase, self._preparing, self._since = "training", None, at
+        self._losses.clear()
+        self._pace = Pace()
+        for name, samples in started.samples.items():
+            row = self._rows.setdefault(name, DeviceRow("expected", at))
+            row.plan, row.samples = started.plans.get(name, ""), samples
+
+    def _epochs_done(self) -> float:
+        epoch, _, _, share = self.gauges.place()
+        return max(float(self._rounds_over), epoch - 1 + share)
+
+    # --- its devices
+
+    def _follow_devices(self, event: Event, at: float) -> None:
+        match event:
+            case Started():
+                self._all_present_train(at)
+            case Progress() if event.owner != SERVER:
+                self._row(event.owner, at).become("training", at)
+            case Joined():
+                self._row(event.device, at).become("joined", at)
+            case Away():
+                self._row(event.device, at).become("away", at, until=at + event.seconds_allowed)
+            case Back():
+                self._row(event.device, at).become("back", at, f"after {event.away_s:.1f} s")
+            case Lost():
+                self._row(event.device, at).become("lost", at, one_line(event.reason))
+            case Left():
+                self._row(event.device, at).become("left", at)
+            case Dropped():
+                self._row(event.device, at).note = f"round {event.epoch} did not count: {one_line(event.reason)}"
+            case RoundOver():
+                self._all_present_train(at)
+            case Replanned():
+                for name, plan in event.plans.items():
+                    self._row(name, at).plan = str(Plan(**plan))
+
+    def _all_present_train(self, at: float) -> None:
+        """Who was there when a round began takes part in it; who comes later waits for the next one."""
+        for row in self._rows.values():
+            if row.state in ("joined", "back"):
+                row.become("training", at)
+
+    def _row(self, name: str, at: float) -> DeviceRow:
+        return self._rows.setdefault(name, DeviceRow("expected", at))
+
+    # --- what is shown
+
+    def picture(self) -> dict[str, Any]:
+        """Return all that the page's live part shows; values that JSON has no number for are null."""
+        document: dict[str, Any] = strict_json({**self._run_part(), **self._device_part(), "log": list(self._log)})
+        return document
+
+    def _run_part(self) -> dict[str, Any]:
+        gauges, started = self.gauges, self.gauges.started
+        epoch, iteration, iterations, share = gauges.place()
+        last = gauges.last
+        return {
+            "phase": self._phase,
+            "trouble": self._trouble,
+            "preparing": None if self._preparing is None else [self._preparing.what, self._preparing.share],
+            "waiting": None if self._waiting is None else [self._waiting.present, self._waiting.wanted],
+            "run": Path(started.folder).name if started else None,
+            "method": started.method if started else None,
+            "title": METHODS[started.method].title if started else None,
+            "since": self._since,
+            "epoch": max(epoch, min(self._rounds_over + 1, started.epochs)) if started else None,
+            "epochs": started.epochs if started else None,
+            "iteration": iteration,
+            "iterations": iterations,
+            "share": share,
+            "done": min(1.0, self._epochs_done() / started.epochs) if started else 0.0,
+            "ends_at": self._pace.ends_at(started.epochs) if started else None,
+            "loss": gauges.loss,
+            "losses": list(self._losses),
+            "accuracy": last.val_accuracy if last else None,
+            "samples_per_s": gauges.samples_per_s(),
+            "lanes": gauges.utilisation(),
+        }
+
+    def _device_part(self) -> dict[str, Any]:
+        ordered = sorted(self._rows.items(), key=lambda item: (DEVICE_STATES.index(item[1].state), item[0]))
+        shown = sorted(ordered[:MOST_ROWS])
+        states = Counter(row.state for row in self._rows.values())
+        return {
+            "devices": [self._device(name, row) for name, row in shown],
+            "unseen": len(ordered) - len(shown),
+            "states": {state: states[state] for state in DEVICE_STATES if states[state]},
+        }
+
+    def _device(self, name: str, row: DeviceRow) -> dict[str, Any]:
+        report, busy = self.gauges.report(name), self.gauges.busy(name)
+        started = self.gauges.started
+        return {
+            "name": one_line(name),
+            "state": row.state,
+            "since": row.since,
+            "until": row.until,
+            "note": row.note,
+            "plan": row.plan,
+            "samples": row.samples,
+            "epoch": report.epoch if report else None,
+            "iteration": report.iteration if report else None,
+            "iterations": started.iterations.get(name) if started else None,
+            "compute": busy.get(COMPUTE),
+            "uplink": busy.get(UPLINK),
+        }
+
+
+class Pace:
+    """How quickly a run gets on, over its last few epochs by the clock on the wall; so in virtual time, too."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[float, float]] = {}  # by epoch: its first sign, as (epochs done, Unix time)
+        self._last: tuple[float, float] | None = None
+
+    def note(self, done: float, at: float) -> None:
+        """At this time so many epochs, and a share of the next one, were done."""
+        if self._last is None or done > self._last[0]:
+            self._begun.setdefault(int(done), (done, at))
+            self._last = (done, at)
+
+    def ends_at(self, epochs: int) -> float | None:
+        """Return when so many epochs will be done, as far as can be told; None if it cannot be."""
+        if self._last is None:
+            return None
+        done, at = self._last
+        first = max(min(self._begun), int(done) - _PACE_EPOCHS)
+        done_before, at_before = self._begun[min(epoch for epoch in self._begun if epoch >= first)]
+        if done - done_before < _TELLING_SHARE or at <= at_before:
+            return None
+        return at + (epochs - done) * (at - at_before) / (done - done_before)

@@ -1,0 +1,201 @@
+"""The live page over HTTP: the page, its stream of events, and who may have them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+from functools import cache
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pipar.dashboard.access import Access
+from pipar.dashboard.feed import Feed
+from pipar.report.page import render
+
+#: Connections at once, with those that have said nothing yet: a training needs its files and sockets, too.
+MOST_CONNECTIONS = 48
+#: Who has sent no request, or taken nothing of an answer, for so long is cut off.
+REQUEST_WITHIN_S = 10.0
+TAKE_WITHIN_S = 20.0
+
+_HEADERS = {
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Connection": "close",  # one answer each: who sends half of a second request would keep its place for ever
+}
+
+
+def application(feed: Feed, access: Access, port: int) -> ASGIApp:
+    """Return what answers requests."""
+    routes = [Route("/", _page), Route("/events", _Events(feed)), Route("/favicon.ico", _no_icon)]
+    # Browsers tell cookies of hosts apart, not of ports: another page of this host has a name of its own.
+    return _Guard(Starlette(routes=routes), access, cookie=f"pipar-{port}")
+
+
+async def _page(_: Request) -> Response:
+    html, policy = _rendered()
+    return HTMLResponse(html, headers={"Content-Security-Policy": policy})
+
+
+@cache
+def _rendered() -> tuple[str, str]:
+    html = render(None, live=True)
+    return html, content_security_policy(html)
+
+
+async def _no_icon(_: Request) -> Response:
+    return Response(status_code=204)
+
+
+class _Events:
+    """The stream of events of one browser after another."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = self._feed.open()
+        if stream is None:
+            await PlainTextResponse("Too many browsers watch already.\n", 503)(scope, receive, send)
+            return
+        try:
+            await StreamingResponse(stream.messages(), media_type="text/event-stream")(scope, receive, send)
+        finally:
+            self._feed.close(stream)
+
+
+# --- who may look
+
+
+class _Guard:
+    """Lets through who may look, and sees to it that every answer has the headers of a careful page."""
+
+    def __init__(self, app: ASGIApp, access: Access, *, cookie: str) -> None:
+        self._app = app
+        self._access = access
+        self._cookie = cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._instead(Request(scope)) or self._app
+        await answer(scope, receive, send_guarded)
+
+    def _instead(self, request: Request) -> Response | None:
+        """Return what is answered in place of what was asked for; None to who may have that."""
+        if not self._access.knows_host(request.headers.get("host", "")):
+            return PlainTextResponse("This page is not at home under that name.\n", 421)
+        if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
+            return PlainTextResponse("Not for pages of other sites.\n", 403)
+        if request.url.path == "/" and self._access.is_token(request.query_params.get("token", "")):
+            welcome = RedirectResponse("/", 303)  # without the token, which would stay in the address line
+            welcome.set_cookie(self._cookie, self._access.session, httponly=True, samesite="strict")
+            return welcome
+        if not self._access.is_session(request.cookies.get(self._cookie, "")):
+            return PlainTextResponse("Open the address that pipar printed: it has the token of this page.\n", 403)
+        return None
+
+
+_SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+
+
+def content_security_policy(html: str) -> str:
+    """Return what a page may do: run the scripts that it holds, talk to who served it, and nothing else."""
+    scripts = [_digest(body) for words, body in _SCRIPT.findall(html) if "json" not in words]
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(scripts) or "'none'",
+        "style-src": "'unsafe-inline'",  # charts place their labels so; a style sends nothing anywhere
+        "img-src": "data: blob:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# --- connections
+
+
+class _BoundedProtocol(H11Protocol):
+    """A connection that does not stay for ever: places are few, and some clients do nothing."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._set_deadline(self.loop.call_later(REQUEST_WITHIN_S, self._cut_off_if_silent))
+
+    def _cut_off_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, self.transport.abort))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._set_deadline(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_deadline(None)
+        super().connection_lost(exc)
+
+    def _set_deadline(self, deadline: asyncio.TimerHandle | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = deadline
+
+
+def http_server(app: ASGIApp, last_words_s: int) -> uvicorn.Server:
+    """Return what serves an application; when it ends, who still listens has so long to take what is left."""
+    config = uvicorn.Config(
+        app,
+        http=_BoundedProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.CRITICAL,  # whoever sends nonsense does not fill the log of a training
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=last_words_s,
+    )
+    return uvicorn.Server(config)
+
+
+async def abort_connections(server: uvicorn.Server) -> None:
+    """End what is still connected, without waiting for it to take what it was sent."""
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    await asyncio.sleep(0)

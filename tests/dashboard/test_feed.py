@@ -1,0 +1,80 @@
+"""What browsers are sent: the latest, in the format of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import count
+
+from pipar.clock import run_virtually
+from pipar.dashboard.feed import Feed, Stream, message
+
+
+async def taken(stream: Stream, number: int) -> list[bytes]:
+    """Return the next messages."""
+    messages = stream.messages()
+    return [await anext(messages) for _ in range(number)]
+
+
+def test_a_message_is_one_event_of_one_line_whatever_it_holds() -> None:
+    said = message("state", {"name": "a\nb\r\nevent: evil", "n": 1})
+    assert said.endswith(b"\n\n")
+    first, second = said.decode().removesuffix("\n\n").split("\n")
+    assert first == "event: state"
+    assert json.loads(second.removeprefix("data: ")) == {"name": "a\nb\r\nevent: evil", "n": 1}
+
+
+def test_who_comes_gets_the_latest_of_everything() -> None:
+    feed = Feed(4, {"state": lambda: 1, "content": lambda: None})
+    stream = feed.open()
+    assert stream is not None
+    retry, state, content = asyncio.run(taken(stream, 3))
+    assert retry.startswith(b"retry: ")
+    assert (state, content) == (b"event: state\ndata: 1\n\n", b"event: content\ndata: null\n\n")
+
+
+def test_who_is_slow_gets_the_latest_and_nothing_older() -> None:
+    numbers = count()
+    feed = Feed(4, {"state": lambda: next(numbers)})
+    stream = feed.open()
+    assert stream is not None
+    for _ in range(1000):
+        feed.renew("state")
+    assert asyncio.run(taken(stream, 2))[1] == b"event: state\ndata: 1000\n\n"
+
+
+def test_nothing_is_made_while_nobody_watches() -> None:
+    made: list[int] = []
+    feed = Feed(4, {"state": lambda: made.append(1)})
+    feed.renew("state")
+    assert made == []
+    for _ in range(3):
+        feed.open()
+    assert made == [1]
+    feed.renew("state")
+    assert made == [1, 1]
+
+
+def test_there_are_so_many_streams_and_no_more_until_one_is_closed() -> None:
+    feed = Feed(2, {})
+    first, second = feed.open(), feed.open()
+    assert first is not None
+    assert second is not None
+    assert feed.open() is None
+    feed.close(first)
+    assert feed.open() is not None
+
+
+def test_a_silent_stream_says_that_it_is_there() -> None:
+    assert run_virtually(taken(Stream(), 3))[1:] == [b": still here\n\n"] * 2
+
+
+def test_an_ended_stream_gives_what_was_said_last_and_ends() -> None:
+    async def all_of(stream: Stream) -> list[bytes]:
+        return [said async for said in stream.messages()]
+
+    feed = Feed(2, {"state": lambda: "last"})
+    stream = feed.open()
+    assert stream is not None
+    feed.end()
+    assert asyncio.run(all_of(stream))[1:] == [b'event: state\ndata: "last"\n\n']

@@ -1,0 +1,334 @@
+"""The live page over real sockets: who gets what, with which headers, and that nobody who hangs holds up anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipar.dashboard import serve, web
+from pipar.dashboard.history import History
+from pipar.dashboard.serve import Dashboard, served
+from pipar.errors import InputError, TrainingError
+from pipar.events import Joined, Lost, Progress, Started
+
+TOKEN = "correct-horse-battery"
+_PLACE = re.compile(r"http://([^:/]+):(\d+)/")
+
+
+@contextlib.contextmanager
+def opened(token: str | None = None, address: str = "127.0.0.1:0") -> Iterator[Dashboard]:
+    dashboard = Dashboard(address, token)
+    try:
+        yield dashboard
+    finally:
+        dashboard.stop()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Dashboard]:
+    """One page for the tests that only ask."""
+    with opened() as dashboard:
+        yield dashboard
+
+
+def place(dashboard: Dashboard) -> tuple[str, int]:
+    match = _PLACE.match(dashboard.url)
+    assert match is not None
+    return match[1], int(match[2])
+
+
+def ask(dashboard: Dashboard, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(*place(dashboard), timeout=10)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse()
+
+
+class Watcher:
+    """A browser's stream of events."""
+
+    def __init__(self, dashboard: Dashboard, **headers: str) -> None:
+        self._answer = ask(dashboard, "/events", **headers)
+        assert self._answer.status == 200
+        self.kind = self._answer.headers["content-type"]
+
+    def next(self, kind: str = "state") -> Any:
+        """Return what the next event of a kind holds."""
+        name = ""
+        while line := self._answer.readline().decode():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ").strip()
+            elif line.startswith("data: ") and name == kind:
+                return json.loads(line.removeprefix("data: "))
+        raise EOFError
+
+    def until(self, is_so: Any) -> Any:
+        """Return the first state that is so."""
+        while not is_so(state := self.next()):
+            pass
+        return state
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+@contextlib.contextmanager
+def watching(dashboard: Dashboard, **headers: str) -> Iterator[Watcher]:
+    watcher = Watcher(dashboard, **headers)
+    try:
+        yield watcher
+    finally:
+        watcher.close()
+
+
+def states_of(state: dict[str, Any]) -> dict[str, str]:
+    return {device["name"]: device["state"] for device in state["devices"]}
+
+
+# --- the page and its headers
+
+
+def test_the_page_is_whole_and_may_run_nothing_but_its_own_scripts(page: Dashboard) -> None:
+    answer = ask(page)
+    html, policy = answer.read().decode(), answer.headers["content-security-policy"]
+    assert answer.status == 200
+    assert '<section id="live"' in html
+    assert re.search(r"<(script|link|img)[^>]+(src|href)=[\"']?(https?:)?//", html) is None
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    assert rules["script-src"].count("sha256-") == len(re.findall(r"<script>", html)) > 0
+    assert "unsafe" not in rules["script-src"]
+
+
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/favicon.ico"])
+def test_every_answer_has_the_headers_of_a_careful_page(page: Dashboard, path: str) -> None:
+    headers = ask(page, path).headers
+    assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
+    assert (headers["cache-control"], headers["referrer-policy"]) == ("no-store", "no-referrer")
+    assert "server" not in headers
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/nowhere", "GET", 404), ("/", "POST", 405)])
+def test_there_is_nothing_else_to_get_and_nothing_to_change(
+    page: Dashboard, path: str, method: str, status: int
+) -> None:
+    assert ask(page, path, method).status == status
+
+
+# --- who may look
+
+
+def test_a_foreign_name_that_leads_here_gets_nothing(page: Dashboard) -> None:
+    assert ask(page, Host="evil.example").status == 421
+    assert ask(page, "/events", Host="evil.example").status == 421
+
+
+def test_pages_of_other_sites_take_no_stream(page: Dashboard) -> None:
+    assert ask(page, "/events", Sec_Fetch_Site="cross-site").status == 403
+    assert ask(page, "/", Sec_Fetch_Site="cross-site").status == 200  # a link that somebody follows
+
+
+def test_a_token_is_shown_once_and_a_cookie_from_then_on() -> None:
+    with opened(TOKEN) as dashboard:
+        assert TOKEN not in dashboard.url
+        refused = [ask(dashboard, path).status for path in ("/", "/events", "/?token=wrong", f"/events?token={TOKEN}")]
+        assert refused == [403] * 4
+        welcome = ask(dashboard, f"/?token={TOKEN}")
+        cookie = welcome.headers["set-cookie"]
+        assert (welcome.status, welcome.headers["location"]) == (303, "/")
+        assert {"httponly", "samesite=strict", "path=/"} <= {part.strip().lower() for part in cookie.split(";")}
+        shown = cookie.partition(";")[0]
+        assert TOKEN not in shown
+        assert ask(dashboard, Cookie=shown).status == 200
+        assert ask(dashboard, Cookie=shown[:-1]).status == 403
+        with watching(dashboard, Cookie=shown) as watcher:
+            assert watcher.next()["phase"] == "preparing"
+
+
+def test_a_token_that_was_made_is_in_the_address() -> None:
+    with opened(address="0.0.0.0:0") as dashboard:
+        made = dashboard.url.partition("?token=")[2]
+        port = int(dashboard.url.rpartition(":")[2].partition("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 403
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", f"/?token={made}")
+        assert connection.getresponse().status == 303
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("nonsense", "'nonsense' is not an address"),
+        ("127.0.0.1:99999", "is not an address"),
+        ("no.such.host.invalid:0", "Cannot serve the live page on no.such.host.invalid:0: there is no such host."),
+        ("192.0.2.1:0", "Cannot serve the live page on 192.0.2.1:0: "),
+    ],
+)
+def test_an_address_that_is_no_good_is_one_sentence(address: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        Dashboard(address)
+
+
+def test_a_port_that_is_taken_is_one_sentence(page: Dashboard) -> None:
+    taken = f"127.0.0.1:{place(page)[1]}"
+    with pytest.raises(InputError, match=f"Cannot serve the live page on {taken}: address already in use"):
+        Dashboard(taken)
+
+
+# --- the stream
+
+
+def test_a_browser_sees_at_once_what_is_and_soon_what_happens() -> None:
+    with opened() as dashboard, watching(dashboard) as watcher:
+        assert watcher.kind.startswith("text/event-stream")
+        assert watcher.next()["devices"] == []
+        dashboard.observe(Joined("pi-1", 1))
+        assert states_of(watcher.next()) == {"pi-1": "joined"}
+        began = time.monotonic()
+        dashboard.observe(Lost("pi-1", "its link broke"))
+        assert states_of(watcher.next()) == {"pi-1": "lost"}
+        assert time.monotonic() - began < 2.0
+        with watching(dashboard) as late:
+            assert states_of(late.next()) == {"pi-1": "lost"}
+
+
+def test_at_the_end_browsers_are_told_how_it_was() -> None:
+    watchers: list[Watcher] = []
+
+    def fail() -> None:
+        with served("127.0.0.1:0") as dashboard:
+            watchers.append(Watcher(dashboard))
+            assert watchers[0].next()["phase"] == "preparing"
+            raise TrainingError("The process of pi-1 was ended by signal 9.")
+
+    with pytest.raises(TrainingError):
+        fail()
+    (watcher,) = watchers
+    last = watcher.next()
+    assert (last["phase"], last["trouble"]) == ("failed", "The process of pi-1 was ended by signal 9.")
+    with pytest.raises(EOFError):
+        watcher.next()
+    watcher.close()
+
+
+# --- who hangs
+
+
+def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") -> socket.socket:
+    """Return a connection that asks for the stream, and never reads of it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(place(dashboard))
+    client.sendall(said)
+    return client
+
+
+def large(names: int = 100) -> Started:
+    """Return the begin of a run whose state has many bytes."""
+    devices = [f"device-{number:03}-with-a-long-name-of-many-letters" for number in range(names)]
+    return Started("runs/x", "pipar", 5, 2, dict.fromkeys(devices, "P=2 N=4"), dict.fromkeys(devices, 1), {})
+
+
+def is_cut_off(client: socket.socket, within_s: float = 10.0) -> bool:
+    """Return whether the other side ends a connection, whatever it has sent before."""
+    client.settimeout(within_s)
+    with contextlib.suppress(ConnectionError):
+        while client.recv(1 << 16):
+            pass
+    return True
+
+
+def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REFRESH_S", 0.005)
+    with opened() as dashboard, contextlib.ExitStack() as stack:
+        dashboard.observe(large())
+        for _ in range(8):
+            stack.enter_context(hanging(dashboard))
+        watcher = stack.enter_context(watching(dashboard))
+        size = len(json.dumps(watcher.next()))
+        tracemalloc.start()
+        try:
+            for number in range(200):
+                dashboard.observe(Joined(f"late-{number}", number))
+                told = f"late-{number} joined"
+                watcher.until(lambda state, told=told: told in state["log"][-1]["text"])
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert 8 * 200 * size > 100e6  # as much as queues would hold
+        assert peak < 20e6
+
+
+def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REFRESH_S", 0.002)
+    monkeypatch.setattr(web, "TAKE_WITHIN_S", 0.2)
+    with opened() as dashboard, hanging(dashboard) as client:
+        dashboard.observe(large())
+        stop = threading.Event()
+
+        def keep_going() -> None:
+            while not stop.wait(0.002):
+                dashboard.observe(Joined("a", 1))
+
+        busy = threading.Thread(target=keep_going)
+        busy.start()
+        time.sleep(1.0)  # far more than fits into the buffers of both sides is said meanwhile
+        stop.set()
+        busy.join()
+        assert is_cut_off(client)
+
+
+def test_who_connects_and_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "REQUEST_WITHIN_S", 0.1)
+    with opened() as dashboard:
+        for said in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
+            with hanging(dashboard, said) as client:
+                assert is_cut_off(client)
+        with watching(dashboard) as watcher:  # who has asked may stay
+            watcher.next()
+            time.sleep(0.3)
+            dashboard.observe(Joined("a", 1))
+            assert states_of(watcher.next()) == {"a": "joined"}
+
+
+def test_there_is_room_for_so_many_and_the_training_keeps_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MOST_CONNECTIONS", 3)
+    with opened() as dashboard, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(hanging(dashboard))
+        assert is_cut_off(stack.enter_context(hanging(dashboard, b"")))
+
+
+def test_of_too_many_browsers_the_next_is_told_so() -> None:
+    with opened() as dashboard, contextlib.ExitStack() as stack:
+        for _ in range(serve.MOST_STREAMS):
+            stack.enter_context(watching(dashboard))
+        assert ask(dashboard, "/events").status == 503
+        assert ask(dashboard, "/").status == 200
+
+
+def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = threading.Event()
+    monkeypatch.setattr(History, "content", lambda _: hold.wait(30) and None)
+    with opened() as dashboard:
+        threading.Thread(target=lambda: ask(dashboard, "/events"), daemon=True).start()
+        time.sleep(0.2)  # the page's thread is held up by now
+        began = time.monotonic()
+        for number in range(30_000):
+            dashboard.observe(Progress("a", 1, number, 1, 1.0, 1.0))
+        took_s, waiting = time.monotonic() - began, len(dashboard._inbox)
+        hold.set()
+    assert took_s < 1.0
+    assert waiting <= 10_001
