@@ -36,7 +36,7 @@ LINES = [
     report.*
     run deployment faults.*
     __init__
-    display tables chart plan_view cli.* __main__
+    display tables chart plan_view dashboard.* cli.* __main__
     """.strip().splitlines()
 ]
 
@@ -105,6 +105,8 @@ def breaches(module: str, source: str, known: set[str]) -> list[str]:
         package, _, inner = imported.target.partition(".")
         if package in ("grpc", "grpc_health") and module not in ("link.grpc", "link.health"):
             found.append(f"{module} imports grpc")
+        if package in ("starlette", "uvicorn") and module != "dashboard.web":
+            found.append(f"{module} imports {package}")
         if package == "torch" and imported.runs and any(matches(module, pattern) for pattern in WITHOUT_TORCH):
             found.append(f"{module} imports torch")
         if package != "pipar":
@@ -142,6 +144,7 @@ MADE_UP = {
     ("protocol.wire", "def f():\n    from torch import nn"): "protocol.wire imports torch",
     ("link.memory", "import grpc"): "link.memory imports grpc",
     ("processes", "from grpc import aio"): "processes imports grpc",
+    ("dashboard.serve", "import uvicorn"): "dashboard.serve imports uvicorn",
     ("link.helpers", ""): "link.helpers has a name that says nothing",
     ("newcomer", ""): "newcomer stands on 0 lines of the layers",
 }

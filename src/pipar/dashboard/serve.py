@@ -34,6 +34,8 @@ REFRESH_S = 0.25
 MOST_STREAMS = 16
 #: When the program ends, browsers have so long to take what was said last.
 _LAST_WORDS_S = 1
+#: Reports are made anew with no more than this share of a core: in a server, the training waits for Python meanwhile.
+_REPORTING_SHARE = 0.005
 #: Beyond so many events that were not taken in, reports of progress are dropped: others follow.
 _MOST_WAITING = 10_000
 
@@ -108,6 +110,8 @@ class _Program:
         self._session = secrets.token_hex(8)  # tells a page that another program has taken this one's place
         self._trouble = ""
         self._end_is_near = threading.Event()
+        self._has_news = False  # for the report
+        self._report_again_at = 0.0
 
     def run(self, listening: socket.socket) -> None:
         """Serve until the end; whatever goes wrong here stays here."""
@@ -137,16 +141,17 @@ class _Program:
 
     def _keep_up(self) -> None:
         """Take in what has happened, and tell who watches."""
-        if not self._inbox:
-            return
-        is_reported = False
-        while self._inbox:
-            at, event = self._inbox.popleft()
-            self._state.take(event, at)
-            is_reported |= self._history.take(event)
-        self._feed.renew("state")
-        if is_reported:
+        if self._inbox:
+            while self._inbox:
+                at, event = self._inbox.popleft()
+                self._state.take(event, at)
+                self._has_news |= self._history.take(event)
+            self._feed.renew("state")
+        if self._has_news and time.monotonic() >= self._report_again_at:
+            began_s = time.thread_time()
             self._feed.renew("content")
+            self._has_news = False
+            self._report_again_at = time.monotonic() + (time.thread_time() - began_s) / _REPORTING_SHARE
 
     def _say_goodbye(self) -> None:
         self._state.end(time.time(), self._trouble)

@@ -117,15 +117,17 @@ class _Guard:
 
 
 _SCRIPT = re.compile(r"<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+_STYLE = re.compile(r"<style\b[^>]*>(.*?)</style>", re.DOTALL)
 
 
 def content_security_policy(html: str) -> str:
-    """Return what a page may do: run the scripts that it holds, talk to who served it, and nothing else."""
+    """Return what a page may do: run the scripts and styles that it holds, talk to who served it, and nothing else."""
     scripts = [_digest(body) for words, body in _SCRIPT.findall(html) if "json" not in words]
     rules = {
         "default-src": "'none'",
         "script-src": " ".join(scripts) or "'none'",
-        "style-src": "'unsafe-inline'",  # charts place their labels so; a style sends nothing anywhere
+        "style-src-elem": " ".join(_digest(body) for body in _STYLE.findall(html)) or "'none'",
+        "style-src-attr": "'unsafe-inline'",  # charts place what is hovered so
         "img-src": "data: blob:",
         "connect-src": "'self'",
         "base-uri": "'none'",

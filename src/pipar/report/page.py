@@ -16,7 +16,7 @@ def render(content: Mapping[str, Any] | None, *, live: bool = False) -> str:
     """Return the page. A live one has no content yet: its own script asks for it and draws."""
     parts = {
         "title": _text(str(content["title"])) if content else "pipar",
-        "style": f"<style>\n{_static('page.css')}</style>",
+        "style": f"<style>\n{_static('page.css')}{_static('live.css') if live else ''}</style>",
         "live": '<section id="live" aria-label="Live"></section>' if live else "",
         "content": f'<script type="application/json" id="content">{_data(content)}</script>' if content else "",
         "scripts": "\n".join(_script(name) for name in ("echarts.min.js", "page.js", *(["live.js"] if live else []))),
