@@ -13,6 +13,7 @@ from benchmarks import (
     codec,
     coded_epochs,
     demo,
+    dashboard,
     efficiency,
     exact_wire,
     large_model,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "exact_wire": exact_wire.measure,
     "coded_epochs": coded_epochs.measure,
     "lossy": lossy.measure,
+    "dashboard": dashboard.measure,
 }
 
 

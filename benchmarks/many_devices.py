@@ -66,7 +66,7 @@ def measure(folder: Path, devices: int = DEVICES, first: int = FIRST) -> tuple[l
         [sys.executable, "-m", "pipar", *words], stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        found = asyncio.run(_train(config, _Log(server), devices, first))
+        found = asyncio.run(_train(config, ServerLog(server), devices, first))
         code = server.wait(60)
     finally:
         server.kill()
@@ -82,7 +82,7 @@ def measure(folder: Path, devices: int = DEVICES, first: int = FIRST) -> tuple[l
     return claims, {"server_bytes": found, "round_s": found["round_s"]}
 
 
-class _Log:
+class ServerLog:
     """What the server says, line by line, and what it takes of memory."""
 
     def __init__(self, server: subprocess.Popen[str]) -> None:
@@ -103,7 +103,7 @@ class _Log:
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
 
 
-async def _train(config_path: Path, log: _Log, devices: int, first: int) -> dict[str, float]:
+async def _train(config_path: Path, log: ServerLog, devices: int, first: int) -> dict[str, float]:
     torch.set_num_threads(1)
     workload = Workload(load_config(config_path))
     profile = measured_profile(workload, workload.checked_model())

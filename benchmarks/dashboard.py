@@ -1,0 +1,154 @@
+"""What the live page costs: epochs of twenty devices without it, with a browser that watches, with some that hang.
+
+A server with all devices in one other process, because in `pipar run` the page is in a process that does not train. The
+three ways take turns, so that what else the machine does meets all of them, and the first epoch of each is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import nn
+
+from benchmarks.many_devices import ServerLog
+from benchmarks.record import Claim
+from pipar.assemble import Equipment, run_device
+from pipar.backoff import Backoff
+from pipar.compute import ThreadCompute
+from pipar.config import device_specs, load_config
+from pipar.events import ignore
+from pipar.lifeline import Lifeline
+from pipar.link.grpc import connect
+from pipar.prepare import measured_profile
+from pipar.torchside import part_builder
+from pipar.workload import Workload
+
+DEVICES, EPOCHS, TURNS, HANGING = 20, 4, 5, 8
+ADDRESS, PAGE = "127.0.0.1:50392", ("127.0.0.1", 50393)
+WAYS = ("without", "watched", "hanging")
+
+
+def network() -> nn.Sequential:
+    """Return a network whose activations take a while on the link, and little else."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def _tree(devices: int, epochs: int, batches: int) -> dict[str, Any]:
+    data = {"name": "synthetic", "shape": [1, 8, 8], "classes": 10, "samples_per_device": 100 * batches}
+    return {
+        "run": {"name": "page", "epochs": epochs, "batch_size": 100},
+        "model": {"factory": "benchmarks.dashboard:network"},
+        "data": {**data, "validation": 0, "test": 0},
+        "plan": {"split_point": 2, "micro_batches": 4, "replan": False},
+        "wire": {"encoding": "raw"},
+        "server": {"min_devices": devices, "checkpoint_every": 0},
+        "devices": [{"name": "board", "count": devices, "link": {"up": "2Mbit/s", "down": "2Mbit/s"}, "speed": 1.0}],
+    }
+
+
+def measure(
+    folder: Path, devices: int = DEVICES, epochs: int = EPOCHS, turns: int = TURNS, batches: int = 15
+) -> tuple[list[Claim], dict[str, object]]:
+    config = folder / "page.toml"
+    config.write_text(tomli_w.dumps(_tree(devices, epochs, batches)))
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cores: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(turns):
+        for way in WAYS:
+            took, busy = _run(config, folder / f"{way}-{turn}", way, epochs)
+            seconds[way].append(statistics.mean(took[1:]))
+            cores[way].append(busy / sum(took[1:]))
+    ratio = {
+        way: statistics.median(one / plain for one, plain in zip(seconds[way], seconds["without"], strict=True))
+        for way in WAYS
+    }
+    extra = statistics.median(cores["watched"]) - statistics.median(cores["without"])
+    claims = [
+        Claim(
+            f"epoch of {devices} devices with a live page that is watched / without", ratio["watched"], "", most=1.01
+        ),
+        Claim(f"the same with {HANGING} browsers that never read / without", ratio["hanging"], "", most=1.01),
+        Claim("share of a core that the page takes", extra, "", most=0.05),
+    ]
+    return claims, {"seconds": seconds, "cores": cores}
+
+
+def _run(config: Path, runs: Path, way: str, epochs: int) -> tuple[list[float], float]:
+    """Return the seconds of each epoch, and the server's CPU seconds behind the first."""
+    words = ["server", str(config), "--listen", ADDRESS, "--log-format", "json"]
+    words += [] if way == "without" else ["--dashboard", f"{PAGE[0]}:{PAGE[1]}"]
+    environment = os.environ | {"PIPAR_RUNS": str(runs)}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "pipar", *words], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        return asyncio.run(_train(config, server, way, epochs))
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stderr is not None
+        server.stderr.close()
+
+
+async def _train(config: Path, server: subprocess.Popen[str], way: str, epochs: int) -> tuple[list[float], float]:
+    torch.set_num_threads(1)
+    loaded = load_config(config)
+    workload = Workload(loaded)
+    profile = measured_profile(workload, workload.checked_model())
+    clock, log = asyncio.get_running_loop().time, ServerLog(server)
+    links = {spec.name: spec.link for spec in device_specs(loaded)}
+
+    async def live(name: str) -> None:
+        lifeline = Lifeline(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadCompute, profile)
+        take_part = partial(run_device, name, links[name], equipment, lifeline=lifeline, is_real=True, observe=ignore)
+        await lifeline.live(take_part)
+
+    await log.until("Listening")
+    with _browsers(way):
+        lives = [asyncio.ensure_future(live(name)) for name in workload.names]
+        took = [float((await log.until("EpochResult"))["seconds"])]
+        before = _cpu_s(server.pid)
+        took += [float((await log.until("EpochResult"))["seconds"]) for _ in range(epochs - 1)]
+        busy = _cpu_s(server.pid) - before
+        await asyncio.gather(*lives)
+    return took, busy
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _browsers(way: str) -> Iterator[None]:
+    """Have the browsers of a way: one that reads all it gets, or some that never read."""
+    with contextlib.ExitStack() as stack:
+        if way == "watched":
+            threading.Thread(target=_watch, daemon=True).start()
+        for _ in range(HANGING if way == "hanging" else 0):
+            client = stack.enter_context(socket.create_connection(PAGE))
+            client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        yield
+
+
+def _watch() -> None:
+    connection = http.client.HTTPConnection(*PAGE)
+    connection.request("GET", "/events")
+    answer = connection.getresponse()
+    while answer.read1(1 << 16):
+        pass
