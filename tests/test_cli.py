@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,10 +105,23 @@ def test_the_version_is_one_line(pipar: Pipar) -> None:
 
 
 def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
-    heavy = ("torch", "grpc", "sklearn", "numpy", "rich")
+    heavy = ("torch", "grpc", "sklearn", "numpy", "rich", "starlette", "uvicorn")
     script = f"import sys, pipar.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_live_page_says_where_it_is_and_leaves_the_document_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--dashboard", "127.0.0.1:0", "--dashboard-token=correct-horse-battery"]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--timing-only", "--json", *words, *SMALL])
+    told = capfd.readouterr()
+    document = json.loads(told.out)
+    assert ended.value.code == 0
+    assert re.fullmatch(r"Live page: http://127\.0\.0\.1:\d+/\?token=\.\.\.\n", told.err)
+    assert document["command"].startswith(
+        "pipar run --timing-only --json --dashboard 127.0.0.1:0 --dashboard-token=..."
+    )
 
 
 def test_a_timing_only_run_is_one_document_and_imports_no_torch(runs: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pipar.checkpoint import Checkpoint
 from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Replanned, RoundOver, Saved, ignore
+from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import LayerProfile, Profile
@@ -271,3 +271,24 @@ def test_a_loss_that_has_diverged_is_null_and_the_files_stay_strict_json(folder:
     assert (result["epochs"][0]["train_loss"], result["epochs"][0]["val_loss"]) == (None, None)
     for file in ("result.json", "metrics.jsonl"):
         assert not {"NaN", "Infinity"} & set((folder.path / file).read_text("utf-8").replace(",", " ").split())
+
+
+# --- pictures
+
+
+@pytest.mark.parametrize(("pictures", "spans", "told"), [(True, [SPAN], 1), (True, [], 0), (False, [SPAN], 0)])
+def test_who_asks_for_pictures_is_told_of_the_lanes_if_they_were_traced(
+    folder: RunFolder, pictures: bool, spans: list[Span], told: int
+) -> None:
+    heard: list[Event] = []
+    folder.emitting(heard.append, pictures=pictures)(EPOCH, spans)
+    assert heard == [EPOCH, *[Pictured(1, (SPAN,), is_whole=True)] * told]
+
+
+def test_of_many_spans_a_picture_has_some(folder: RunFolder) -> None:
+    heard: list[Event] = []
+    spans = [replace(SPAN, kind="step", iteration=1 + number // 10) for number in range(5000)]
+    folder.emitting(heard.append, pictures=True)(EPOCH, spans)
+    (_, picture) = heard
+    assert isinstance(picture, Pictured)
+    assert (len(picture.spans), picture.is_whole) == (30, False)

@@ -22,6 +22,7 @@ from pipar.trace import (
     busy_s,
     by_lane,
     chrome_events,
+    excerpt,
     pack_trace,
     uncovered_s,
     unpack_trace,
@@ -264,3 +265,43 @@ def test_a_clock_that_is_none_is_refused(said: object) -> None:
     head = json.dumps({"lanes": [], "epoch": 1, "totals": {}, "clock": said}).encode()
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack_trace(struct.pack("!I", len(head)) + head, owner="a")
+
+
+# --- what a picture needs
+
+
+def epoch_of(devices: int, iterations: int) -> list[Span]:
+    """Return an epoch in which device k ends k seconds late, and a core works for each micro-batch."""
+    spans = []
+    for device in range(devices):
+        name, late = f"pi-{device:02}", float(device)
+        for number in range(1, iterations + 1):
+            at = late + 10.0 * number
+            spans.append(Span(name, "compute", "fc", 1, number, 1, at, at + 1))
+            spans.append(Span("server", "core 0", "fs", 1, number, 1, at + 2, at + 2.1, device=name))
+            spans.append(Span(name, "compute", "step", 1, number, 0, at + 4, at + 5))
+    return spans
+
+
+def test_few_spans_are_all_there_in_an_excerpt() -> None:
+    spans = epoch_of(2, 3)
+    assert excerpt(spans) == spans
+
+
+def test_an_excerpt_has_three_iterations_in_the_middle_of_the_slowest_the_fastest_and_some_between() -> None:
+    found = excerpt(epoch_of(10, 9), most=200, devices=4)
+    owned = [span for span in found if span.owner != "server"]
+    assert {span.iteration for span in owned} == {4, 5, 6}
+    assert {span.owner for span in owned} == {"pi-00", "pi-03", "pi-06", "pi-09"}
+
+
+def test_an_excerpt_shows_what_the_cores_did_for_others_meanwhile() -> None:
+    found = excerpt(epoch_of(10, 9), most=200, devices=4)
+    start, end = min(span.start for span in found), max(span.end for span in found)
+    cores = [span for span in found if span.owner == "server"]
+    assert {span.device for span in cores} == {f"pi-{number:02}" for number in range(10)}
+    assert all(span.end > start and span.start < end for span in cores)
+
+
+def test_an_excerpt_is_never_more_than_twice_what_it_may_be() -> None:
+    assert len(excerpt(epoch_of(40, 2), most=30, devices=4)) <= 60

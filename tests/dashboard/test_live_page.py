@@ -9,7 +9,6 @@ import re
 import socket
 import threading
 import time
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,10 +234,12 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
     return client
 
 
-def large(names: int = 100) -> Started:
-    """Return the begin of a run whose state has many bytes."""
-    devices = [f"device-{number:03}-with-a-long-name-of-many-letters" for number in range(names)]
-    return Started("runs/x", "pipar", 5, 2, dict.fromkeys(devices, "P=2 N=4"), dict.fromkeys(devices, 1), {})
+def make_large(dashboard: Dashboard) -> None:
+    """Have a run whose state has many bytes: two kilobytes for each of a hundred devices."""
+    names = [f"device-{number:03}" for number in range(100)]
+    dashboard.observe(Started("runs/x", "pipar", 5, 2, dict.fromkeys(names, "P=2 N=4"), dict.fromkeys(names, 1), {}))
+    for name in names:
+        dashboard.observe(Lost(name, "x" * 2000))
 
 
 def is_cut_off(client: socket.socket, within_s: float = 10.0) -> bool:
@@ -251,31 +252,36 @@ def is_cut_off(client: socket.socket, within_s: float = 10.0) -> bool:
 
 
 def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Any] = []
+
+    def capturing(*words: Any) -> Any:
+        servers.append(make(*words))
+        return servers[-1]
+
+    make = web.http_server
+    monkeypatch.setattr(web, "http_server", capturing)
     monkeypatch.setattr(serve, "REFRESH_S", 0.005)
     with opened() as dashboard, contextlib.ExitStack() as stack:
-        dashboard.observe(large())
+        make_large(dashboard)
         for _ in range(8):
             stack.enter_context(hanging(dashboard))
         watcher = stack.enter_context(watching(dashboard))
-        size = len(json.dumps(watcher.next()))
-        tracemalloc.start()
-        try:
-            for number in range(200):
-                dashboard.observe(Joined(f"late-{number}", number))
-                told = f"late-{number} joined"
-                watcher.until(lambda state, told=told: told in state["log"][-1]["text"])
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert 8 * 200 * size > 100e6  # as much as queues would hold
-        assert peak < 20e6
+        sizes = []
+        for number in range(40):
+            dashboard.observe(Joined(f"device-{number:03}", number))
+            state = watcher.until(lambda state, last=f"device-{number:03} joined": last in state["log"][-1]["text"])
+            sizes.append(len(json.dumps(state)))
+        held = [connection.transport.get_write_buffer_size() for connection in servers[0].server_state.connections]
+    assert sum(sizes) > 8e6  # more than the system's buffers hold of one connection
+    assert len([size for size in held if size]) == 8
+    assert max(held) < 65536 + 2 * max(sizes)
 
 
 def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "REFRESH_S", 0.002)
     monkeypatch.setattr(web, "TAKE_WITHIN_S", 0.2)
     with opened() as dashboard, hanging(dashboard) as client:
-        dashboard.observe(large())
+        make_large(dashboard)
         stop = threading.Event()
 
         def keep_going() -> None:
