@@ -26,6 +26,7 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    Pictured,
     Preparing,
     Progress,
     Reconnecting,
@@ -75,6 +76,7 @@ PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
 #: Every event once, and what is said of it.
 SAID: list[tuple[Event, str]] = [
     (Preparing("Measuring the layers", 0.5), "debug: Measuring the layers: 50%"),
+    (Pictured(3, (1, 2), is_whole=True), "debug: a picture of round 3: 2 spans"),
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
     (Barred("tokens.json is damaged."), "error: nobody is let in: tokens.json is damaged."),
     (ReportWritten("runs/mine/report.html"), "the page of the run is runs/mine/report.html"),
