@@ -84,6 +84,12 @@ def test_a_preparation_says_how_far_it_is_until_the_training_begins() -> None:
     assert picture(Preparing("measuring", 0.25), started("a"))["preparing"] is None
 
 
+def test_those_who_are_waited_for_are_counted_as_they_come() -> None:
+    events: list[Event] = [Waiting(0, 2), Joined("a", 1)]
+    assert picture(*events)["waiting"] == [1, 2]
+    assert picture(*events, Joined("b", 2))["waiting"] is None
+
+
 def test_a_running_training_has_its_place_its_loss_its_rate_and_its_lanes() -> None:
     shown = picture(
         started("a", "b"),
@@ -237,6 +243,15 @@ def test_the_end_is_foretold_from_the_share_of_the_first_epoch() -> None:
     assert pace.ends_at(4) is None
     pace.note(0.6, 105.0)  # an epoch in ten seconds
     assert pace.ends_at(4) == pytest.approx(105.0 + 34.0)
+
+
+def test_reports_that_come_all_at_once_are_no_pace() -> None:
+    events = [started("a", "b", epochs=2), Joined("a", 1), Joined("b", 2)]
+    first = [progress("a", 1, 1.0), progress("b", 1, 1.0)]  # a tenth of an epoch in the ten seconds since they joined
+    state = LiveState()
+    for event, at in zip([*events, *first], [0.0, 1.0, 2.0, 12.0, 12.01], strict=True):
+        state.take(event, at)
+    assert state.picture()["ends_at"] == pytest.approx(12.01 + 19 * 10.01)
 
 
 def test_the_last_epochs_count_for_the_end_and_not_those_before() -> None:

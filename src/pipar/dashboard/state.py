@@ -24,7 +24,9 @@ from pipar.events import (
     RoundOver,
     Started,
     Stopping,
+    Trained,
     Waiting,
+    Welcomed,
 )
 from pipar.gauges import Gauges
 from pipar.logs import Narrator, level_of, one_line
@@ -97,7 +99,7 @@ class LiveState:
 
     def _narrate(self, event: Event, at: float) -> None:
         self._narrator.remember(event)
-        if level_of(event) > logging.DEBUG:
+        if level_of(event) > logging.DEBUG and not isinstance(event, Trained | Welcomed):
             level = logging.getLevelName(level_of(event)).lower()
             self._log.append({"at": at, "level": level, "text": self._narrator.sentence(event)})
 
@@ -111,10 +113,13 @@ class LiveState:
                 self._begin(event, at)
             case Waiting():
                 self._waiting = event
+            case Joined() if self._waiting is not None:
+                wanted = self._waiting.wanted
+                self._waiting = Waiting(event.devices, wanted) if event.devices < wanted else None
             case Resumed():
                 self._rounds_over = event.epoch
             case Progress():
-                self._phase, self._waiting = "training", None
+                self._phase = "training"
                 if event.loss is not None:
                     self._losses.append(event.loss)
             case RoundOver():
@@ -123,7 +128,9 @@ class LiveState:
                 self._phase, self._trouble = "stopping", one_line(event.reason)
             case Failed():
                 self._phase, self._trouble = "failed", one_line(event.reason)
-        if isinstance(event, Progress | RoundOver | Resumed):
+        if isinstance(event, Started | Joined):
+            self._pace.begin(self._epochs_done(), at)
+        elif isinstance(event, Progress | RoundOver):
             self._pace.note(self._epochs_done(), at)
 
     def _begin(self, started: Started, at: float) -> None:
@@ -245,6 +252,11 @@ class Pace:
     def __init__(self) -> None:
         self._begun: dict[int, tuple[float, float]] = {}  # by epoch: its first sign, as (epochs done, Unix time)
         self._last: tuple[float, float] | None = None
+
+    def begin(self, done: float, at: float) -> None:
+        """The first epoch has not begun before this time, unless there was a sign of it."""
+        if self._last is None:
+            self._begun = {int(done): (done, at)}
 
     def note(self, done: float, at: float) -> None:
         """At this time so many epochs, and a share of the next one, were done."""

@@ -45,12 +45,12 @@
   function clock(seconds) {
     const s = Math.max(0, Math.round(seconds));
     const [h, m] = [Math.floor(s / 3600), Math.floor((s % 3600) / 60)];
-    const tail = `${String(h ? m : m).padStart(h ? 2 : 1, "0")}:${String(s % 60).padStart(2, "0")}`;
+    const tail = `${String(m).padStart(h ? 2 : 1, "0")}:${String(s % 60).padStart(2, "0")}`;
     return h ? `${h}:${tail}` : tail;
   }
 
   function time(unix) {
-    return new Date(1000 * unix).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+    return new Date(1000 * unix).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
   }
 
   function bar(label) {
@@ -78,7 +78,7 @@
   const tiles = {};
   const tileList = make("dl", { class: "live-tiles" });
   for (const [key, label] of Object.entries({
-    epoch: "Epoch", iteration: "Iteration", loss: "Batch loss", accuracy: "Validation accuracy", rate: "Samples a second",
+    epoch: "Epoch", iteration: "Iteration", loss: "Batch loss", accuracy: "Val. accuracy", rate: "Samples/s",
     elapsed: "Elapsed", left: "Time left",
   })) {
     tiles[key] = make("dd", { "data-live": key }, "–");
@@ -133,6 +133,9 @@
     badge.dataset.phase = phase;
     setText(title, state.run ? `${state.method}: ${state.title}, ${state.run}` : "");
     setText(said, sentence());
+    said.hidden = !said.textContent;
+    document.title = state.run ? `${percent(state.done)} ${badge.textContent.toLowerCase()}, ${state.run}` : "pipar";
+    if (document.getElementById("report").hidden) setText(document.getElementById("title"), state.run || "A training begins");
     whole.set(state.done);
     setText(tiles.epoch, state.epoch ? `${state.epoch} of ${state.epochs}` : "–");
     setText(tiles.iteration, state.iterations ? `${state.iteration} of ${state.iterations}` : "–");

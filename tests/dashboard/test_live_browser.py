@@ -1,0 +1,103 @@
+"""The live page in a real browser, beside a real run and a real deployment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Open, Seen, chromium
+from programs import Program, address_of, place
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+#: Slow links for a small network: an epoch takes about two seconds, and hardly any of them a core.
+LINK = {"up": "200kbit/s", "down": "200kbit/s"}
+
+#: How many marks each chart of the report's part has.
+MARKS = "() => Array.from(document.querySelectorAll('main .chart'), (c) => c.querySelectorAll('svg path').length)"
+
+
+def training(**server: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": "it", "epochs": 3, "batch_size": 10},
+        "model": {"factory": "gated:network"},
+        "data": {
+            "name": "synthetic", "shape": [1, 4, 4], "classes": 10, "samples_per_device": 100, "validation": 10,
+            "test": 10,
+        },
+        "plan": {"split_point": 2, "micro_batches": 2},
+        "server": {"cores": 1, **server},
+        "devices": [{"name": "pi", "count": 2, "link": LINK, "speed": 1.0}],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def open_page() -> Iterator[Open]:
+    with chromium() as opened:
+        yield opened
+
+
+def page_of(program: Program) -> str:
+    return program.says(r"Live page: (http://\S+)")[1]
+
+
+def texts(seen: Seen, key: str, within_s: float, wanted: int) -> set[str]:
+    """Return the values that a number of the page has, until there are so many or the time is over."""
+    found: set[str] = set()
+    deadline = time.monotonic() + within_s
+    while len(found) < wanted and time.monotonic() < deadline:
+        found.add(seen.page.inner_text(f"[data-live={key}]"))
+        seen.page.wait_for_timeout(50)
+    return found - {"–"}
+
+
+def test_a_run_is_seen_as_it_goes_and_nothing_is_wrong_with_its_page(
+    tmp_path: Path, profiles: Path, open_page: Open
+) -> None:
+    with place(tmp_path, profiles, training()) as here:
+        run = here.run("run", "run", "train.toml", "--dashboard", "127.0.0.1:0")
+        with open_page(page_of(run)) as seen:
+            seen.page.wait_for_selector("tr[data-device=pi-1][data-state=training]", timeout=60_000)
+            for key in ("epoch", "iteration", "loss", "left"):
+                assert len(texts(seen, key, 30.0, wanted=2)) == 2, key
+            seen.page.wait_for_selector("main:not([hidden])", timeout=30_000)  # the first epoch is over
+            charts = seen.run(MARKS)
+            assert len(charts) >= 5
+            assert all(charts), charts
+            assert seen.violations() == []
+            assert run.ends() == 0
+            seen.page.wait_for_selector(".live-badge[data-phase=over]", timeout=5_000)
+            seen.page.wait_for_timeout(1500)  # long enough for it to look for a server that is gone
+            assert (seen.errors, seen.astray) == ([], [])
+
+
+def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be_back(
+    tmp_path: Path, profiles: Path, open_page: Open
+) -> None:
+    tree = training(min_devices=1, resume_window="60s")
+    with place(tmp_path, profiles, tree) as here:
+        server = here.server("--dashboard", "127.0.0.1:0")
+        address = address_of(server)
+        here.hold("pi-2")
+        first, second = here.device("pi-1", address), here.device("pi-2", address)
+        with open_page(page_of(server)) as seen:
+            here.wait_until_held("pi-2")
+            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=training]", timeout=5_000)
+            began = time.monotonic()
+            second.kill()
+            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=away]", timeout=2_000)
+            assert time.monotonic() - began < 2.0
+            assert "pi-2 is away" in seen.page.inner_text(".live-said")
+            assert "place kept for" in seen.page.inner_text("tr[data-device=pi-2] .live-note")
+            assert seen.page.get_attribute("tr[data-device=pi-1]", "data-state") == "training"
+            here.let_go("pi-2")
+            again = here.device("pi-2", address)
+            seen.page.wait_for_selector(
+                "tr[data-device=pi-2]:is([data-state=joined], [data-state=training])", timeout=60_000
+            )
+            assert [program.ends() for program in (server, first, again)] == [0, 0, 0]
+            seen.page.wait_for_selector(".live-badge[data-phase=over]", timeout=5_000)
+            assert (seen.errors, seen.astray) == ([], [])
