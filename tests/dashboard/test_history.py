@@ -1,0 +1,99 @@
+"""What the report's part of the live page is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipar.config import config_from, dump_config
+from pipar.dashboard.history import History
+from pipar.events import EpochResult, Joined, Pictured, Replanned, Started
+from pipar.trace import Span
+
+CONFIG = config_from(
+    {"devices": [{"name": "pi", "count": 2, "link": "4g", "split_point": 2, "micro_batches": 2}], "run": {"epochs": 3}}
+)
+
+
+def result(epoch: int, train_loss: float = 1.5) -> EpochResult:
+    return EpochResult(epoch, 2.0, 40, train_loss, None, None, 100, 200, 1.0, 1.0, 1.0, 0.5, 0.0, {"device": 0.5})
+
+
+def picture(epoch: int, *, is_whole: bool = True) -> Pictured:
+    spans = [Span("pi-1", "compute", kind, epoch, 1, 1, at, at + 1.0) for at, kind in enumerate(("fc", "bc", "step"))]
+    return Pictured(epoch, tuple(spans), is_whole)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Started:
+    folder = tmp_path / "it"
+    folder.mkdir()
+    (folder / "config.toml").write_text(dump_config(CONFIG))
+    return Started(str(folder), "pipar", 3, 2, {}, {"pi-1": 20, "pi-2": 20}, {})
+
+
+def shown(*events: Any) -> dict[str, Any]:
+    history = History()
+    for event in events:
+        history.take(event)
+    content = history.content()
+    assert content is not None
+    return content
+
+
+def test_only_what_a_report_tells_of_is_news(run: Started) -> None:
+    history = History()
+    news = [history.take(event) for event in (Joined("pi-1", 1), run, result(1), picture(1), Joined("pi-2", 2))]
+    assert news == [False, True, True, True, False]
+
+
+def test_before_a_run_has_its_folder_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    history = History()
+    assert history.content() is None
+    history.take(Started(str(tmp_path / "not-yet"), "pipar", 1, 1, {}, {}, {}))
+    assert history.content() is None
+
+
+def test_a_run_that_goes_on_has_the_epochs_and_the_picture_that_were_told(run: Started) -> None:
+    content = shown(run, result(1), picture(1), result(2, train_loss=0.5), picture(2))
+    (told,) = content["runs"]
+    assert content["running"]
+    assert [epoch["train_loss"] for epoch in told["epochs"]] == [1.5, 0.5]
+    assert told["timeline"]["iteration"]["epoch"] == 2
+    assert len(told["timeline"]["iteration"]["spans"]) == 3
+
+
+def test_new_plans_are_told(run: Started) -> None:
+    plan = {"split_point": 3, "micro_batches": 4}
+    (told,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}))["runs"]
+    assert told["replans"] == [{"epoch": 2, "plan": "P=3 N=4"}]
+
+
+def test_a_resumed_run_has_its_earlier_epochs_and_those_that_are_trained_again_anew(run: Started) -> None:
+    before = {"epochs": [result(1, 3.0).to_dict(), result(2, 3.0).to_dict()], "replans": [], "method": "pipar"}
+    (Path(run.folder) / "result.json").write_text(json.dumps(before))
+    content = shown(run, result(2, train_loss=1.0))
+    assert content["running"]
+    assert [epoch["train_loss"] for epoch in content["runs"][0]["epochs"]] == [3.0, 1.0]
+
+
+def test_a_part_of_an_epoch_says_nothing_about_how_busy_a_device_was(run: Started) -> None:
+    rows = shown(run, result(1), picture(1))["runs"][0]["devices"]["rows"]
+    assert rows[0]["busy"]["device"] == 1.0
+    rows = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["devices"]["rows"]
+    assert [row["busy"] for row in rows] == [{}, {}]
+
+
+def test_when_the_next_run_begins_or_all_is_over_the_files_tell(run: Started, tmp_path: Path) -> None:
+    over = {"epochs": [result(1, 0.25).to_dict()], "replans": [], "method": "fl", "test_accuracy": 0.75}
+    history = History()
+    history.take(run)
+    (Path(run.folder) / "result.json").write_text(json.dumps(over))
+    history.take(Started(str(tmp_path / "not-yet"), "pipar", 1, 1, {}, {}, {}))
+    content = history.content()
+    assert content is not None
+    assert not content["running"]
+    assert content["runs"][0]["test_accuracy"] == 0.75
