@@ -61,7 +61,7 @@ def _tree(devices: int, epochs: int, batches: int) -> dict[str, Any]:
 
 
 def measure(
-    folder: Path, devices: int = DEVICES, epochs: int = EPOCHS, turns: int = TURNS, batches: int = 15
+    folder: Path, devices: int = DEVICES, epochs: int = EPOCHS, turns: int = TURNS, batches: int = 8
 ) -> tuple[list[Claim], dict[str, object]]:
     config = folder / "page.toml"
     config.write_text(tomli_w.dumps(_tree(devices, epochs, batches)))
@@ -150,5 +150,6 @@ def _watch() -> None:
     connection = http.client.HTTPConnection(*PAGE)
     connection.request("GET", "/events")
     answer = connection.getresponse()
-    while answer.read1(1 << 16):
-        pass
+    with contextlib.suppress(http.client.HTTPException, OSError):  # the server is gone
+        while answer.read1(1 << 16):
+            pass

@@ -126,7 +126,7 @@ class _Program:
         self._end_is_near.set()
 
     async def _serve(self, listening: socket.socket) -> None:
-        from pipar.dashboard.web import abort_connections, application, http_server
+        from pipar.dashboard.web import application, cut_off_all, http_server
 
         server = http_server(application(self._feed, self._access, listening.getsockname()[1]), _LAST_WORDS_S)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -137,7 +137,7 @@ class _Program:
         self._say_goodbye()
         server.should_exit = True
         await serving
-        await abort_connections(server)
+        await cut_off_all(server)
 
     def _keep_up(self) -> None:
         """Take in what has happened, and tell who watches."""

@@ -7,6 +7,8 @@ import base64
 import hashlib
 import logging
 import re
+import socket
+import struct
 from functools import cache
 
 import uvicorn
@@ -152,17 +154,17 @@ class _BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
+            _cut_off(transport)
         else:
             self._set_deadline(self.loop.call_later(REQUEST_WITHIN_S, self._cut_off_if_silent))
 
     def _cut_off_if_silent(self) -> None:
         if self.cycle is None:
-            self.transport.abort()
+            _cut_off(self.transport)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, self.transport.abort))
+        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, _cut_off, self.transport))
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -176,6 +178,12 @@ class _BoundedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = deadline
+
+
+def _cut_off(transport: asyncio.Transport) -> None:
+    """End a connection with all that waits for it, here and in the system, which would offer it for minutes more."""
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 def http_server(app: ASGIApp, last_words_s: int) -> uvicorn.Server:
@@ -196,8 +204,8 @@ def http_server(app: ASGIApp, last_words_s: int) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-async def abort_connections(server: uvicorn.Server) -> None:
+async def cut_off_all(server: uvicorn.Server) -> None:
     """End what is still connected, without waiting for it to take what it was sent."""
     for connection in list(server.server_state.connections):
-        connection.transport.abort()
+        _cut_off(connection.transport)
     await asyncio.sleep(0)
