@@ -23,7 +23,7 @@ LINES = [
     stages schedule methods aggregation config wording
     planner.*
     protocol.*
-    trace gauges
+    trace gauges pace
     checkpoint
     nn.*
     data.*

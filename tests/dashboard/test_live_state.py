@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipar.dashboard.state import MOST_ROWS, LiveState, Pace
+from pipar.dashboard.state import MOST_ROWS, LiveState
 from pipar.events import (
     Away,
     Back,
@@ -28,6 +28,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
+from pipar.pace import Pace
 
 
 def started(*names: str, epochs: int = 4, iterations: int = 10) -> Started:

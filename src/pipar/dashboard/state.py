@@ -31,6 +31,7 @@ from pipar.events import (
 from pipar.gauges import Gauges
 from pipar.logs import Narrator, level_of, one_line
 from pipar.methods import METHODS, Plan
+from pipar.pace import Pace
 from pipar.results import strict_json
 from pipar.trace import COMPUTE, SERVER, UPLINK
 
@@ -38,10 +39,6 @@ from pipar.trace import COMPUTE, SERVER, UPLINK
 MOST_ROWS = 100
 _LOG_LINES = 40
 _LOSSES = 120
-#: How many of the last epochs say how quick the next ones will be: links and plans may have changed before them.
-_PACE_EPOCHS = 3
-#: Less of an epoch than this says nothing about how long all of them take.
-_TELLING_SHARE = 0.02
 
 #: What a device can be, the most worrying first.
 DEVICE_STATES = ("lost", "away", "back", "expected", "joined", "training", "left")
@@ -244,33 +241,3 @@ class LiveState:
             "compute": busy.get(COMPUTE),
             "uplink": busy.get(UPLINK),
         }
-
-
-class Pace:
-    """How quickly a run gets on, over its last few epochs by the clock on the wall; so in virtual time, too."""
-
-    def __init__(self) -> None:
-        self._begun: dict[int, tuple[float, float]] = {}  # by epoch: its first sign, as (epochs done, Unix time)
-        self._last: tuple[float, float] | None = None
-
-    def begin(self, done: float, at: float) -> None:
-        """The first epoch has not begun before this time, unless there was a sign of it."""
-        if self._last is None:
-            self._begun = {int(done): (done, at)}
-
-    def note(self, done: float, at: float) -> None:
-        """At this time so many epochs, and a share of the next one, were done."""
-        if self._last is None or done > self._last[0]:
-            self._begun.setdefault(int(done), (done, at))
-            self._last = (done, at)
-
-    def ends_at(self, epochs: int) -> float | None:
-        """Return when so many epochs will be done, as far as can be told; None if it cannot be."""
-        if self._last is None:
-            return None
-        done, at = self._last
-        first = max(min(self._begun), int(done) - _PACE_EPOCHS)
-        done_before, at_before = self._begun[min(epoch for epoch in self._begun if epoch >= first)]
-        if done - done_before < _TELLING_SHARE or at <= at_before:
-            return None
-        return at + (epochs - done) * (at - at_before) / (done - done_before)
