@@ -18,6 +18,7 @@ class Progress:
     loss: float | None
     at_s: float
     busy_s: dict[str, float] = field(default_factory=dict)
+    served: dict[str, tuple[int, int]] = field(default_factory=dict)  # the server's: epoch and iteration by device
 
 
 @dataclass(frozen=True)

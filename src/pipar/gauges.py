@@ -80,6 +80,13 @@ class Gauges:
         reports = self._reports.get(owner)
         return reports[-1] if reports else None
 
+    def device_place(self, name: str) -> tuple[int, int] | None:
+        """Return epoch and iteration that a device has come to, by itself or as the server saw it; None if unknown."""
+        own, server = self.report(name), self.report(SERVER)
+        if own is not None:
+            return own.epoch, own.iteration
+        return server.served.get(name) if server is not None else None
+
     def samples_per_s(self) -> float | None:
         """Return the samples that all devices train in a second of their clock, from their first report on."""
         latest = {report.owner: report for report in self._latest()}

@@ -562,7 +562,7 @@ class Server:
         loss, error = replica.take_loss(), replica.take_error()
         if self._turns is not None:
             self._turns.done(session.device)
-        self._report_progress(message, loss)
+        self._report_progress(session, message, loss)
         return loss, error
 
     async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Counted]:
@@ -707,17 +707,19 @@ class Server:
         size = message.body.size_bytes
         return lambda kind: Work(kind, *place, first, last, message.samples, size, device)
 
-    def _report_progress(self, message: Message, loss_sum: float | None) -> None:
+    def _report_progress(self, session: Session, message: Message, loss_sum: float | None) -> None:
+        session.served = (message.epoch, message.iteration)
         self._samples += message.batch_samples
         self._iterations += 1
-        # Once for all devices: a report adds up their downlinks, which would cost K * K for an iteration of each.
+        # Once for all devices: a report goes through them, which would cost K * K for an iteration of each.
         sessions = self._reception.sessions.values()
         if self._observe is not ignore and sessions and self._iterations % len(sessions) == 0:
             place = (SERVER, message.epoch, message.iteration, self._samples)
             downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in sessions]
             busy = {**self._recorder.busy_s, DOWNLINK: sum(downlinks) / len(downlinks)}
             loss = None if loss_sum is None else loss_sum / message.batch_samples
-            self._observe(Progress(*place, loss, self._loop.time(), busy))
+            served = {session.device: session.served for session in sessions}
+            self._observe(Progress(*place, loss, self._loop.time(), busy, served))
 
 
 def _relative(errors: Iterable[SquaredError]) -> float | None:

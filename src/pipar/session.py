@@ -83,6 +83,7 @@ class Session:
         self.activation_bytes = 0  # that a micro-batch may have
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
+        self.served = (0, 0)  # epoch and iteration of its last whole batch
         self.stopped = False
         self.computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 

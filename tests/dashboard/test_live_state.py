@@ -216,6 +216,13 @@ def test_in_a_deployment_the_servers_reports_say_how_far_it_is() -> None:
     assert (further["epoch"], further["share"], further["done"]) == (2, 0.25, pytest.approx(1.25 / 4))
 
 
+def test_in_a_deployment_the_server_says_how_far_each_device_is() -> None:
+    report = Progress("server", 2, 7, 100, 1.0, 10.0, {}, {"a": (2, 7), "b": (2, 3), "new": (0, 0)})
+    shown = picture(Joined("a", 1), Joined("b", 2), started("a", "b"), Joined("new", 3), report)
+    places = {row["name"]: (row["epoch"], row["iteration"]) for row in shown["devices"]}
+    assert places == {"a": (2, 7), "b": (2, 3), "new": (None, 0)}
+
+
 def test_a_training_that_is_resumed_is_as_far_as_it_was() -> None:
     shown = picture(Resumed(3), Joined("a", 1), started("a"))
     assert (shown["epoch"], shown["done"]) == (4, 0.75)

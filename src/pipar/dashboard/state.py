@@ -225,8 +225,8 @@ class LiveState:
         }
 
     def _device(self, name: str, row: DeviceRow) -> dict[str, Any]:
-        report, busy = self.gauges.report(name), self.gauges.busy(name)
-        started = self.gauges.started
+        busy, started = self.gauges.busy(name), self.gauges.started
+        epoch, iteration = self.gauges.device_place(name) or (None, None)
         return {
             "name": one_line(name),
             "state": row.state,
@@ -235,8 +235,8 @@ class LiveState:
             "note": row.note,
             "plan": row.plan,
             "samples": row.samples,
-            "epoch": report.epoch if report else None,
-            "iteration": report.iteration if report else None,
+            "epoch": epoch or None,
+            "iteration": iteration,
             "iterations": started.iterations.get(name) if started else None,
             "compute": busy.get(COMPUTE),
             "uplink": busy.get(UPLINK),

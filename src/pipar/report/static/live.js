@@ -196,6 +196,8 @@
       row.compute.set(device.compute);
       row.uplink.set(device.uplink);
     });
+    // Devices on other machines tell the server nothing about their lanes before a round is over.
+    table.classList.toggle("live-no-busy", state.devices.every((device) => device.compute === null));
     const parts = Object.entries(state.states).map(([name, count]) => `${count} ${STATES[name] || name}`);
     if (state.unseen) parts.push(`${state.unseen} without a row here`);
     setText(summary, parts.length ? parts.join(", ") : "Nobody has joined yet.");
