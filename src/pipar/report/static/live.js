@@ -192,7 +192,7 @@
       row.chip.dataset.state = device.state;
       setText(row.chip, STATES[device.state] || device.state);
       setText(row.plan, device.plan || "–");
-      setText(row.place, device.epoch ? `${device.epoch} · ${device.iteration} of ${device.iterations ?? "?"}` : "–");
+      setText(row.place, device.epoch ? `${device.epoch} · ${device.iteration}${device.iterations ? ` of ${device.iterations}` : ""}` : "–");
       row.compute.set(device.compute);
       row.uplink.set(device.uplink);
     });
