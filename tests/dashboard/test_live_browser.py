@@ -78,7 +78,7 @@ def test_a_run_is_seen_as_it_goes_and_nothing_is_wrong_with_its_page(
 def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be_back(
     tmp_path: Path, profiles: Path, open_page: Open
 ) -> None:
-    tree = training(min_devices=1, resume_window="60s")
+    tree = training(min_devices=2, resume_window="60s")
     with place(tmp_path, profiles, tree) as here:
         server = here.server("--dashboard", "127.0.0.1:0")
         address = address_of(server)
