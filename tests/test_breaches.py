@@ -200,6 +200,23 @@ def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() 
     assert outcome.left_running == 0
 
 
+def test_changes_that_are_no_model_cost_their_device_the_round_and_nobody_else() -> None:
+    class Choosy(ScriptedLearner):
+        def decode(self, device: str, body: Body) -> None:
+            assert body.encoding == "changes"
+            raise UnusableModelError(device, f"{device} brought back no model.")
+
+    changes = Message(Kind.MODEL, 1, body=Body(16, encoding="changes"))
+    said = (activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT, end_epoch(), changes)
+    outcome = train([honest("a"), by_hand(Kind.ROUND, *said)], epochs=2, learner=Choosy)
+    assert outcome.failure is None
+    assert outcome.counted == [{"a": 20}, {"a": 20}]
+    assert "b brought back no model" in str(outcome.lives[1])
+    assert outcome.learner is not None
+    assert outcome.learner.averaged == [["a"], ["a"]]  # it was known before all others' models were touched
+    assert outcome.left_running == 0
+
+
 def test_something_that_fails_on_the_server_ends_the_training_instead_of_hanging() -> None:
     class Broken(ScriptedLearner):
         def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002

@@ -13,7 +13,7 @@ import pytest
 from pipar.coding import encodings
 from pipar.config import Link, config_from, device_specs
 from pipar.events import EpochResult, ignore
-from pipar.forecast import forecast, simulate, timeline, transfer_s
+from pipar.forecast import busy_s, forecast, simulate, timeline, transfer_s
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
@@ -224,6 +224,28 @@ def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> 
     saved, few = pytest.approx(0.75 * size, abs=100), pytest.approx(0, abs=100)  # numbers in JSON differ in length
     assert (whole[0] - up[0], whole[1] - up[1]) == (saved, few)
     assert (whole[0] - down[0], whole[1] - down[1]) == (few, saved)
+
+
+def test_changes_that_devices_bring_back_are_decoded_as_they_come_on_all_cores() -> None:
+    job = steady_job(count=5, cores=2, samples=24)
+    size = job.server_profile.parameter_bytes(1, 2)
+    times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=0.1 / size)}  # a tenth of a second each
+    profile = replace(job.server_profile, coding=times, changes_share=0.25)
+    link = Link(up_bps=4.0 * size, down_bps=1e6)  # a whole part takes two seconds
+    late = replace(job.specs[0], link=link.model_copy(update={"latency_s": 2.0}))
+    specs = (late, *(replace(spec, link=link) for spec in job.specs[1:]))
+    job = replace(job, specs=specs, server_profile=profile, device_profiles=dict.fromkeys(job.device_profiles, profile))
+    ran, (_, server_s) = run(job), busy_s(job.fleet(), job.plans)
+    assert forecast(job.fleet(), job.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
+    decoded = [span for span in ran.spans if span.kind == "decode" and span.iteration == 0]
+    assert sorted(span.device for span in decoded) == sorted(job.sizes)
+    assert {span.lane for span in decoded} == {"core 0", "core 1"}
+    (aggregate,) = (span for span in ran.spans if span.kind == "aggregate")
+    early = [span.end for span in decoded if span.device != late.name]
+    assert max(early) < aggregate.start - 1.0  # before the last device's model had come
+    # What the server is expected to do is what it does, so that changes do not make it look slower than it is.
+    kinds = {"decode", "fs", "bs", "encode", "step", "aggregate", "pack"}
+    assert server_s == pytest.approx(ran.busy_s(SERVER, "", kinds), rel=SAME)
 
 
 def test_these_fleets_have_everything_that_a_forecast_has_to_know() -> None:

@@ -3,7 +3,8 @@
     device compute   f_c 1 .. f_c N          b_c 1 .. b_c N  step
     device io        load, encode 1 .. encode N, decode 1 .. decode N
     uplink           u 1 .. u N                              at last the trained part; coded ones leave chunk by chunk
-    server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices
+    server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices;
+                     at last each trained part that comes as changes
     downlink         d 1 .. d N                              at last the new part
 
 A timing-only run of the same plans gives the same times, to the last digits; it runs the programs themselves and takes
@@ -92,7 +93,7 @@ def timeline(
     """
     epoch = _Epoch(fleet, plans, iterations, watch=device)
     epoch.run()
-    shown = [span for span in epoch.spans if exchange or span.kind not in ("model", "aggregate")]
+    shown = [span for span in epoch.spans if exchange or (span.kind != "model" and span.iteration)]
     return sorted(shown, key=lambda span: span.start)
 
 
@@ -123,15 +124,32 @@ def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float],
     devices, server_s = {}, 0.0
     for member in fleet.members:
         plan = plans[member.name]
-        key = (id(member.costs), plan, member.samples)
+        key = (id(member.costs), member.link, plan, member.samples)
         if key not in known:
             known[key] = _computed_s(fleet, member, plan)
         devices[member.name] = known[key][0]
         server_s += known[key][1]
-    parts = [fleet.server.profile.parameter_bytes(1, cut) for cut in {plan.split_point for plan in plans.values()}]
-    models = fleet.server.profile.parameter_bytes(1, fleet.layers) * len(fleet.members)
-    exchange = [Work("pack", size_bytes=size) for size in parts] + [Work("aggregate", size_bytes=models)]
-    return devices, server_s + sum(map(fleet.server.seconds, exchange))
+    return devices, server_s + sum(map(fleet.server.seconds, _exchanged(fleet, plans)))
+
+
+def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
+    """Return what the server does with models behind the iterations: decode changes, aggregate, pack the new parts."""
+    profile = fleet.server.profile
+    cuts = {member.name: plans[member.name].split_point for member in fleet.members}
+    decoded = [cuts[m.name] for m in fleet.members if fleet.sends_changes(m, m.link.up_bps)]
+    packed = {(cuts[m.name], fleet.sends_changes(m, m.link.down_bps)) for m in fleet.members}
+    return [
+        *(_decoding(profile.parameter_bytes(1, cut)) for cut in decoded),
+        Work("aggregate", size_bytes=profile.parameter_bytes(1, fleet.layers) * len(fleet.members)),
+        *(
+            Work("pack", size_bytes=profile.parameter_bytes(1, cut), encoding="changes" if changed else "raw")
+            for cut, changed in sorted(packed)
+        ),
+    ]
+
+
+def _decoding(size_bytes: int) -> Work:
+    return Work("decode", size_bytes=size_bytes, encoding="changes")
 
 
 def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
@@ -153,8 +171,8 @@ class _Device:
     __slots__ = (
         "answered", "batch", "chunks", "compute_s", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding",
         "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
-        "returned_at", "served", "serving", "slower", "splits", "stepped", "stepped_at", "times", "up_began", "up_free",
-        "up_s", "waits_for", "watched", "working",
+        "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times", "up_began",
+        "up_free", "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
 
     def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
@@ -174,14 +192,15 @@ class _Device:
         self.io_free = self.up_free = self.down_free = 0.0
         self.compute_s = self.up_s = self.down_s = 0.0
         # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
-        self.batch, self.stepped, self.stepped_at = times[0], 0, 0.0
+        self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
         self.slower = 1.0  # what other cores make of the job that is being served
-        self.returned_at = 0.0
+        self.returned = False  # its trained part is at the server
+        self.returned_at = 0.0  # and can be aggregated
 
 
-_LOADED, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED = range(8)
+_LOADED, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(9)
 
 
 class _Epoch:
@@ -228,7 +247,7 @@ class _Epoch:
         start = min(device.io_free - device.times[0].load for device in self._devices)
         handlers = (
             self._loaded, self._computed, self._encoded, self._arrived,
-            self._served, self._stepped, self._answered, self._decoded,
+            self._served, self._stepped, self._answered, self._decoded, self._returned,
         )  # fmt: skip
         events = self._events
         while events:
@@ -294,6 +313,8 @@ class _Epoch:
             device.ends.append(now)
             if len(device.ends) < len(device.times):
                 self._begin(device, now)
+            else:
+                self._return_part(device)
             return
         forward, _ = device.order[device.place]
         device.place += 1
@@ -394,10 +415,11 @@ class _Epoch:
             self._serve_next(device, now)
 
     def _stepped(self, device: _Device, now: float) -> None:
-        device.stepped_at = now
         device.stepped, device.served = device.stepped + 1, 0
         if device.stepped < len(device.times):
             device.batch = device.times[device.stepped]
+        elif device.returned:
+            self._take_part(device, now)
         self._serve_next(device, now)
 
     def _serve_next(self, device: _Device, now: float) -> None:
@@ -411,8 +433,6 @@ class _Epoch:
 
     def _exchange(self) -> float:
         """Return when the last device has its new part: trained parts up, aggregation, new parts down."""
-        for device in self._devices:
-            self._return_part(device)
         server = self._fleet.server
         models = server.profile.parameter_bytes(1, self._fleet.layers) * len(self._devices)
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
@@ -460,7 +480,24 @@ class _Epoch:
         sent = max(packed, said)
         if device.watched:
             self._span(device, UPLINK, "model", 0, sent, sent + seconds)
-        device.returned_at = max(sent + seconds + device.latency, device.stepped_at)
+        self._at(sent + seconds + device.latency, _RETURNED, device)
+
+    def _returned(self, device: _Device, now: float) -> None:
+        device.returned = True
+        if not device.splits or device.stepped == len(device.times):
+            self._take_part(device, now)
+
+    def _take_part(self, device: _Device, now: float) -> None:
+        """Decode what a device has brought back if it is changes, first come first served like all other work."""
+        device.returned_at = now
+        if self._fleet.sends_changes(device.member, device.member.link.up_bps):
+            begin, server = max(now, self._cores[0]), self._fleet.server
+            slower = 1.0 + server.crowded(0) * sum(free_at > begin for free_at in self._cores[1:])
+            device.returned_at = begin + server.seconds(_decoding(self._part_bytes(device))) * slower
+            heapreplace(self._cores, device.returned_at)
+            if device.watched:
+                place = (1, 0, 0, begin, device.returned_at)
+                self.spans.append(Span(SERVER, CORE, "decode", *place, device=device.member.name))
 
     def _part_bytes(self, device: _Device) -> int:
         return self._fleet.server.profile.parameter_bytes(1, device.plan.split_point)

@@ -182,6 +182,9 @@ class HollowLearner:
     def model_bytes(self) -> int:
         return self._profile.parameter_bytes(1, len(self._profile.layers))
 
+    def decode(self, device: str, body: Body) -> None:
+        pass
+
     def aggregate(self, returned: Sequence[Any], *, keep_before: bool = False) -> None:
         pass
 

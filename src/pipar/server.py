@@ -28,7 +28,7 @@ from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import LABEL_BYTES, Body, Kind, Message
+from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message
 from pipar.protocol.orders import Orders, Returned, plan_body
 from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
@@ -69,6 +69,7 @@ class Learner(Protocol):
     def pack(self, device: str, *, changes: bool = False) -> Body: ...
     def part_bytes(self, device: str) -> int: ...
     def model_bytes(self) -> int: ...
+    def decode(self, device: str, body: Body) -> Any: ...  # of the part that it brings back
     def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None: ...
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
     def keep_only(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
@@ -517,9 +518,19 @@ class Server:
         self._measured_or_gone(session.device, epoch)
         model = await session.next()
         expect(model, Kind.MODEL, epoch)
+        returned = await self._take_model(session, model, end.samples)
         known = [batch for batch in losses if batch is not None]
-        returned = Returned(session.device, model.body, end.samples)
         return _Served(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
+
+    async def _take_model(self, session: Session, message: Message, samples: int) -> Returned:
+        """Return what a device brings back; changes are decoded when they come, on any core, while others train on."""
+        device, body = session.device, message.body
+        if body.encoding != "changes":
+            return Returned(device, body, samples)  # its tensors lie in it
+        size = self._learner.part_bytes(device)
+        decode = Work("decode", message.epoch, size_bytes=size, device=device, encoding="changes")
+        state = await self._pool.run((decode, partial(self._learner.decode, device, body)))
+        return Returned(device, EMPTY, samples, state)
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:

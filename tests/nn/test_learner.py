@@ -15,7 +15,7 @@ from pipar.nn.learner import TorchLearner, evaluate_batch
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Part, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
-from pipar.protocol.messages import Body
+from pipar.protocol.messages import EMPTY, Body
 from pipar.protocol.orders import Returned
 
 LAYERS = 3
@@ -410,7 +410,7 @@ def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_t
     assert back.encoding == "changes"
     assert back.size_bytes < part.pack().size_bytes
 
-    one.aggregate([Returned("a", back, 1)], keep_before=True)
+    one.aggregate([Returned("a", EMPTY, 1, one.decode("a", back))], keep_before=True)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
     told = one.pack("a", changes=True)
     assert told.encoding == "changes"

@@ -38,6 +38,15 @@ def test_changes_are_sent_below_the_rate_at_which_they_take_as_long_as_the_model
     assert not one.sends_changes(one.members[0], None)
 
 
+def test_the_server_decodes_what_many_devices_bring_back_at_once_only_as_fast_as_it_has_cores() -> None:
+    few = fleet()
+    (member,) = few.members
+    many = replace(few, members=tuple(replace(member, name=f"pi-{n}") for n in range(8)))
+    assert below_bps(many) == pytest.approx(4 / (4e-9 + 8 * 2e-9))
+    assert below_bps(replace(many, cores=4)) == pytest.approx(4 / (4e-9 + 2 * 2e-9))
+    assert below_bps(replace(many, cores=16)) == pytest.approx(below_bps(few))
+
+
 def test_models_travel_whole_if_that_is_asked_for_or_nothing_else_was_measured() -> None:
     assert below_bps(fleet(encoding="raw")) == 0
     assert below_bps(fleet(method="sl")) == 0

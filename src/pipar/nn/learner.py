@@ -131,6 +131,14 @@ class TorchLearner:
                 self._packed[key] = state_body(state)
         return self._packed[key]
 
+    def decode(self, device: str, body: Body) -> dict[str, torch.Tensor]:
+        """Return the tensors of the part that a device brings back; who brings back no model is named."""
+        part, _ = split_model(self.model, self._split_points[device])
+        try:
+            return read_state(body, part.state_dict())
+        except ProtocolError as error:
+            raise UnusableModelError(device, f"{device} brought back no model: {error}") from None
+
     def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
         """Make the new global model of what the devices brought back and of their replicas, in device-name order.
 
@@ -168,10 +176,7 @@ class TorchLearner:
     def _device_state(self, back: Returned) -> dict[str, torch.Tensor]:
         part, _ = split_model(self.model, self._split_points[back.device])
         given = part.state_dict()
-        try:
-            state = read_state(back.body, given)
-        except ProtocolError as error:
-            raise UnusableModelError(back.device, f"{back.device} brought back no model: {error}") from None
+        state = self.decode(back.device, back.body) if back.state is None else back.state
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:
             raise UnusableModelError(

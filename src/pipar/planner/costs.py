@@ -38,6 +38,8 @@ class Costs:
             call, byte = self._by_size[kind, "raw"]
             more = (getattr(changes, f"{of}_s") / speed, getattr(changes, f"{of}_s_per_byte") / speed)
             self._by_size[kind, "changes"] = call + more[0], byte + more[1]
+        # What a device brings back is decoded when it comes, and installed with all others'.
+        self._by_size["decode", "changes"] = changes.decode_s / speed, changes.decode_s_per_byte / speed
         for encoding in encodings.ALL:
             times = profile.coding_times(encoding)
             self._by_size["encode", encoding] = times.encode_s / speed, times.encode_s_per_byte / speed

@@ -67,6 +67,7 @@ class Fleet:
     def changes_below_bps(self, member: Member) -> float:
         """Return the rate of a link below which what has changed in a model is there before the model itself is.
 
+        All devices may bring theirs back at once, and the server decodes as many at a time as it has cores.
         0 where models always travel whole: if that was asked for, if nobody has measured what changes take, and in
         split learning, where no two parties have the same model.
         """
@@ -75,7 +76,8 @@ class Fleet:
         if member.encoding == "raw" or self.method.one_device_at_a_time or not is_measured:
             return 0.0
         saved_bits = 8 * (1 - server.profile.changes_share)
-        up = device.changes_s_per_byte("pack") + server.changes_s_per_byte("install")
+        turns = max(1.0, len(self.members) / self.cores)
+        up = device.changes_s_per_byte("pack") + turns * server.changes_s_per_byte("install")
         down = server.changes_s_per_byte("pack") + device.changes_s_per_byte("install")
         return min(_LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
 

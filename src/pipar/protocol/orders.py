@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pipar.coding import encodings
 from pipar.errors import ProtocolError
@@ -94,3 +95,4 @@ class Returned:
     device: str
     body: Body
     samples: int
+    state: Any = None  # what the body said, if it was decoded when it came; the body is empty then
