@@ -16,11 +16,13 @@ from pipar.events import EpochResult, ignore
 from pipar.forecast import busy_s, forecast, simulate, timeline, transfer_s
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose
-from pipar.planner.timing import Timing
+from pipar.planner.timing import Timing, whole_epoch
 from pipar.planning import rehearse
+from pipar.schedule import cut_batch
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 from pipar.virtual import train_without_mathematics
 
@@ -354,6 +356,49 @@ def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_th
     fleet = job.fleet()
     foretold = forecast(fleet, job.plans, iterations=2).of_whole_epoch(fleet)
     assert foretold == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=0.05)
+
+
+def test_a_long_epoch_is_foretold_with_every_devices_end_and_how_busy_its_lanes_are() -> None:
+    job = steady_job(count=3, cores=2, samples=120)
+    first, second, third = job.specs
+    specs = (replace(first, speed=0.3), replace(second, link=Link(up_bps=2e5, down_bps=1e6)), third)
+    sizes = dict(zip(job.sizes, (60_000, 240, 50_000), strict=True))
+    job = replace(job, specs=specs, sizes=sizes)
+    fleet, asked = job.fleet(), []
+
+    def counting(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+        asked.append(iterations)
+        return simulate(fleet, plans, iterations)
+
+    foretold, whole = whole_epoch(counting, fleet, job.plans), forecast(fleet, job.plans)
+    assert sorted(asked) == [1, 2]
+    assert foretold.epoch_s == pytest.approx(whole.epoch_s, rel=0.02)
+    assert foretold.busy_s == pytest.approx(dict(whole.busy_s), rel=0.02)
+    assert foretold.device_s == pytest.approx(
+        whole.device_s, rel=0.05
+    )  # who shares a core with the third ends it later
+    assert foretold.bottleneck == whole.bottleneck
+
+
+def test_bounds_ask_for_each_size_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = steady_job(count=2, cores=1, samples=12 * 3 + 5)
+    sizes = [12, 12, 12, 5]
+    asked: list[int] = []
+    least_s = Costs.least_s
+
+    def counting(costs: Costs, first: int, last: int, samples: int) -> float:
+        asked.append(samples)
+        return least_s(costs, first, last, samples)
+
+    monkeypatch.setattr(Costs, "least_s", counting)
+    bounds = job.bounds()
+    assert len(asked) == 2 * 2 * 3  # devices, sides; 12 = 4 x 3 and 5 = 2 + 3 x 1
+    costs, name = Costs(job.server_profile, 0.1), job.specs[0].name
+    pieces = [piece for size in sizes for piece in cut_batch(size, 4)]
+    assert bounds.device_s[name] == pytest.approx(sum(least_s(costs, 1, 2, piece) for piece in pieces))
+    asked.clear()
+    replace(job, sizes=dict.fromkeys(job.sizes, 10**12)).bounds()
+    assert len(asked) <= 2 * 2 * 3
 
 
 def test_a_disturbance_changes_the_iteration_that_it_is_asked_for_and_no_earlier_one() -> None:

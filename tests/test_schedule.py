@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import PlanError
-from pipar.schedule import cut_batch, cut_epoch, device_order, parse_order, print_order
+from pipar.schedule import count_batches, count_pieces, cut_batch, cut_epoch, device_order, parse_order, print_order
 from pipar.stages import Stage
 
 samples = st.integers(1, 500)
@@ -34,7 +36,16 @@ def test_an_epoch_is_cut_into_iterations(epoch: int, batch: int, statistics: boo
 
 @given(samples, sizes, st.booleans())
 def test_an_epoch_trains_every_sample_once(epoch: int, batch: int, statistics: bool) -> None:
-    assert sum(cut_epoch(epoch, batch, batch_statistics=statistics)) == epoch
+    cut = cut_epoch(epoch, batch, batch_statistics=statistics)
+    assert sum(cut) == epoch
+    assert count_batches(epoch, batch, batch_statistics=statistics) == Counter(cut)
+    assert cut_epoch(epoch, batch, batch_statistics=statistics, most=2) == cut[:2]
+
+
+def test_counting_the_batches_of_as_many_samples_as_anybody_claims_takes_no_list_of_them() -> None:
+    assert count_batches(10**15 + 3, 32) == {32: (10**15 + 3) // 32, (10**15 + 3) % 32: 1}
+    assert cut_epoch(10**15, 32, most=2) == [32, 32]
+    assert count_pieces(100, 12) == {9: 4, 8: 8}
 
 
 @given(st.integers(2, 500), st.integers(2, 120))

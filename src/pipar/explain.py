@@ -22,7 +22,7 @@ from pipar.planner.encoding import recoded
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.select import everybodys, extended, plans_in_common
-from pipar.planner.timing import LANES, Simulate, Timing
+from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
 from pipar.planning import plan_choice, plans_by_estimate, simulation
 from pipar.results import plans_as_json
 from pipar.trace import Span
@@ -290,7 +290,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
     seconds = time.monotonic() - started
 
     def timed(plans: Plans) -> Option:
-        return Option(plans, simulate(sample, plans, None).epoch_s)
+        return Option(plans, whole_epoch(simulate, sample, plans).epoch_s)
 
     simulated = Option(choice.plans, choice.timing.epoch_s)
     estimated = timed(plans_by_estimate(job, fleet))
@@ -301,7 +301,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
         job=job,
         fleet=fleet,
         chosen=chosen,
-        timing=simulate(sample, chosen.plans, None) if by_paper else choice.timing,
+        timing=whole_epoch(simulate, sample, chosen.plans) if by_paper else choice.timing,
         runners_up=_others(chosen, [simulated, *next_best] if by_paper else next_best),
         other=other,
         simulations=choice.simulations,
@@ -383,7 +383,7 @@ def _search(
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:
     """Return what makes a device's kind, but for the size of its last batch."""
-    return (replace(member, samples=0).kind, len(fleet.batches(member.samples)))
+    return (replace(member, samples=0).kind, fleet.iterations(member.samples))
 
 
 def _evened(fleet: Fleet) -> Fleet:

@@ -100,7 +100,7 @@ def timeline(
 def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
     everyone = fleet.sampled()
-    pieces = sum(plans[m.name].micro_batches * len(fleet.batches(m.samples)) for m in everyone.members)
+    pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
     if pieces <= _QUICK:
         return forecast(everyone, plans).epoch_s
     return steady_epoch_s(simulate, fleet.sampled(_FEW), plans)
@@ -158,10 +158,10 @@ def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]
     forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
     device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)
     server_s = 0.0
-    for batch in fleet.batches(member.samples):
+    for batch, count in fleet.batch_counts(member.samples).items():
         times = batch_times(fleet, member, plan, batch)
-        device_s += sum(times.fc) + sum(times.bc) + times.step
-        server_s += sum(times.served) + times.server_step
+        device_s += count * (sum(times.fc) + sum(times.bc) + times.step)
+        server_s += count * (sum(times.served) + times.server_step)
     return device_s, server_s
 
 
@@ -228,7 +228,7 @@ class _Epoch:
         devices = []
         for member in self._fleet.members:
             plan, times = self._plans[member.name], []
-            for number, batch in enumerate(self._fleet.batches(member.samples)[:iterations], start=1):
+            for number, batch in enumerate(self._fleet.batches(member.samples, iterations), start=1):
                 key = (id(member.costs), member.link, plan, batch)
                 if key not in known:
                     known[key] = batch_times(self._fleet, member, plan, batch)
@@ -514,6 +514,7 @@ class _Epoch:
                 "downlink": max(device.down_s for device in devices),
             },
             crowding=self._server_s / self._alone_s if self._alone_s else 1.0,
+            own_s={device.member.name: (device.compute_s, device.up_s, device.down_s) for device in devices},
         )
 
     def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
@@ -576,13 +577,13 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
 
 def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
     """Return how long a device's own lanes work in one epoch: its iterations' stages, and the models on its link."""
-    batches = fleet.batches(member.samples)
-    known = {batch: batch_times(fleet, member, plan, batch) for batch in set(batches)}
-    every = [known[batch] for batch in batches]
+    counts = fleet.batch_counts(member.samples)
+    every = [(batch_times(fleet, member, plan, batch), count) for batch, count in counts.items()]
+    link = member.link
     return {
-        "device": sum(sum(times.fc) + sum(times.bc) + times.step for times in every),
-        "uplink": sum(sum(times.u) for times in every) + _model_s(fleet, member, plan, member.link.up_bps),
-        "downlink": sum(sum(times.d) for times in every) + _model_s(fleet, member, plan, member.link.down_bps),
+        "device": sum(count * (sum(times.fc) + sum(times.bc) + times.step) for times, count in every),
+        "uplink": sum(count * sum(times.u) for times, count in every) + _model_s(fleet, member, plan, link.up_bps),
+        "downlink": sum(count * sum(times.d) for times, count in every) + _model_s(fleet, member, plan, link.down_bps),
     }
 
 

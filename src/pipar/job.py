@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
 from pipar.protocol.orders import Orders
-from pipar.schedule import cut_batch, cut_epoch
+from pipar.schedule import count_batches, count_pieces, cut_batch
 
 #: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
@@ -162,11 +163,12 @@ class Job:
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
         if first > last:
             return 0.0
-        total = 0.0
-        for batch in cut_epoch(samples, self.config.run.batch_size, batch_statistics=self.batch_statistics):
-            for piece in cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics):
-                total += costs.least_s(first, last, piece)
-        return total
+        statistics = self.batch_statistics
+        return math.fsum(
+            count * pieces * costs.least_s(first, last, piece)
+            for batch, count in count_batches(samples, self.config.run.batch_size, batch_statistics=statistics).items()
+            for piece, pieces in count_pieces(batch, plan.micro_batches, batch_statistics=statistics).items()
+        )
 
     @cached_property
     def traced_devices(self) -> frozenset[str] | None:

@@ -113,7 +113,7 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
     short = replace(
         job,
         config=job.config.model_copy(update={"run": run.model_copy(update=update)}),
-        sizes={name: sum(fleet.batches(size)[:iterations]) for name, size in job.sizes.items()},
+        sizes={name: sum(fleet.batches(size, iterations)) for name, size in job.sizes.items()},
     )
     results: list[tuple[EpochResult, list[Span]]] = []
     train_without_mathematics(short, lambda result, spans: results.append((result, spans)), ignore)
@@ -121,9 +121,10 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
     lanes = by_lane(span for span in spans if span.epoch == 1 and not span.waiting)
     start = min(span.start for name in job.sizes for span in lanes[name, IO])
 
-    def busiest(lane: str) -> float:
-        return max(_busy_s(lanes.get((name, lane), [])) for name in job.sizes)
-
+    own = {
+        name: tuple(_busy_s(lanes.get((name, lane), [])) for lane in (COMPUTE, UPLINK, DOWNLINK)) for name in job.sizes
+    }
+    device, uplink, downlink = (max(of) for of in zip(*own.values(), strict=True))
     cores = [of for (owner, _), of in lanes.items() if owner == SERVER]
     return Timing(
         epoch_s=result.seconds,
@@ -131,11 +132,12 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
             name: tuple(span.end - start for span in lanes[name, COMPUTE] if span.kind == "step") for name in job.sizes
         },
         busy_s={
-            "device": busiest(COMPUTE),
-            "uplink": busiest(UPLINK),
+            "device": device,
+            "uplink": uplink,
             "server": sum(map(_busy_s, cores)) / job.cores,
-            "downlink": busiest(DOWNLINK),
+            "downlink": downlink,
         },
+        own_s=own,
     )
 
 

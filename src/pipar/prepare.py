@@ -25,7 +25,7 @@ from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network
 from pipar.planner.select import check_given
 from pipar.planning import planned
-from pipar.schedule import cut_epoch
+from pipar.schedule import count_batches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +121,7 @@ def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: 
     for name, size in sizes.items():
         if size == 0:
             raise DataError(f"{name} has no samples: give every device at least one, or fewer devices.")
-        if batch_statistics and 1 in cut_epoch(size, config.run.batch_size, batch_statistics=True):
+        if batch_statistics and 1 in count_batches(size, config.run.batch_size, batch_statistics=True):
             raise DataError(
                 f"{name} would train on a single sample, and batch normalisation needs at least 2: give a larger "
                 "run.batch_size or more samples, or another normalisation."

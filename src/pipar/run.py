@@ -19,6 +19,7 @@ from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.schedule import cut_epoch
 from pipar.trace import Span
+from pipar.schedule import count_batches
 
 if TYPE_CHECKING:
     import torch
@@ -262,5 +263,7 @@ def started(job: Job, folder: Path) -> Started:
         cores=job.cores,
         plans={name: str(plan) for name, plan in sorted(job.plans.items())},
         samples=dict(job.sizes),
-        iterations={name: len(cut_epoch(n, run.batch_size, batch_statistics=cut)) for name, n in job.sizes.items()},
+        iterations={
+            name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
+        },
     )

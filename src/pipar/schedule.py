@@ -5,23 +5,39 @@ All of it is data computed before training: it prints, and a test can write it d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain, islice, repeat
 
 from pipar.errors import PlanError
 from pipar.stages import Stage
 
 
-def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False) -> list[int]:
-    """Return the number of samples of each iteration of an epoch; none is dropped.
+def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False, most: int | None = None) -> list[int]:
+    """Return the number of samples of each iteration of an epoch, or of its first ones; none is dropped.
 
     With batch normalisation a single left-over sample has no statistics: it joins the iteration before.
     """
+    counts = count_batches(samples, batch_size, batch_statistics=batch_statistics)
+    return list(islice(chain.from_iterable(repeat(size, count) for size, count in counts.items()), most))
+
+
+def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = False) -> dict[int, int]:
+    """Return how many iterations of an epoch have so many samples, in their order.
+
+    As quick for a million samples as for one: how many a device has is for the device to say.
+    """
     full, tail = divmod(samples, batch_size)
-    batches = [batch_size] * full + ([tail] if tail else [])
+    counts = {batch_size: full, tail: 1 if tail else 0}
     if batch_statistics and tail == 1 and full:
-        batches[-2:] = [batch_size + 1]
-    return batches
+        counts = {batch_size: full - 1, batch_size + 1: 1}
+    return {size: count for size, count in counts.items() if count}
+
+
+def count_pieces(samples: int, micro_batches: int, *, batch_statistics: bool = False) -> dict[int, int]:
+    """Return how many micro-batches of a batch have so many samples."""
+    return dict(Counter(cut_batch(samples, micro_batches, batch_statistics=batch_statistics)))
 
 
 def cut_batch(samples: int, micro_batches: int, *, batch_statistics: bool = False) -> list[int]:

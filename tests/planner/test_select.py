@@ -326,6 +326,20 @@ class Counted:
         return simulate(fleet, plans, iterations)
 
 
+def test_planning_simulates_two_iterations_whatever_number_of_samples_devices_claim(make_profile: MakeProfile) -> None:
+    profile = make_profile([(0.2, 0.4, 2000, 100)] * 3, batch_size=12)
+    members = tuple(Member(f"d{n}", Costs(profile, 0.1), WIFI, 100_000_000, micro_batches=4) for n in range(4))
+    asked: set[int | None] = set()
+
+    def counting(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+        asked.add(iterations)
+        return simulate(fleet, plans, iterations if iterations is not None else 1)
+
+    choice = choose(Fleet(METHODS["pipar"], members, Costs(profile), 2, 12), counting)
+    assert asked == {1, 2}
+    assert choice.timing.epoch_s == pytest.approx(choice.epoch_s)
+
+
 def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
     make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

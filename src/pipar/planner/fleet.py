@@ -10,7 +10,7 @@ from typing import Literal
 from pipar.config import Link
 from pipar.methods import Method
 from pipar.planner.costs import Costs
-from pipar.schedule import cut_batch, cut_epoch
+from pipar.schedule import count_batches, cut_batch, cut_epoch
 
 Auto = Literal["auto"]
 
@@ -90,13 +90,21 @@ class Fleet:
         rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
         return any(self.sends_changes(member, rate) for rate in ([0.0] if self.real_links else rates))
 
-    def batches(self, samples: int) -> list[int]:
-        """Return the number of samples of each iteration of a device's epoch."""
-        return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics)
+    def batches(self, samples: int, most: int | None = None) -> list[int]:
+        """Return the number of samples of each iteration of a device's epoch, or of its first ones."""
+        return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics, most=most)
+
+    def batch_counts(self, samples: int) -> dict[int, int]:
+        """Return how many iterations of a device's epoch have so many samples."""
+        return count_batches(samples, self.batch_size, batch_statistics=self.batch_statistics)
+
+    def iterations(self, samples: int) -> int:
+        """Return how many iterations a device's epoch has."""
+        return sum(self.batch_counts(samples).values())
 
     def full_batches(self, kind: tuple[Member, ...]) -> list[int]:
         """Return how many full batches each device of a kind has in an epoch."""
-        return [sum(batch == self.batch_size for batch in self.batches(member.samples)) for member in kind]
+        return [self.batch_counts(member.samples).get(self.batch_size, 0) for member in kind]
 
     def pieces(self, batch: int, micro_batches: int) -> list[int]:
         """Return the sizes of a batch's micro-batches."""

@@ -20,7 +20,7 @@ from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Candidate, LowerBound, allowed_plans, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.timing import STEADY, Simulate, Timing, steady_epoch_s
+from pipar.planner.timing import STEADY, Simulate, Timing, steady_epoch_s, whole_epoch
 
 #: The paper's estimates this close, relative to the best, are a tie. The estimate is no better than that, and where the
 #: link or the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would win.
@@ -102,7 +102,7 @@ def choose(
         plans=plans,
         by_kind=best,
         epoch_s=search.epoch_s(best),
-        timing=simulate(fleet, plans, None),
+        timing=whole_epoch(simulate, fleet, plans),
         runners_up=search.runners_up(best),
         simulations=search.simulations,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 
 LANES = ("device", "uplink", "server", "downlink")
+#: Those that each device has for itself.
+OWN_LANES = ("device", "uplink", "downlink")
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,13 @@ class Timing:
     ends: Mapping[str, tuple[float, ...]]  # when each device had ended each of its iterations
     busy_s: Mapping[str, float]
     crowding: float = 1.0  # how many times as long the server's work took as it would have on one core alone
+    own_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of OWN_LANES, device by device
+    rest_s: Mapping[str, float] = field(default_factory=dict)  # how much later each ends if that was foretold
 
     @property
     def device_s(self) -> dict[str, float]:
         """When each device had ended its last iteration."""
-        return {name: ends[-1] for name, ends in self.ends.items()}
+        return {name: ends[-1] + self.rest_s.get(name, 0.0) for name, ends in self.ends.items()}
 
     @property
     def iteration_ends(self) -> tuple[float, ...]:
@@ -56,6 +61,37 @@ class Timing:
         end = max(max(last[m.name] for m in kind) + self._rest_s(fleet, kind) for kind in fleet.kinds())
         return self.epoch_s + end - max(last.values())
 
+    def extended(self, fleet: Fleet, before: Timing) -> Timing:
+        """Return the timing of the whole epoch; `before` is that of one iteration less."""
+        left = {m.name: fleet.iterations(m.samples) - len(self.ends[m.name]) for m in fleet.members}
+        own = {
+            name: tuple(now + (now - then) * left[name] for now, then in zip(lanes, before.own_s[name], strict=True))
+            for name, lanes in self.own_s.items()
+        }
+        rest = {member.name: self._rest_s(fleet, kind) for kind in fleet.kinds() for member in kind}
+        if fleet.method.one_device_at_a_time:
+            rest = dict(zip(self.ends, accumulate(rest[name] for name in self.ends), strict=True))
+        busiest = zip(OWN_LANES, (max(of) for of in zip(*own.values(), strict=True)), strict=True)
+        return replace(
+            self,
+            epoch_s=self.steady_epoch_s(fleet),
+            busy_s={**dict(busiest), "server": self._server_s(fleet)},
+            own_s=own,
+            rest_s=rest,
+        )
+
+    def steady_epoch_s(self, fleet: Fleet) -> float:
+        """Return the seconds of the whole epoch, and no less than the server's cores need for it.
+
+        Iterations that just begin to crowd the server promise more than its cores can do in a whole epoch.
+        """
+        return max(self.of_whole_epoch(fleet), self._server_s(fleet))
+
+    def _server_s(self, fleet: Fleet) -> float:
+        """Return how long each core will have worked, on average, when all samples are through."""
+        here = sum(sum(fleet.batches(m.samples, len(self.ends[m.name]))) for m in fleet.members)
+        return self.busy_s["server"] * sum(m.samples for m in fleet.members) / here
+
     def _rest_s(self, fleet: Fleet, kind: tuple[Member, ...]) -> float:
         """Return how long the iterations of a kind of device take that were not simulated."""
         ends = _last([self.ends[member.name] for member in kind])
@@ -74,11 +110,25 @@ Simulate = Callable[[Fleet, Mapping[str, Plan], int | None], Timing]
 STEADY = 2
 
 
+#: More micro-batches than this take longer to simulate than anybody waits for.
+_QUICK = 20_000
+
+
 def steady_epoch_s(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return the seconds of an epoch from a simulation of its first iterations."""
-    batches = [fleet.batches(member.samples) for member in fleet.members]
-    simulated = min(STEADY, max(map(len, batches)))
-    timing = simulate(fleet, plans, simulated)
-    # Iterations that just begin to crowd the server promise more than its cores can do in a whole epoch.
-    here, total = (sum(sum(of[:count]) for of in batches) for count in (simulated, None))
-    return max(timing.of_whole_epoch(fleet), timing.busy_s["server"] * total / here)
+    return simulate(fleet, plans, _steady(fleet)).steady_epoch_s(fleet)
+
+
+def whole_epoch(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> Timing:
+    """Return the timing of an epoch: all of it simulated, or of a long one the first iterations, which repeat."""
+    pieces = sum(plans[member.name].micro_batches * fleet.iterations(member.samples) for member in fleet.members)
+    if pieces <= _QUICK:
+        return simulate(fleet, plans, None)
+    steady = _steady(fleet)
+    if steady == 1:  # there is nothing that repeats
+        return simulate(fleet, plans, 1)
+    return simulate(fleet, plans, steady).extended(fleet, simulate(fleet, plans, steady - 1))
+
+
+def _steady(fleet: Fleet) -> int:
+    return min(STEADY, max(fleet.iterations(member.samples) for member in fleet.members))
