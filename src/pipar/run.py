@@ -17,9 +17,8 @@ from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
 from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
-from pipar.schedule import cut_epoch
-from pipar.trace import Span
 from pipar.schedule import count_batches
+from pipar.trace import Span
 
 if TYPE_CHECKING:
     import torch
