@@ -72,6 +72,8 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "a time that is no number": ((end_epoch(up_bytes=1, up_s=float("nan")),), "sent in nan s"),
     "a time without end": ((end_epoch(up_bytes=1, up_s=float("inf")),), "sent in inf s"),
     "no time": ((end_epoch(up_bytes=1, up_s=None),), "sent in None s"),
+    "moments of frames as text": ((end_epoch(ready="soon"),), "where the moments of frames belong"),
+    "a moment without a time": ((end_epoch(came=[[1, 0, None]]),), "where the moments of frames belong"),
     "an end of another epoch": ((end_epoch(epoch=2),), "where END_EPOCH of epoch 1 belongs"),
     "an end without json": ((Message(Kind.END_EPOCH, 1),), "does not carry readable JSON"),
     "a model too early": ((model(),), "where END_EPOCH of epoch 1 belongs"),

@@ -201,6 +201,24 @@ def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> Non
     assert read_json(end) == {"samples": 23, "loss_sum": None, **uplink}
 
 
+def test_a_device_takes_the_servers_word_for_how_fast_its_uplink_was() -> None:
+    ends: list[Message] = []
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        told = json_body({"up_bytes": 100_000, "up_s": 2.5})
+        for message in (welcome(), MODEL, Message(Kind.ROUND, 1, body=told)):
+            channel.post(message)
+        while (message := await channel.receive()).kind is Kind.ACTIVATION:
+            channel.post(gradient(message))
+        ends.append(message)
+        channel.post(Message(Kind.STOP, 1))
+
+    live(script)
+    # Its own 20 samples are too few bytes to tell anything.
+    assert (read_json(ends[0])["up_bytes"], read_json(ends[0])["up_s"]) == (100_000, 2.5)
+
+
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_device_without_answers_sends_no_more_than_its_plans_micro_batches(window: int) -> None:
     arrived: list[int] = []

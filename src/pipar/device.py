@@ -17,6 +17,7 @@ from pipar.clock import clock_machine
 from pipar.compute import Compute
 from pipar.errors import LinkError, ProtocolError, SessionOverError, TrainingError
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
+from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_json
@@ -126,6 +127,7 @@ class Device:
                 case Kind.STATE:
                     await self._take_momentum(command)
                 case Kind.ROUND:
+                    self._take_note(command)
                     await self._take_part(command.epoch)
                 case Kind.ABANDON:
                     await self._forget(command.epoch)
@@ -136,6 +138,12 @@ class Device:
                 case _:
                     raise ProtocolError(f"The server sent {command}, which a device does not take.")
         self._channel.post(Message(Kind.STOP, command.epoch))  # goodbye: who goes without it may have lost its link
+
+    def _take_note(self, message: Message) -> None:
+        """Take what the server has seen of this device's uplink, if it tells."""
+        uplink = read_traffic(read_json(message)) if message.body.size_bytes else None
+        if uplink is not None:
+            self._channel.meter.take(message.epoch - 1, uplink)
 
     async def _take_part(self, epoch: int) -> None:
         """Train an epoch and send the trained part, unless the server goes on without it."""
@@ -206,7 +214,9 @@ class Device:
             counted["error"] = list(lost)
         uplink = self._channel.meter.read(epoch)
         measured = {"up_bytes": uplink.size_bytes, "up_s": uplink.seconds}
-        self._channel.post(Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured})))
+        self._channel.post(
+            Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.moments()}))
+        )
         changes = self._orders.sends_changes(self._channel.rate_bps(epoch))
         pack = Work("pack", epoch, size_bytes=self._model_bytes, encoding="changes" if changes else "raw")
         body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))

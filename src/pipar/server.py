@@ -410,7 +410,7 @@ class Server:
         ends_at = self._next_deadline()
         for session in group:
             session.has_model_of = None  # it trains on what it has
-            session.channel.post(Message(Kind.ROUND, epoch))
+            session.begin(epoch)
         serving = {self._loop.create_task(self._serve(session, epoch)): session for session in group}
         brought: list[_Served] = []
         try:
@@ -514,7 +514,7 @@ class Server:
             raise ProtocolError(f"{message} says {end.samples} samples, but the device has {session.who.samples}.")
         if session.asked_for:
             raise ProtocolError(f"{message} came before the trace of epoch {session.asked_for[0]}.")
-        self._measured[session.device] = MeasuredLink(end.uplink, session.channel.meter.read(epoch))
+        self._measured[session.device] = session.measure(end, epoch)
         self._measured_or_gone(session.device, epoch)
         model = await session.next()
         expect(model, Kind.MODEL, epoch)

@@ -7,14 +7,16 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipar.errors import ConfigError, ProtocolError
+from pipar.link.arrivals import Moments, carried, read_moments, read_traffic
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
-from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body, read_json
+from pipar.protocol.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
+from pipar.replanning import MeasuredLink
 from pipar.stages import Place
 from pipar.trace import Recorder
 
@@ -84,6 +86,7 @@ class Session:
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
         self.served = (0, 0)  # epoch and iteration of its last whole batch
+        self.uplink = Traffic()  # of a real link, as last measured
         self.stopped = False
         self.computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
@@ -131,6 +134,21 @@ class Session:
     def held_bytes(self) -> int:
         """How many bytes are kept for the device: what it may not have, and what it has sent and nobody has read."""
         return self.channel.held_bytes + self.inbox.size_bytes
+
+    def begin(self, epoch: int) -> None:
+        """Let the device train an epoch. How fast a real uplink is shows on this side, and the device is told so."""
+        known = self.uplink
+        told = json_body({"up_bytes": known.size_bytes, "up_s": known.seconds}) if known.is_telling else EMPTY
+        self.channel.post(Message(Kind.ROUND, epoch, body=told))
+
+    def measure(self, end: End, epoch: int) -> MeasuredLink:
+        """Return what the link has carried in an epoch, by what both sides know of it."""
+        channel = self.channel
+        up, down = carried(end.ready, channel.came.moments), carried(channel.ready.moments, end.came)
+        if up.is_telling:
+            self.uplink = up
+        channel.meter.take(epoch, down)
+        return MeasuredLink(up if up.is_telling else end.uplink, channel.meter.read(epoch))
 
     def ask_for_trace(self, epoch: int) -> None:
         """Tell the device that a round is over; it answers with its trace."""
@@ -284,6 +302,8 @@ class End:
     loss_sum: float | None  # over them, if it has computed it
     uplink: Traffic  # as it measured it
     error: SquaredError = None  # of its activations
+    ready: Moments = field(default_factory=dict)  # of the last frames up
+    came: Moments = field(default_factory=dict)  # of the last frames down
 
 
 def read_end(message: Message, epoch: int) -> End:
@@ -293,10 +313,13 @@ def read_end(message: Message, epoch: int) -> End:
     samples, loss = content.get("samples"), content.get("loss_sum")
     if type(samples) is not int or samples < 1 or not (loss is None or type(loss) is float):
         raise ProtocolError(f"{message} carries {samples!r} samples and the loss {loss!r}.")
-    sent, seconds = content.get("up_bytes", 0), content.get("up_s", 0.0)
-    if type(sent) is not int or not 0 <= sent < _MOST_BYTES or not _is_time(seconds):
-        raise ProtocolError(f"{message} carries {sent!r} bytes sent in {seconds!r} s.")
-    return End(samples, loss, Traffic(sent, seconds), _read_error(message, content.get("error")))
+    uplink = read_traffic(content)
+    if uplink is None:
+        raise ProtocolError(f"{message} carries {content.get('up_bytes')!r} bytes sent in {content.get('up_s')!r} s.")
+    ready, came = (read_moments(content.get(key, [])) for key in ("ready", "came"))
+    if ready is None or came is None:
+        raise ProtocolError(f"{message} carries something else where the moments of frames belong.")
+    return End(samples, loss, uplink, _read_error(message, content.get("error")), ready, came)
 
 
 def _read_error(message: Message, said: Any) -> SquaredError:
@@ -310,12 +333,5 @@ def _read_error(message: Message, said: Any) -> SquaredError:
 
 #: WELCOME, PLAN, STATE, MODEL, ROUND, ABANDON and REPORT of as many rounds as a device that is late may miss.
 _MOST_UNACKNOWLEDGED = 20
-_MOST_BYTES = 1 << 62
 _LONGEST_NAME = 64
 _MOST_SAMPLES = 100_000_000
-#: More seconds than any epoch, or clock, has.
-_LONGEST_S = 1e9
-
-
-def _is_time(seconds: object) -> bool:
-    return type(seconds) in (int, float) and isinstance(seconds, int | float) and 0 <= seconds < _LONGEST_S

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.clock import run_virtually, sleep_until
+from pipar.clock import run_virtually
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
 from pipar.link.shaping import Meter, Pacer, Rates, Traffic
 from pipar.protocol.messages import Body, Kind, Message
-from pipar.protocol.wire import Frame
 from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 rates = st.floats(1e3, 1e9)
@@ -127,6 +126,13 @@ def test_a_meter_reads_the_epoch_before_where_one_says_too_little() -> None:
     assert meter.read(2) == Traffic(63_999, 1.0)
 
 
+def test_a_meter_takes_what_is_known_of_an_epoch_if_it_tells_something() -> None:
+    meter = Meter()
+    meter.take(1, Traffic(100_000, 2.0))
+    meter.take(1, Traffic(100, 2.0))
+    assert meter.read(1) == meter.read(2) == Traffic(100_000, 2.0)
+
+
 def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
     async def main() -> Traffic:
         near, far = memory_pair()
@@ -145,55 +151,6 @@ def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
     traffic = run_virtually(main())
     assert traffic.size_bytes == 3 * (400_000 + 49)
     assert traffic.rate_bps == pytest.approx(8e6, rel=1e-12)
-
-
-# --- the rate of a real link
-
-
-class SlowTransport:
-    """Takes frames at a rate once it holds as many bytes as its buffer: as TCP does."""
-
-    def __init__(self, rate_bps: float, buffer_bytes: int) -> None:
-        self._rate_bps, self._buffer_bytes = rate_bps, buffer_bytes
-        self._empty_at = 0.0
-
-    async def write(self, frame: Frame) -> None:
-        loop = asyncio.get_running_loop()
-        self._empty_at = max(self._empty_at, loop.time()) + frame.size_bytes * 8 / self._rate_bps
-        await sleep_until(self._empty_at - self._buffer_bytes * 8 / self._rate_bps)
-
-    async def read(self) -> Frame:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("rate_bps", [1e6, 20e6, 500e6])
-def test_a_real_link_is_measured_by_the_frames_that_it_holds_up(rate_bps: float) -> None:
-    async def main() -> Traffic:
-        channel = Channel(SlowTransport(rate_bps, 1_000_000), Recorder("pi"), UPLINK, is_real=True)
-        for _ in range(20):
-            channel.post(Message(Kind.ACTIVATION, 1, body=Body(300_000, dtype="float32")))
-        await channel.drain()
-        measured = channel.meter.read(1)
-        await channel.close()
-        return measured
-
-    assert run_virtually(main()).rate_bps == pytest.approx(rate_bps, rel=0.02)
-
-
-def test_a_real_link_that_holds_nothing_up_says_nothing() -> None:
-    async def main() -> Traffic:
-        channel = Channel(SlowTransport(1e6, 1_000_000), Recorder("pi"), UPLINK, is_real=True)
-        channel.post(Message(Kind.ACTIVATION, 1, body=Body(300_000, dtype="float32")))
-        await channel.drain()
-        measured = channel.meter.read(1)
-        await channel.close()
-        return measured
-
-    assert not run_virtually(main()).is_telling
 
 
 def test_what_is_faster_than_any_link_of_a_device_has_no_limit() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from pipar.clock import sleep_until
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
+from pipar.link.arrivals import Log
 from pipar.link.limits import Allowance, Rate
 from pipar.link.shaping import Meter, Pacer, Rates
 from pipar.protocol.messages import UNNUMBERED, Chunks, Kind, Message, Payload
@@ -29,8 +30,6 @@ _SPANS = {
     Kind.TRACE: ("trace", "trace"),
     Kind.STATE: ("model", "pack"),
 }
-#: A frame that is written sooner has met no resistance.
-_HELD_UP_S = 1e-3
 #: A link that breaks sends again what had come; a model of 100 GB that had is as many frames as this. Who sends
 #: nothing else is up to no good.
 _USELESS = Rate(at_once=100_000, a_second=100.0)
@@ -107,6 +106,8 @@ class Channel:
         self._lane = lane
         self._on_lost = on_lost
         self._is_real = is_real  # the link between two machines, whose rate nobody knows
+        self.ready, self.came = Log(), Log()  # of a real link: frames to the peer, and from it
+        self._went_before = 0  # messages up to this one may go again
         self._loop = asyncio.get_running_loop()
         self._pacer = Pacer(free_at=self._loop.time())
         self._latency_s = 0.0
@@ -145,6 +146,18 @@ class Channel:
             return emulated
         measured = self.meter.read(epoch)
         return measured.rate_bps if measured.is_telling else emulated or 0.0
+
+    def moments(self) -> dict[str, Any]:
+        """Return, for the next message to tell, when frames of a real link were ready, and when others came.
+
+        That message is among them: it is small, so it shows what the way takes whatever the link's rate.
+        """
+        if not self._is_real or not (self.ready.moments or self.came.moments):
+            return {}
+        return {
+            "ready": [*self.ready.told(), [self._sequence + 1, 0, round(self._loop.time(), 6)]],
+            "came": self.came.told(),
+        }
 
     def emulate(self, link: Link, rate: Callable[[Link], float | None]) -> None:
         """Send as over this link; `rate` is that of the direction in which this side sends."""
@@ -208,6 +221,8 @@ class Channel:
             )
         message = self._assembler.feed(frame)
         _count(self.received_bytes, frame)
+        if self._is_real:
+            self.came.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
         if message is not None:
             self.received = frame.sequence
         return message
@@ -261,6 +276,9 @@ class Channel:
         self._link, self._transport = transport, delayed(transport, self._latency_s)
         self._assembler.reset()
         self._stretch = None
+        self.ready.clear()
+        self.came.clear()
+        self._went_before = self._sequence
         now = self._loop.time()
         self._unnumbered = deque([_Posted(greeting, 0, now)] if greeting is not None else [])
         self._numbered = deque(_Posted(posted.message, posted.sequence, now) for posted in self._unacknowledged)
@@ -388,25 +406,22 @@ class Channel:
             self._lose(transport, error)
             return
         written_at = self._loop.time()
-        self._measure(frame, end - start, written_at - end)
+        self._measure(frame, ready_at, end - start)
         if self._pacer.rates.at(end) is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.
             end = self._pacer.free_at = max(end, written_at)
         _count(self.sent_bytes, frame)
         self._record(frame, free_at, start, end)
 
-    def _measure(self, frame: Frame, emulated_s: float, writing_s: float) -> None:
-        """Count a frame for the rate of the link.
+    def _measure(self, frame: Frame, ready_at: float, emulated_s: float) -> None:
+        """Count a frame for the rate of the link, or remember it until it is known when it came.
 
-        An emulated one without a limit takes no time: how long a busy machine takes for a frame says nothing of it. A
-        real one shows its rate in frames that have to wait until those before them are through; the others only fill
-        buffers on the way.
+        An emulated link without a limit takes no time: how long a busy machine takes for a frame says nothing of it.
         """
-        epoch = _travels_in(frame.message)
         if not self._is_real or emulated_s > 0:
-            self.meter.count(epoch, frame.size_bytes, emulated_s)
-        elif writing_s > _HELD_UP_S:
-            self.meter.count(epoch, frame.size_bytes, writing_s)
+            self.meter.count(_travels_in(frame.message), frame.size_bytes, emulated_s)
+        elif frame.sequence > self._went_before:
+            self.ready.note(frame, ready_at)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
         """Leave one span a message; one that was overtaken, or not encoded in time, leaves one for each stretch."""

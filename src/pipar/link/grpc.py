@@ -50,7 +50,7 @@ class _Stream:
         self._call = call
         self._read_ahead_bytes = limits.read_ahead_bytes
         self._first_frame_s = first_frame_s
-        self._arrived: deque[bytes] = deque()
+        self._arrived: deque[tuple[bytes, float]] = deque()  # and when
         self._held_bytes = 0
         self._ended = False
         self._news, self._room = asyncio.Event(), asyncio.Event()
@@ -63,7 +63,7 @@ class _Stream:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 if self._ended:
                     continue  # nobody takes it, but what is behind it is the end
-                self._arrived.append(data)
+                self._arrived.append((data, asyncio.get_running_loop().time()))
                 self._held_bytes += len(data) + _MESSAGE_BYTES
                 self._news.set()
                 while self._is_full():
@@ -98,10 +98,10 @@ class _Stream:
         except TimeoutError:
             raise LinkError(f"The peer said nothing for {self._first_frame_s:g} s.") from None
         self.has_spoken = True
-        data = self._arrived.popleft()
+        data, came_at = self._arrived.popleft()
         self._held_bytes -= len(data) + _MESSAGE_BYTES
         self._room.set()
-        return unpack_frame(data)
+        return unpack_frame(data, came_at)
 
     async def _something(self) -> None:
         """Return when a message is there; raise if none will come."""

@@ -99,6 +99,11 @@ class Meter:
         before = self._epochs.get(epoch, Traffic())
         self._epochs[epoch] = Traffic(before.size_bytes + size_bytes, before.seconds + seconds).of_late()
 
+    def take(self, epoch: int, traffic: Traffic) -> None:
+        """Take what is known of a whole epoch, if it tells something."""
+        if traffic.is_telling:
+            self._epochs[epoch] = traffic.of_late()
+
     def read(self, epoch: int) -> Traffic:
         """Return the traffic of an epoch so far, or of the one before if it tells too little; forget older ones.
 

@@ -61,6 +61,7 @@ class Frame:
     chunks: int
     payload: tuple[memoryview, ...]
     payload_bytes: int
+    came_at: float | None = field(default=None, compare=False)  # where a transport knows it better than its reader
 
     @property
     def size_bytes(self) -> int:
@@ -155,7 +156,7 @@ def pack_frame(frame: Frame) -> bytes:
     return b"".join((fixed, struct.pack(f"!{len(body.shape)}I", *body.shape), *frame.payload))
 
 
-def unpack_frame(data: bytes) -> Frame:
+def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     """Return the frame that the bytes say, its payload a view of them; a breach of the format is a ProtocolError."""
     if len(data) < _FIXED.size or data[:2] != MAGIC:
         raise ProtocolError("The peer sent bytes that are not a pipar frame.")
@@ -192,7 +193,7 @@ def unpack_frame(data: bytes) -> Frame:
     payload = (view,) if view.nbytes else ()
     body = Body(body_bytes, (), _DTYPE_NAMES[dtype], shape, _ENCODING_NAMES[encoding])
     message = Message(_KINDS[kind], epoch, iteration, micro_batch, samples, batch_samples, body)
-    return Frame(message, session, sequence, acknowledged, chunk, chunks, payload, view.nbytes)
+    return Frame(message, session, sequence, acknowledged, chunk, chunks, payload, view.nbytes, came_at)
 
 
 def _check_shape(shape: tuple[int, ...], dtype: int, encoding: int, body_bytes: int) -> None:

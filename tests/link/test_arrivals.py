@@ -1,0 +1,181 @@
+"""The rate of a real link comes out of when its frames were ready and came, whatever the transport does with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pipar.clock import run_virtually, sleep_until
+from pipar.link.arrivals import Log, Moments, carried, read_moments, read_traffic
+from pipar.link.channel import Channel
+from pipar.link.memory import MemoryTransport, memory_pair
+from pipar.link.shaping import Traffic
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.protocol.wire import Frame
+from pipar.trace import DOWNLINK, UPLINK, Recorder
+
+LATENCY_S = 0.005
+
+
+class Windowed:
+    """One end of a link with a rate, behind a window as that of gRPC: that takes much, and then makes room in lumps."""
+
+    def __init__(
+        self, end: MemoryTransport, rate_bps: float, window_bytes: int = 1_550_000, lump: int = 500_000
+    ) -> None:
+        self._end, self._rate_bps, self._room, self._lump = end, rate_bps, window_bytes, lump
+        self._read_bytes, self._empty_at, self._news = 0, 0.0, asyncio.Event()
+        self._under_way: asyncio.Queue[tuple[float, Frame]] = asyncio.Queue()
+        self._pump = asyncio.create_task(self._carry())
+
+    async def write(self, frame: Frame) -> None:
+        while self._room < frame.size_bytes:
+            self._news.clear()
+            await self._news.wait()
+        self._room -= frame.size_bytes
+        self._empty_at = max(self._empty_at, asyncio.get_running_loop().time()) + frame.size_bytes * 8 / self._rate_bps
+        self._under_way.put_nowait((self._empty_at + LATENCY_S, frame))
+
+    async def _carry(self) -> None:
+        while True:
+            arrives_at, frame = await self._under_way.get()
+            await sleep_until(arrives_at)
+            await self._end.write(frame)
+            self._read_bytes += frame.size_bytes
+            if self._read_bytes >= self._lump:
+                self._room, self._read_bytes = self._room + self._read_bytes, 0
+                self._news.set()
+
+    async def read(self) -> Frame:
+        return await self._end.read()
+
+    async def close(self) -> None:
+        self._pump.cancel()
+        await self._end.close()
+
+
+async def bursts(
+    rate_bps: float, frames: int, size_bytes: int, *, compute_s: float = 0.0, pause_s: float = 0.5, count: int = 4
+) -> tuple[Moments, Moments]:
+    """Send some bursts of messages over a slow link; return what the sender tells, and what the receiver has seen."""
+    near, far = memory_pair()
+    device = Channel(Windowed(near, rate_bps), Recorder("pi"), UPLINK, is_real=True)
+    server = Channel(far, Recorder("server"), DOWNLINK, is_real=True)
+
+    async def serve(messages: int) -> Message:
+        return [await server.receive() for _ in range(messages)][-1]
+
+    for number in range(1, count + 1):
+        serving = asyncio.create_task(serve(frames))
+        for n in range(1, frames + 1):
+            await asyncio.sleep(compute_s)
+            device.post(Message(Kind.ACTIVATION, 1, number, n, body=Body(size_bytes)))
+        await serving
+        await asyncio.sleep(pause_s)
+    device.post(Message(Kind.END_EPOCH, 1, body=json_body(device.moments())))
+    told = read_moments(read_json(await serve(1))["ready"])
+    await device.close()
+    await server.close()
+    assert told is not None
+    return told, server.came.moments
+
+
+@pytest.mark.parametrize("rate_bps", [1e6, 7.5e6, 30e6])
+@pytest.mark.parametrize(
+    ("frames", "size_bytes"), [(6, 140_000), (12, 140_000), (10, 330_000), (3, 20_000), (2, 140_000), (1, 3_200_000)]
+)
+def test_a_burst_shows_the_rate_of_the_link_whatever_the_window_does(
+    frames: int, size_bytes: int, rate_bps: float
+) -> None:
+    ready, came = run_virtually(bursts(rate_bps, frames, size_bytes))
+    assert carried(ready, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
+    skewed = {key: moment._replace(at=moment.at + 1e6) for key, moment in ready.items()}
+    assert carried(skewed, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
+
+
+@pytest.mark.parametrize(("frames", "size_bytes"), [(6, 140_000), (12, 140_000), (10, 330_000)])
+def test_without_a_small_frame_a_burst_shows_it_as_well(frames: int, size_bytes: int) -> None:
+    ready, came = run_virtually(bursts(7.5e6, frames, size_bytes))
+    large = {key: moment for key, moment in ready.items() if came[key].size_bytes > size_bytes}
+    assert len(large) < len(ready)
+    assert carried(large, came).rate_bps == pytest.approx(7.5e6, rel=0.01)
+
+
+def test_frames_that_never_wait_for_each_other_show_the_rate_by_what_they_take_longer_than_a_small_one() -> None:
+    ready, came = run_virtually(bursts(8e6, 5, 140_000, compute_s=0.5))
+    assert carried(ready, came).rate_bps == pytest.approx(8e6, rel=0.05)
+    large = {key: moment for key, moment in ready.items() if came[key].size_bytes > 140_000}
+    assert not carried(large, came).is_telling  # as fast as they are computed is not as fast as the link is
+
+
+def test_a_machine_that_computes_more_slowly_than_the_link_carries_does_not_make_the_link_slow() -> None:
+    ready, came = run_virtually(bursts(100e6, 10, 140_000, compute_s=0.05))
+    assert carried(ready, came).rate_bps == pytest.approx(100e6, rel=0.1)
+
+
+def test_nothing_is_known_of_a_link_that_has_carried_nothing() -> None:
+    assert carried({}, {}) == Traffic()
+    ready, came = run_virtually(bursts(1e6, 6, 140_000))
+    assert carried(ready, {}) == carried({}, came) == Traffic()
+
+
+def test_what_goes_again_over_another_connection_is_not_measured() -> None:
+    async def main() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        near, far = memory_pair()
+        device = Channel(near, Recorder("pi"), UPLINK, is_real=True, on_lost=lambda _: None)
+        for n in (1, 2):
+            device.post(Message(Kind.ACTIVATION, 1, 1, n, body=Body(1000)))
+        await device.drain()
+        before = list(device.ready.moments)
+        await far.close()
+        near, far = memory_pair()
+        device.attach(near, 1)
+        device.post(Message(Kind.ACTIVATION, 1, 1, 3, body=Body(1000)))
+        await device.drain()
+        after = list(device.ready.moments)
+        await device.close()
+        return before, after
+
+    assert run_virtually(main()) == ([(1, 0), (2, 0)], [(3, 0)])
+
+
+def test_an_emulated_link_has_no_moments_to_tell() -> None:
+    async def main() -> list[dict[str, Any]]:
+        told = []
+        for is_real, rate_bps in ((False, None), (True, 8e6)):
+            near, _ = memory_pair()
+            channel = Channel(near, Recorder("pi"), UPLINK, is_real=is_real)
+            channel.shape(rate_bps, 0.0)
+            channel.post(Message(Kind.ACTIVATION, 1, body=Body(1000)))
+            await channel.drain()
+            told.append(channel.moments())
+            await channel.close()
+        return told
+
+    assert run_virtually(main()) == [{}, {}]
+
+
+def test_a_log_remembers_the_last_frames_only() -> None:
+    log = Log()
+    for sequence in range(1, 1001):
+        log.note(Frame(Message(Kind.ROUND), 1, sequence, 0, 0, 1, (), 0), float(sequence))
+    assert (len(log.moments), next(iter(log.moments))) == (100, (901, 0))
+    assert read_moments(log.told()) == {key: moment._replace(size_bytes=0) for key, moment in log.moments.items()}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [None, {}, 1, [1], [[1, 0]], [[1, 0, "now"]], [[1, 0, float("nan")]], [[1, 0, 10**400]], [[1.5, 0, 1.0]],
+     [[True, 0, 1.0]], [[1, 0, -1.0]], [[1, 0, 1.0]] * 102],
+    ids=str,
+)  # fmt: skip
+def test_moments_that_are_none_are_refused(told: Any) -> None:
+    assert read_moments(told) is None
+
+
+def test_traffic_that_cannot_be_is_refused() -> None:
+    assert read_traffic({}) == Traffic()
+    assert read_traffic({"up_bytes": 5, "up_s": 2.0}) == Traffic(5, 2.0)
+    assert read_traffic({"up_bytes": -5, "up_s": 2.0}) is read_traffic({"up_bytes": 5, "up_s": "2"}) is None

@@ -1,0 +1,95 @@
+"""What a kernel's shaped link really carries is what is measured of it, through gRPC's and TCP's buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from pipar.link.arrivals import carried, read_moments
+from pipar.link.channel import Channel, Transport
+from pipar.link.grpc import Listener, connect
+from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.trace import DOWNLINK, UPLINK, Recorder
+
+RATE_BPS = 8e6
+
+
+async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | None]:
+    """Send bursts up, each answered by as many frames down; return the rates of both directions, in bit/s."""
+    rates: asyncio.Future[list[float | None]] = asyncio.get_running_loop().create_future()
+
+    def tensor(kind: Kind, number: int, n: int) -> Message:
+        return Message(kind, 1, number, n, body=Body.of(bytes(size_bytes)))
+
+    async def serve(transport: Transport, _: str | None) -> None:
+        channel = Channel(transport, Recorder("server"), DOWNLINK, is_real=True)
+        while (message := await channel.receive()).kind is Kind.ACTIVATION:
+            if message.micro_batch == frames:  # both directions share the loopback
+                for n in range(1, frames + 1):
+                    channel.post(tensor(Kind.GRADIENT, message.iteration, n))
+        ready, came = (read_moments(read_json(message)[key]) for key in ("ready", "came"))
+        assert ready is not None
+        assert came is not None
+        up, down = carried(ready, channel.came.moments), carried(channel.ready.moments, came)
+        rates.set_result([up.rate_bps if up.is_telling else None, down.rate_bps if down.is_telling else None])
+        await channel.close()
+
+    listener = Listener(serve)
+    port = await listener.start("127.0.0.1:0")
+    channel = Channel(await connect(f"127.0.0.1:{port}"), Recorder("pi"), UPLINK, is_real=True)
+    for number in range(1, bursts + 1):
+        for n in range(1, frames + 1):
+            channel.post(tensor(Kind.ACTIVATION, number, n))
+        for _ in range(frames):
+            await channel.receive()
+    channel.post(Message(Kind.END_EPOCH, 1, body=json_body(channel.moments())))
+    found = await rates
+    await channel.close()
+    await listener.stop()
+    return found
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture(scope="module")
+def shaped() -> Iterator[str]:
+    """Give a network namespace whose loopback carries 8 Mbit/s, whoever sends."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("a shaped loopback needs root, ip and tc")
+    namespace = f"pipar-{uuid.uuid4().hex[:8]}"
+    try:
+        _run("ip", "netns", "add", namespace)
+        _run("ip", "-n", namespace, "link", "set", "lo", "mtu", "1500", "up")
+        shaping = ("tbf", "rate", f"{RATE_BPS:.0f}bit", "burst", "16kb", "latency", "400ms")
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", *shaping)
+        yield namespace
+    except (subprocess.SubprocessError, OSError) as error:
+        pytest.skip(f"network namespaces do not work here: {error}")
+    finally:
+        with suppress(subprocess.SubprocessError, OSError):
+            _run("ip", "netns", "delete", namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frames", "size_bytes", "bursts"), [(6, 140_000, 1), (6, 330_000, 1)])
+def test_bursts_show_what_a_shaped_link_carries(shaped: str, frames: int, size_bytes: int, bursts: int) -> None:
+    words = map(str, (sys.executable, __file__, frames, size_bytes, bursts))
+    up_bps, down_bps = json.loads(_run("ip", "netns", "exec", shaped, *words))
+    # Headers of TCP and IP take 4 %; what one side acknowledges goes over the same link.
+    assert up_bps == pytest.approx(RATE_BPS, rel=0.2)
+    assert down_bps == pytest.approx(RATE_BPS, rel=0.2)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(measured(*map(int, sys.argv[1:])))))
