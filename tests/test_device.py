@@ -398,6 +398,11 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
         [welcome(), MODEL, Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(16, dtype="float32"))],
         "nothing waits for it",
     ),
+    "changes of no model": (
+        [welcome(), Message(Kind.MODEL, 0, body=Body(16, encoding="changes"))],
+        "changes of a model that it has not sent",
+    ),
+    "a round before any model": ([welcome(), Message(Kind.ROUND, 1)], "before there is a model to train"),
     "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which a device does not take"),
     "a plan without numbers": ([welcome(), Message(Kind.PLAN, 1, body=json_body({}))], "is not a plan"),
     "a plan behind the last layer": ([welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))], "says P=3"),

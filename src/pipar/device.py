@@ -88,6 +88,7 @@ class Device:
         self._awaits_momentum = False
         self._training: asyncio.Task[None] | None = None  # the epoch under way
         self._abandoned = 0  # epochs up to this one are over without this device
+        self._model_bytes: int | None = None  # of the part as it came last; None before there is one
         self._gradients: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # by epoch, iteration, micro-batch
 
     async def train(self) -> None:
@@ -126,6 +127,8 @@ class Device:
                     await self._adopt(command)
                 case Kind.STATE:
                     await self._take_momentum(command)
+                case Kind.ROUND if self._model_bytes is None:
+                    raise ProtocolError(f"The server sent {command} before there is a model to train.")
                 case Kind.ROUND:
                     self._take_note(command)
                     await self._take_part(command.epoch)
@@ -218,6 +221,7 @@ class Device:
             Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.moments()}))
         )
         changes = self._orders.sends_changes(self._channel.rate_bps(epoch))
+        assert self._model_bytes is not None
         pack = Work("pack", epoch, size_bytes=self._model_bytes, encoding="changes" if changes else "raw")
         body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
@@ -227,6 +231,8 @@ class Device:
         form = "changes" if body.encoding == "changes" else "raw"
         if form == "raw":
             self._model_bytes = body.size_bytes
+        if self._model_bytes is None:
+            raise ProtocolError(f"The server sent {message} as changes of a model that it has not sent.")
         install = Work("install", message.epoch, size_bytes=self._model_bytes, encoding=form)
         await self._compute.run((install, partial(self._part.unpack_and_install, body, keep_momentum=keep)))
 
