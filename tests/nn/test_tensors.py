@@ -11,11 +11,14 @@ import safetensors.torch
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from memory_peak import peak_bytes
 
+from pipar.coding.encodings import CODED
+from pipar.coding.lossy import Lossy
 from pipar.errors import ProtocolError
 from pipar.nn.tensors import TORCH_DTYPES, check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
 from pipar.protocol import wire
-from pipar.protocol.messages import Body, Kind, Message
+from pipar.protocol.messages import Body, Kind, Message, end_to_end
 from pipar.protocol.wire import Assembler, cut_message, pack_frame, unpack_frame
 
 DTYPES = list(TORCH_DTYPES.values())
@@ -117,6 +120,22 @@ def state() -> dict[str, torch.Tensor]:
         "1.mask": torch.tensor([True, False]),
         "1.empty": torch.zeros(0, 4),
     }
+
+
+@pytest.mark.parametrize("encoding", CODED)
+def test_no_memory_is_taken_for_a_large_tensor_whose_first_chunk_is_none(encoding: str) -> None:
+    values = torch.randn(32, 32, 32, 32)
+    good = tensor_body(values, encoding=encoding, lossy=Lossy())
+    assert good.chunks is not None
+    while len(good.chunks.ready) < good.chunks.count:
+        good.chunks.add(good.chunks.encode_next())
+    payloads = tuple(end_to_end(ready.buffers) for ready in good.chunks.ready)
+    whole = Message(Kind.GRADIENT, 1, 1, 1, 32, 32, replace(good, buffers=payloads, chunks=None))
+    assert read_tensor(whole, encoding).shape == values.shape
+    cut = replace(whole, body=replace(whole.body, buffers=(payloads[0][:3], *payloads[1:])))
+    assert peak_bytes(lambda: read_tensor(cut, encoding)) < 0.2 * values.nbytes
+    with pytest.raises(ProtocolError):
+        read_tensor(cut, encoding)
 
 
 def test_a_state_comes_back_bit_for_bit_with_its_names_and_dtypes() -> None:

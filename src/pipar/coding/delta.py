@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.sections import Buffer, Reader, buffer, section, total_bytes
+from pipar.coding.sections import LEAST_SECTION_BYTES, Buffer, Reader, buffer, section, total_bytes
 from pipar.errors import ProtocolError
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -43,6 +43,7 @@ def decode_changes(payload: memoryview, base: Tensors) -> dict[str, NDArray[Any]
     """Return the tensors that a payload says; what does not fit is a ProtocolError."""
     reader = Reader(payload)
     forms = bytes(reader.take(len(base)))
+    _check_forms(forms, base, payload.nbytes)
     tensors = {name: _decode_one(reader, form, base[name]) for name, form in zip(sorted(base), forms, strict=True)}
     reader.end()
     return tensors
@@ -66,14 +67,36 @@ def _decode_one(reader: Reader, form: int, before: NDArray[Any]) -> NDArray[Any]
         return before.copy()
     if form == WHOLE:
         return _checked(reader.array(before.size, before.dtype.str).reshape(before.shape))
-    if form != CHANGED:
-        raise ProtocolError(f"The peer sent a model with a tensor of form {form}, which is unknown.")
+    known = _bits(before)
+
+    def stretch(at: int) -> NDArray[Any]:
+        part = known[at : at + _STRETCH]
+        changed: NDArray[Any] = part + _unfolded(_read_planes(reader, part.size, part.dtype))
+        return changed
+
+    first = (
+        stretch(0) if known.size else known
+    )  # before there is memory for all of it: a few bytes may announce a large tensor
     out = np.empty_like(before, order="C")
-    bits, known = out.reshape(-1).view(_UNSIGNED[out.itemsize]), _bits(before)
-    for at in range(0, bits.size, _STRETCH):
-        stretch = known[at : at + _STRETCH]
-        bits[at : at + _STRETCH] = stretch + _unfolded(_read_planes(reader, stretch.size, stretch.dtype))
+    bits = out.reshape(-1).view(known.dtype)
+    bits[: first.size] = first
+    for at in range(_STRETCH, bits.size, _STRETCH):
+        bits[at : at + _STRETCH] = stretch(at)
     return _checked(out)
+
+
+def _check_forms(forms: bytes, base: Tensors, payload_bytes: int) -> None:
+    """Raise if a form is unknown, or if a payload is too short for what they announce, before anything is read."""
+    least = len(forms)
+    for name, form in zip(sorted(base), forms, strict=True):
+        if form > CHANGED:
+            raise ProtocolError(f"The peer sent a model with a tensor of form {form}, which is unknown.")
+        stretches = -(-base[name].size // _STRETCH) * base[name].itemsize
+        least += {SAME: 0, WHOLE: base[name].nbytes, CHANGED: stretches * LEAST_SECTION_BYTES}[form]
+    if least > payload_bytes:
+        raise ProtocolError(
+            f"The peer sent a model of {payload_bytes} bytes that ends too early: what it announces needs {least}."
+        )
 
 
 def _checked(tensor: NDArray[Any]) -> NDArray[Any]:

@@ -20,6 +20,8 @@ Buffer = memoryview | bytes
 Bytes = NDArray[np.uint8]
 
 VERBATIM, CODED = 0, 1
+#: Its form, and a byte of what it holds.
+LEAST_SECTION_BYTES = 2
 _LENGTH = struct.Struct("<BI")
 
 

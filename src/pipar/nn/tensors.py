@@ -98,20 +98,32 @@ def read_tensor(message: Message, encoding: str = "raw", kept: torch.Tensor | No
         raise ProtocolError(f"{message} is encoded as {body.encoding}, not as {encoding}.")
     if kept is not None and tuple(kept.shape) != body.shape:
         raise ProtocolError(f"{message} has the shape {body.shape}; what it answers has {tuple(kept.shape)}.")
+    if encoding != "raw":
+        return torch.from_numpy(_decoded(body, body.size_bytes - size, kept))
     out = np.empty(body.shape, dtype=body.dtype)
-    if encoding == "raw":
-        _gather(body.buffers, out.reshape(-1).view(np.uint8)[:size])
-        return torch.from_numpy(out)
-    flat, row = out.reshape(-1), row_values(body.shape)
-    keeps = None if kept is None else kept.numpy().reshape(-1)
-    start, behind = 0, body.size_bytes - size
-    sizes = chunk_sizes(body.shape, out.itemsize)
-    for number, (values, buffer) in enumerate(zip(sizes, body.buffers, strict=True)):
-        payload = buffer[: buffer.nbytes - behind] if number == len(sizes) - 1 else buffer
-        part = slice(start, start + values)
-        decode(payload, encoding, flat[part], kept=None if keeps is None else keeps[part], row=row)
-        start += values
+    _gather(body.buffers, out.reshape(-1).view(np.uint8)[:size])
     return torch.from_numpy(out)
+
+
+def _decoded(body: Body, behind: int, kept: torch.Tensor | None) -> np.ndarray[Any, Any]:
+    """Return the values of a coded tensor, behind whose last chunk stand so many other bytes.
+
+    A few bytes may announce a large tensor: there is memory for all of it when its first chunk was one.
+    """
+    keeps, row = None if kept is None else kept.numpy().reshape(-1), row_values(body.shape)
+    sizes = chunk_sizes(body.shape, np.dtype(body.dtype).itemsize)
+    *payloads, last = body.buffers
+    payloads.append(last[: last.nbytes - behind])
+    flat = np.empty(sizes[0], body.dtype)
+    start = 0
+    for values, payload in zip(sizes, payloads, strict=True):
+        if start == sizes[0]:
+            first, flat = flat, np.empty(sum(sizes), body.dtype)
+            flat[:start] = first
+        part = slice(start, start + values)
+        decode(payload, body.encoding, flat[part], kept=None if keeps is None else keeps[part], row=row)
+        start += values
+    return flat.reshape(body.shape)
 
 
 def not_zero(tensor: torch.Tensor) -> torch.Tensor:
