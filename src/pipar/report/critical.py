@@ -142,20 +142,24 @@ class _Known:
             for key in _keys(span):
                 self._found.setdefault(key, []).append(span)
         self._ends = {key: [span.end for span in found] for key, found in self._found.items()}
-        self._latency = self._latencies()
+        self._latencies: dict[tuple[str, str], float] = {}
 
-    def _latencies(self) -> dict[tuple[str, str], float]:
-        """Return how long what has left each link is under way: the shortest time until an idle lane took it up."""
-        shortest: dict[tuple[str, str], float] = {}
-        for span in {id(one): one for found in self._found.values() for one in found}.values():
-            busy = [self._last(key, span.start, span, {id(span)}) for key in _lane_keys(span)]
-            if any(before is not None and before.end > span.start - _SAME_S for before in busy):
-                continue
-            for sent in (self._last(key, span.start, span, set()) for key in _upstream_keys(span)):
-                if sent is not None and sent.lane in (UPLINK, DOWNLINK):
-                    link = (sent.owner, sent.lane)
-                    shortest[link] = min(span.start - sent.end, shortest.get(link, math.inf))
-        return {link: max(0.0, seconds) for link, seconds in shortest.items()}
+    def _under_way_s(self, span: Span) -> float:
+        return self._latency_s((span.owner, span.lane)) if span.lane in (UPLINK, DOWNLINK) else 0.0
+
+    def _latency_s(self, link: tuple[str, str]) -> float:
+        """Return how long what has left a device's link is under way: the shortest time until an idle lane took it."""
+        if link not in self._latencies:
+            shortest = math.inf
+            for span in self._found.get(("subject", link[0]), ()):
+                busy = [self._last(key, span.start, span, {id(span)}) for key in _lane_keys(span)]
+                if any(before is not None and before.end > span.start - _SAME_S for before in busy):
+                    continue
+                for sent in (self._last(key, span.start, span, set()) for key in _upstream_keys(span)):
+                    if sent is not None and (sent.owner, sent.lane) == link:
+                        shortest = min(shortest, span.start - sent.end)
+            self._latencies[link] = max(0.0, shortest) if math.isfinite(shortest) else 0.0
+        return self._latencies[link]
 
     def released_by(self, span: Span, seen: set[int]) -> Span | None:
         """Return the span that was over last, and its data here, of those that this one waited for."""
@@ -163,7 +167,7 @@ class _Known:
         before = [self._last(key, span.start, span, seen) for key in _lane_keys(span)]
         here = [self._last(key, span.end, span, seen) for key in _upstream_keys(span)]
         found = [(b.end, b) for b in before if b is not None]
-        found += [(b.end + self._latency.get((b.owner, b.lane), 0.0), b) for b in here if b is not None]
+        found += [(b.end + self._under_way_s(b), b) for b in here if b is not None]
         whose = subject(span)
         best = max(found, key=lambda one: (one[0], subject(one[1]) == whose, one[1].start), default=None)
         return None if best is None else best[1]
@@ -181,7 +185,7 @@ class _Known:
 def _keys(span: Span) -> list[tuple[object, ...]]:
     """Return everything that a span can be found by."""
     kind = (lane_of(span), span.kind)
-    return [*_lane_keys(span), _place(kind, span), ("anybody", *kind)]
+    return [*_lane_keys(span), _place(kind, span), ("anybody", *kind), ("subject", subject(span))]
 
 
 def _lane_keys(span: Span) -> list[tuple[object, ...]]:
