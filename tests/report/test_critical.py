@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -92,6 +93,21 @@ def test_spans_that_take_no_time_do_not_hold_the_walk_up() -> None:
     path = critical_path(instant, Window("a", 1, 1, 0.0, 6.0))
     assert path[0].name == "fc1"
     assert {"u1", "fs1", "bs1", "d1", "bc1"} <= {one.name for one in path}
+
+
+def test_the_exchange_of_models_waits_for_the_last_of_them() -> None:
+    exchange = [
+        span("step", COMPUTE, 0, 1), span("pack", COMPUTE, 1, 2, iteration=0), span("model", UPLINK, 2, 3, iteration=0),
+        span("model", UPLINK, 2, 6, owner="b", iteration=0), span("pack", COMPUTE, 0, 2, owner="b", iteration=0),
+        replace(served("decode", 6, 7, device="b"), iteration=0), replace(served("decode", 3, 4), iteration=0),
+        replace(served("aggregate", 7, 8, device="", core=1), iteration=0),
+        replace(served("pack", 8, 9, device=""), iteration=0), span("model", DOWNLINK, 9, 10, iteration=0),
+        span("install", COMPUTE, 10, 11, iteration=0),
+    ]  # fmt: skip
+    path = critical_path(exchange, Window("a", 1, 0, 0.0, 11.0))
+    assert [f"{subject(one)} {one.name}" for one in path] == [
+        "b pack", "b model", "b decode", "server aggregate", "server pack", "a model", "a install",
+    ]  # fmt: skip
 
 
 def test_no_spans_have_no_path() -> None:

@@ -155,9 +155,10 @@ class _Known:
                 busy = [self._last(key, span.start, span, {id(span)}) for key in _lane_keys(span)]
                 if any(before is not None and before.end > span.start - _SAME_S for before in busy):
                     continue
-                for sent in (self._last(key, span.start, span, set()) for key in _upstream_keys(span)):
-                    if sent is not None and (sent.owner, sent.lane) == link:
-                        shortest = min(shortest, span.start - sent.end)
+                upstream = (self._last(key, span.start, span, set()) for key in _upstream_keys(span))
+                sent = next((one for one in upstream if one is not None), None)  # the nearest comes first
+                if sent is not None and (sent.owner, sent.lane) == link:
+                    shortest = min(shortest, span.start - sent.end)
             self._latencies[link] = max(0.0, shortest) if math.isfinite(shortest) else 0.0
         return self._latencies[link]
 
@@ -184,7 +185,7 @@ class _Known:
 
 def _keys(span: Span) -> list[tuple[object, ...]]:
     """Return everything that a span can be found by."""
-    kind = (lane_of(span), span.kind)
+    kind = _kind(span)
     return [*_lane_keys(span), _place(kind, span), ("anybody", *kind), ("subject", subject(span))]
 
 
@@ -195,11 +196,17 @@ def _lane_keys(span: Span) -> list[tuple[object, ...]]:
 
 
 def _upstream_keys(span: Span) -> list[tuple[object, ...]]:
-    kinds = _UPSTREAM.get((lane_of(span), span.kind), ())
+    kinds = _UPSTREAM.get(_kind(span), ())
     # The averaging takes everybody's model, and everybody takes the average.
     return [
         ("anybody", *kind) if span.kind == "aggregate" or kind in _FOR_ALL else _place(kind, span) for kind in kinds
     ]
+
+
+def _kind(span: Span) -> Kind:
+    # A model that came as its changes is decoded before it can be averaged.
+    is_model = span.kind == "decode" and not span.iteration
+    return (lane_of(span), "install" if is_model else span.kind)
 
 
 def _place(kind: Kind, span: Span) -> tuple[object, ...]:
