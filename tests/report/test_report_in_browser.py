@@ -156,12 +156,18 @@ def test_on_a_phone_and_in_the_dark_nothing_sticks_out(opened: Open, url: str) -
             assert seen.violations() == []
 
 
-def test_changing_to_dark_draws_the_charts_anew(opened: Open, url: str) -> None:
+def test_charts_are_drawn_anew_for_the_dark_and_for_paper(opened: Open, url: str) -> None:
     with opened(url) as seen:
-        script = "() => window.pipar.charts.get('cost-time').getOption().textStyle.color"
-        light = seen.run(script)
+        ink = "() => window.pipar.charts.get('cost-time').getOption().textStyle.color"
+        light = seen.run(ink)
         seen.page.emulate_media(color_scheme="dark")
-        seen.page.wait_for_function(f"(light) => ({script})() !== light", arg=light)
+        seen.page.wait_for_function(f"(light) => ({ink})() !== light", arg=light)
+        dark = seen.run(ink)
+        seen.run("() => window.dispatchEvent(new Event('beforeprint'))")
+        assert seen.run(ink) == "#000000", "white words on white paper"
+        assert seen.run("() => window.pipar.charts.get('lanes-0').getWidth()") <= 700, "wider than the paper"
+        seen.run("() => window.dispatchEvent(new Event('afterprint'))")
+        assert seen.run(ink) == dark
 
 
 def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:

@@ -55,6 +55,7 @@
 
   function duration(seconds) {
     if (!isNumber(seconds)) return "–";
+    if (seconds === 0) return "0 s";
     const size = Math.abs(seconds);
     if (size < 1e-3) return `${(seconds * 1e6).toFixed(size < 1e-5 ? 2 : 1)} µs`;
     if (size < 1) return `${(seconds * 1e3).toPrecision(4).replace(/\.?0+$/, "")} ms`;
@@ -63,7 +64,11 @@
 
   const seconds = (value) => (!isNumber(value) ? "–" : value < 0.01 && value > 0 ? duration(value) : `${value.toFixed(value < 100 ? 2 : 1)} s`);
 
+  // Before a page is printed, its style is still that of the screen.
+  const ON_PAPER = { ink: "#000000", quiet: "#444444", line: "#bbbbbb", faint: "#f2f2f2", panel: "#ffffff", accent: "#003d6b" };
+
   function colours() {
+    if (state.printing) return ON_PAPER;
     const style = getComputedStyle(document.documentElement);
     const of = (name) => style.getPropertyValue(name).trim();
     return { ink: of("--ink"), quiet: of("--quiet"), line: of("--line"), faint: of("--faint"), panel: of("--panel"), accent: of("--accent") };
@@ -121,7 +126,7 @@
     box.setAttribute("aria-label", label);
     const below = made.querySelector(".numbers");
     const wasOpen = below.querySelector("details")?.open;
-    replace(below, numbers ? element("details", { open: wasOpen || state.printing }, element("summary", {}, "The numbers"), numbers) : null);
+    replace(below, numbers ? element("details", { open: wasOpen }, element("summary", {}, "The numbers"), numbers) : null);
     return chart;
   }
 
@@ -604,7 +609,7 @@
       const heads = [column("device"), column("plan"), number("samples"), column("link up/down"), column("speed"), ...(busy ? [number("compute busy"), number("uplink busy"), number("downlink busy")] : [])];
       const words = `${content.runs.length > 1 ? `${run.name}: ` : ""}${rows.length < count ? `${rows.length} of ${count} devices` : count === 1 ? "one device" : `${count} devices`}${busy ? `; busy shares of epoch ${epoch}` : ""}`;
       const body = table(words, heads, rows.map((row) => [row.device, row.plan, row.samples === null ? null : row.samples.toLocaleString("en"), row.link, row.speed, ...(busy ? ["device", "uplink", "downlink"].map((lane) => meter(row.busy[lane])) : [])]));
-      return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) || state.printing }, element("summary", {}, run.name), body) : body;
+      return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) }, element("summary", {}, run.name), body) : body;
     }));
   }
 
@@ -666,6 +671,7 @@
   for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) {
     window.addEventListener(name, () => {
       state.printing = printing;
+      document.documentElement.classList.toggle("printing", printing);
       redraw();
     });
   }
