@@ -115,6 +115,11 @@ def test_the_accuracy_is_that_of_the_last_validated_epoch() -> None:
     assert picture(started("a"), result(1), result(2, val_accuracy=0.75))["accuracy"] == 0.75
 
 
+def test_lanes_that_nobody_reports_of_have_what_the_last_epoch_says() -> None:
+    shown = picture(started("a"), result(1, utilisation={"device": 0.25}))
+    assert (shown["lanes"]["device"], shown["lanes_before"]) == (None, {"device": 0.25})
+
+
 def test_a_training_that_has_diverged_is_told_in_strict_json() -> None:
     shown = picture(started("a"), Progress("a", 1, 1, 100, math.nan, 1.0), result(1, val_accuracy=math.nan))
     assert (shown["loss"], shown["losses"], shown["accuracy"]) == (None, [None], None)

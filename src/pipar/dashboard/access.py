@@ -59,7 +59,8 @@ class Access:
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
-            return not self._is_local and name in (socket.gethostname().lower(), socket.getfqdn().lower())
+            own = socket.gethostname().lower()  # its whole name would have to be asked for, and that may take seconds
+            return not self._is_local and name in (own, f"{own}.local")
         return address.is_loopback or not self._is_local
 
     @property

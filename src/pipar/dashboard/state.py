@@ -212,6 +212,7 @@ class LiveState:
             "accuracy": last.val_accuracy if last else None,
             "samples_per_s": gauges.samples_per_s(),
             "lanes": gauges.utilisation(),
+            "lanes_before": last.utilisation if last else {},
         }
 
     def _device_part(self) -> dict[str, Any]:

@@ -60,10 +60,10 @@
     const text = make("span", { class: "live-value" }, "–");
     return {
       node: make("div", { class: "live-bar" }, track, text),
-      set(share) {
+      set(share, when) {
         fill.style.width = `${100 * Math.min(1, share || 0)}%`;
         track.setAttribute("aria-valuenow", String(Math.round(100 * (share || 0))));
-        setText(text, percent(share));
+        setText(text, when ? `${percent(share)} ${when}` : percent(share));
       },
     };
   }
@@ -142,7 +142,11 @@
     setText(tiles.loss, number(state.loss, 3));
     setText(tiles.accuracy, state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`);
     setText(tiles.rate, state.samples_per_s === null ? "–" : Number(state.samples_per_s.toPrecision(3)).toLocaleString());
-    for (const key of Object.keys(LANES)) lanes[key].set(state.lanes[key]);
+    for (const key of Object.keys(LANES)) {
+      // Devices on other machines tell the server of their lanes when a round is over.
+      const isOld = state.lanes[key] === null && state.lanes_before[key] !== undefined;
+      lanes[key].set(isOld ? state.lanes_before[key] : state.lanes[key], isOld ? "last epoch" : "");
+    }
   }
 
   function sentence() {
