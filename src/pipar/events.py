@@ -76,6 +76,7 @@ class Started:
     plans: dict[str, str]  # by device: "P=2 N=3"
     samples: dict[str, int]  # by device
     iterations: dict[str, int]  # of one epoch, by device
+    world: str = "real"
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Told:
 def _run_timing_only(job: Job, told: Told) -> Result:
     from pipar.virtual import train_without_mathematics
 
-    with _open_folder(job, told) as path:
+    with _open_folder(job, told, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=told.command)
         try:
             train_without_mathematics(job, told.emitting(folder), folder.watching(told.observe))
@@ -192,7 +192,7 @@ def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
     from pipar.virtual import train_virtually
 
     learner = make_learner(job, workload)
-    with _open_folder(job, told) as path:
+    with _open_folder(job, told, "virtual") as path:
         folder = RunFolder(path, job, world="virtual", command=told.command)
         try:
             train_virtually(job, workload, told.emitting(folder), folder.watching(told.observe), learner)
@@ -205,7 +205,7 @@ def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
 def _run_real(job: Job, own: Own, told: Told) -> Result:
     from pipar.processes import train_in_processes
 
-    with _open_folder(job, told) as folder:
+    with _open_folder(job, told, "real") as folder:
         train_in_processes(job, own, folder, told.command, told.observe, pictures=told.pictures)
         return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
 
@@ -224,13 +224,13 @@ def _check_real_world(config: Config) -> None:
 
 
 @contextmanager
-def _open_folder(job: Job, told: Told) -> Iterator[Path]:
+def _open_folder(job: Job, told: Told, world: World) -> Iterator[Path]:
     """Make the run's folder and say that the training begins; when it is over, write its page, if there is to be one.
 
     A run that fails at once leaves no folder behind.
     """
     folder = new_folder(run_name(job.config, job.model, job.dataset))
-    told.observe(started(job, folder))
+    told.observe(started(job, folder, world))
     try:
         yield folder
     except KeyboardInterrupt:
@@ -252,7 +252,7 @@ def _leave_report(folder: Path, told: Told, job: Job | None) -> None:
         leave_report(folder, told.observe, job=job)
 
 
-def started(job: Job, folder: Path) -> Started:
+def started(job: Job, folder: Path, world: World = "real") -> Started:
     """Return what is said when a training begins."""
     run, cut = job.config.run, job.batch_statistics
     return Started(
@@ -265,4 +265,6 @@ def started(job: Job, folder: Path) -> Started:
         iterations={
             name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
         },
+        iterations={name: len(cut_epoch(n, run.batch_size, batch_statistics=cut)) for name, n in job.sizes.items()},
+        world=world,
     )

@@ -61,6 +61,7 @@ def test_a_run_that_goes_on_has_the_epochs_and_the_picture_that_were_told(run: S
     content = shown(run, result(1), picture(1), result(2, train_loss=0.5), picture(2))
     (told,) = content["runs"]
     assert content["running"]
+    assert told["world"] == "real processes"
     assert [epoch["train_loss"] for epoch in told["epochs"]] == [1.5, 0.5]
     assert told["timeline"]["iteration"]["epoch"] == 2
     assert len(told["timeline"]["iteration"]["spans"]) == 3

@@ -16,6 +16,7 @@ from pipar.results import replan_as_json
 @dataclass
 class _Run:
     folder: Path
+    world: str
     epochs: dict[int, EpochResult] = field(default_factory=dict)
     replans: list[Replanned] = field(default_factory=list)
     picture: Pictured | None = None
@@ -32,7 +33,7 @@ class History:
     def take(self, event: Event) -> bool:
         """Take one event in; return whether there is more to tell now."""
         if isinstance(event, Started):
-            self._runs.append(_Run(Path(event.folder)))
+            self._runs.append(_Run(Path(event.folder), event.world))
         elif isinstance(event, EpochResult) and self._runs:
             self._runs[-1].epochs[event.epoch] = event
         elif isinstance(event, Pictured) and self._runs:
@@ -76,7 +77,7 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
     """Return the record of a run that goes on; its files may be those of the training that it resumes."""
     epochs = {row["epoch"]: row for row in record.result["epochs"]}
     epochs |= {number: result.to_dict() for number, result in run.epochs.items()}
-    result = {**record.result, "epochs": [row for _, row in sorted(epochs.items())]}
+    result = {**record.result, "world": run.world, "epochs": [row for _, row in sorted(epochs.items())]}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
     spans = run.picture.spans if run.picture is not None else ()
     return replace(record, result=result, spans=spans, running=True)

@@ -193,7 +193,7 @@
     if (!isNumber(run.seconds)) return run.running ? "The first epoch is not over yet." : "No epoch was finished.";
     if (faster.length) words.push(`: ${faster.join(" and ")}`);
     words.push(`. ${run.world[0].toUpperCase()}${run.world.slice(1)}; ${run.setting || "devices not known"}.`);
-    if (content.running) words.push(" The run is not over, or was ended before it could say so.");
+    if (content.running && !byId("live")) words.push(" The run is not over, or was ended before it could say so.");
     return words.join("");
   }
 
