@@ -265,6 +265,5 @@ def started(job: Job, folder: Path, world: World = "real") -> Started:
         iterations={
             name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
         },
-        iterations={name: len(cut_epoch(n, run.batch_size, batch_statistics=cut)) for name, n in job.sizes.items()},
         world=world,
     )
