@@ -492,6 +492,28 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
 
 
 @pytest.mark.usefixtures("every_round")
+def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_up() -> None:
+    async def into_small_pieces(links: dict[str, Link]) -> dict[str, Plan]:
+        return dict.fromkeys(links, Plan(1, 5))
+
+    async def late(channel: Channel) -> None:
+        channel.post(hello("b"))
+        await until(channel, Kind.ROUND)
+        await until(channel, Kind.PLAN)
+        channel.post(activation(n=1))  # as large as its plan was: of no use, and no breach
+        epoch = (await until(channel, Kind.ROUND)).epoch
+        channel.post(activation(n=1, samples=2, epoch=epoch))
+        await until(channel, Kind.GRADIENT)
+        channel.post(activation(n=2, samples=5, epoch=epoch))
+        await until(channel, Kind.STOP)
+
+    lives = [honest("a"), scripted(late)]
+    outcome = train(lives, epochs=4, choose=into_small_pieces, round_deadline_s=30.0)
+    assert outcome.failure is None
+    assert "announces 60 bytes; at most 36 are taken" in str(outcome.lives[1])
+
+
+@pytest.mark.usefixtures("every_round")
 def test_plans_are_made_for_those_who_are_there() -> None:
     planned_for: list[set[str]] = []
 

@@ -496,7 +496,7 @@ class Server:
             await self._take_momentum(session, replica, epoch)
         splits = orders.plan.split_point < orders.layers
         pieces, losses, errors = Pieces(epoch, orders.plan.micro_batches if splits else 0), [], []
-        while (message := await session.next()).kind is Kind.ACTIVATION:
+        while (message := await self._next(session)).kind is Kind.ACTIVATION:
             pieces.take(message)
             if pieces.samples > session.who.samples:
                 raise ProtocolError(f"{message} is more than the {session.who.samples} samples that it has.")
@@ -531,6 +531,14 @@ class Server:
         decode = Work("decode", message.epoch, size_bytes=size, device=device, encoding="changes")
         state = await self._pool.run((decode, partial(self._learner.decode, device, body)))
         return Returned(device, EMPTY, samples, state)
+
+    async def _next(self, session: Session) -> Message:
+        """Return what a device says next; behind it nothing comes any more of a round that it was too late for."""
+        message = await session.next()
+        if session.is_late and message.epoch > session.abandoned:
+            session.is_late = False
+            self._limit(session)
+        return message
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
         if self._turns is not None:
@@ -691,12 +699,12 @@ class Server:
         piece = max(-(-(orders.batch_size + 1) // plan.micro_batches), 3 if orders.batch_statistics else 1)
         state = self._learner.model_bytes() + SMALL_BODY_BYTES
         session.model_bytes = max(
-            self._learner.part_bytes(session.device), session.model_bytes if session.abandoned else 0
+            self._learner.part_bytes(session.device), session.model_bytes if session.is_late else 0
         )
         iterations = session.who.samples // orders.batch_size + 2
         activation = piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES)
         # What still comes of a round that was abandoned is as large as the plan of that round let it be.
-        session.activation_bytes = max(activation, session.activation_bytes if session.abandoned else 0)
+        session.activation_bytes = max(activation, session.activation_bytes if session.is_late else 0)
         limits = {
             Kind.ACTIVATION: session.activation_bytes,
             Kind.MODEL: session.model_bytes + SMALL_BODY_BYTES,

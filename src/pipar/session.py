@@ -84,6 +84,7 @@ class Session:
         self.model_bytes = 0  # of the largest part that it may bring back
         self.activation_bytes = 0  # that a micro-batch may have
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
+        self.is_late = False  # something of them may still come
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
         self.served = (0, 0)  # epoch and iteration of its last whole batch
         self.uplink = Traffic()  # of a real link, as last measured
@@ -157,7 +158,7 @@ class Session:
 
     def abandon(self, epoch: int) -> None:
         """Drop what the device does of an epoch: the round has ended without it."""
-        self.abandoned = epoch
+        self.abandoned, self.is_late = epoch, True
         self.outstanding = 0
         waiting = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
         for one in waiting:
