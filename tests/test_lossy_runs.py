@@ -13,6 +13,7 @@ from training import Case, hand_made_profile
 
 import pipar
 from pipar.coding.encodings import LOSSY
+from pipar.methods import METHODS
 from pipar.nn.rectified import rectified_cuts
 from pipar.planner.profile import CodingTimes
 from pipar.run import Result
@@ -24,11 +25,17 @@ MOST = {"fp16": 1e-3, "bf16": 1e-2, "int8": 5e-2, "topk": 1.5}
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+def method() -> str:
+    return "pipar"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> Callable[[str], Result]:
     """Train in virtual time with an encoding, by a profile made by hand."""
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    case = Case("pipar", (1,), (3,), sizes=(20, 10), dtype="float32")
+    micro_batches = 3 if METHODS[method].pipelines else 1
+    case = Case(method, (1,), (micro_batches,), sizes=(20, 10), dtype="float32")
     workload, file, tree = case.workload(), tmp_path / "profile.json", case.tree()
     model = workload.build_model()
     plain = hand_made_profile(model, workload.input_shape, case.dtype)
@@ -56,7 +63,9 @@ def metrics(result: Result) -> list[dict[str, Any]]:
     return told
 
 
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize(
+    ("method", "encoding"), [*(("pipar", one) for one in LOSSY), ("sfl2", "int8"), ("sfl2", "topk"), ("sl", "topk")]
+)
 def test_a_lossy_encoding_is_told_of_with_what_it_lost(encoding: str, run: Callable[[str], Result]) -> None:
     result = run(encoding)
     assert result.content["equivalence"] == "lossy"

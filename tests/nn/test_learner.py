@@ -419,3 +419,37 @@ def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_t
 
     one.aggregate([Returned("a", part.pack(), 1)])
     assert one.pack("a", changes=True).encoding == "safetensors"  # nothing is left to tell changes from
+
+
+# --- what a lossy encoding has lost
+
+
+def sent_gradients(one: TorchLearner, encoding: str, *order: str) -> dict[str, list[bytes]]:
+    """Return the bytes of the gradients that each device is sent, one after another in this order."""
+    sent: dict[str, list[bytes]] = {device: [] for device in order}
+    for device in order:
+        number = len(sent[device]) + 1
+        activation = torch.zeros(1, 64, dtype=torch.float64)
+        activation.grad = torch.linspace(0, 1 if device == "a" else -1, 64, dtype=torch.float64)[None] * number
+        body = one.replica(device).encode(activation, encoding, (1, number, 1, device))
+        assert body.chunks is not None
+        sent[device].append(b"".join(body.chunks.ready[0].buffers))
+    return sent
+
+
+@pytest.mark.parametrize("encoding", ["int8", "topk"])
+def test_who_shares_a_model_is_made_up_for_what_it_has_lost_itself(encoding: str) -> None:
+    alone, together = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
+    own = sent_gradients(alone, encoding, "a", "a", "a")
+    assert sent_gradients(together, encoding, "a", "b", "a", "b", "a")["a"] == own["a"]
+    lost = together.replica("a").take_error()
+    assert lost is not None
+    assert lost[0] > 0
+    assert together.replica("b").take_error() == (0.0, 0.0)  # one replica: all was taken
+
+
+def test_a_shared_model_does_not_make_up_for_what_those_have_lost_who_are_gone() -> None:
+    one, again = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
+    sent_gradients(one, "topk", "a", "b")
+    one.keep_only({"b"})
+    assert sent_gradients(one, "topk", "a") == sent_gradients(again, "topk", "a")

@@ -104,9 +104,11 @@ class TorchLearner:
             self._replicas.pop(device, None)
 
     def keep_only(self, devices: Collection[str]) -> None:
-        """Free the replicas of all other devices; one that is shared stays."""
+        """Free the replicas of all other devices; of one that is shared, what it has to make up for to them."""
         for device in [] if self._shared else self._replicas.keys() - set(devices):
             del self._replicas[device]
+        for replica in self._replicas.values():
+            replica.keep_losses_of(devices)
 
     def rewind(self) -> None:
         """Put a model that all share back to what the last aggregation left: weights, buffers and momentum."""

@@ -7,7 +7,7 @@ gradient that plain training has, whatever the cut. (The paper scales both the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,28 +81,40 @@ Chance = Callable[..., np.random.Generator]
 
 
 class _Losses:
-    """What a lossy encoding of one part's tensors has lost, and makes up for."""
+    """What a lossy encoding of one part's tensors has lost, and makes up for.
+
+    To each device its own: who shares a server-side model must not get what another one has lost.
+    """
 
     def __init__(self, chance: Chance | None) -> None:
         self._chance = chance
-        self._lossy: Lossy | None = None
+        self._lossy: dict[Place, Lossy] = {}  # by what a place has behind its micro-batch
 
     def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
         """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
         if encoding not in LOSSY:
             return None
-        if self._lossy is None:
-            self._lossy = Lossy(residual=Residual(tensor[0].numel()))
-        self._lossy.rng = None if self._chance is None else self._chance(*place)
-        return self._lossy
+        device = place[3:]
+        if device not in self._lossy:
+            self._lossy[device] = Lossy(residual=Residual(tensor[0].numel()))
+        lossy = self._lossy[device]
+        lossy.rng = None if self._chance is None else self._chance(*place)
+        return lossy
 
     def take(self) -> tuple[float, float] | None:
         """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
-        if self._lossy is None:
+        if not self._lossy:
             return None
-        sums = (self._lossy.squared_error, self._lossy.squared_norm)
-        self._lossy.squared_error = self._lossy.squared_norm = 0.0
+        every = self._lossy.values()
+        sums = (sum(one.squared_error for one in every), sum(one.squared_norm for one in every))
+        for one in every:
+            one.squared_error = one.squared_norm = 0.0
         return sums
+
+    def keep_only(self, devices: Collection[str]) -> None:
+        """Make up for nothing any more that others have lost."""
+        for device in [device for device in self._lossy if not set(device) <= set(devices)]:
+            del self._lossy[device]
 
 
 class Part:
@@ -134,6 +146,10 @@ class Part:
     def take_error(self) -> tuple[float, float] | None:
         """Return what a lossy encoding has lost since the last call: squared errors, and the squared values."""
         return self._losses.take()
+
+    def keep_losses_of(self, devices: Collection[str]) -> None:
+        """Forget what a lossy encoding has to make up for to all other devices."""
+        self._losses.keep_only(devices)
 
     @torch.no_grad()
     def _add_proximal_gradient(self) -> None:
