@@ -4,18 +4,62 @@ from __future__ import annotations
 
 import random
 import struct
+from itertools import accumulate, pairwise
+from typing import Any
 
-from pipar.protocol.messages import Body, Kind, Message, json_body
+import numpy as np
+from numpy.typing import NDArray
+
+from pipar.coding.chunks import chunk_sizes, row_values
+from pipar.coding.codec import encode
+from pipar.coding.delta import CHANGED, SAME, WHOLE, encode_changes
+from pipar.coding.encodings import CODED
+from pipar.coding.lossy import Lossy
+from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body
 from pipar.protocol.wire import HEADER_BYTES, cut_message, pack_frame
 
 _EXTREMES = {1: "!B", 2: "!H", 4: "!I", 8: "!Q"}
 
 
+#: What the receiver of changes has.
+BASE: dict[str, NDArray[Any]] = {
+    "bias": np.arange(8, dtype=np.float32),
+    "count": np.array(3),
+    "weight": np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16),
+}
+
+
+def coded_body(values: NDArray[Any], encoding: str, labels: bytes) -> Body:
+    """Return a coded tensor with all of its chunks, and labels behind it."""
+    bounds = [0, *accumulate(chunk_sizes(values.shape, values.itemsize))]
+    flat, row, lossy = values.reshape(-1), row_values(values.shape), Lossy()
+    payloads = [encode(flat[start:end], encoding, row=row, lossy=lossy) for start, end in pairwise(bounds)]
+    payloads[-1] = (*payloads[-1], labels)
+    chunks = Chunks(len(payloads), lambda _: Payload(0))
+    for buffers in payloads:
+        chunks.add(Payload.of(*buffers))
+    size = values.nbytes + len(labels)
+    return Body(size, dtype=values.dtype.name, shape=values.shape, encoding=encoding, chunks=chunks)
+
+
+def changes_bodies() -> list[Body]:
+    """Return models as what has changed: a little, all of it, and what is none."""
+    changed = {**BASE, "weight": np.nextafter(BASE["weight"], np.float32(2))}
+    forms = bytes((WHOLE, SAME, CHANGED))
+    return [Body.of(*encode_changes(changed, BASE), encoding="changes"), Body.of(forms + bytes(32), encoding="changes")]
+
+
 def good_frames() -> list[bytes]:
     """Return frames of messages of every kind, whole ones and, with small chunks, parts of larger ones."""
+    rectified = np.maximum(0, np.sin(np.arange(120, dtype=np.float32))).reshape(6, 20)
     tensor = Body.of(struct.pack("<60f", *range(60)), struct.pack("<3i", 1, 2, 3), dtype="float32", shape=(3, 20))
     bodies = [tensor, Body.of(bytes(200), encoding="safetensors"), json_body({"name": "pi", "samples": 3}), Body()]
     messages = [Message(kind, 1, 2, 3, 3, 9, body) for kind in Kind for body in bodies]
+    labels = struct.pack("<3i", 1, 2, 3)
+    messages += [Message(Kind.ACTIVATION, 1, 2, 3, 3, 9, coded_body(rectified[:3], one, labels)) for one in CODED]
+    messages += [Message(Kind.GRADIENT, 1, 2, 3, 3, 9, coded_body(rectified[:3], one, b"")) for one in CODED]
+    messages += [Message(Kind.ACTIVATION, 1, 2, 3, 6, 9, coded_body(rectified, "sparse-planes", 2 * labels))]
+    messages += [Message(Kind.MODEL, 1, body=body) for body in changes_bodies()]
     return [
         pack_frame(frame)
         for sequence, message in enumerate(messages, start=1)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from credentials import certs
-from garbage import damaged, good_frames
+from garbage import changes_bodies, coded_body, damaged, good_frames
 from programs import PATIENCE_S, Place, Program, address_of, place
 from test_deployment import check_nothing_is_left, training
 
@@ -53,6 +54,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(600, FRAMES // 50))]
 def fuzzed_training() -> dict[str, Any]:
     tree = training(epochs=EPOCHS, trace="off")
     tree["plan"]["replan"] = False
+    tree["model"]["factory"] = "gated:rectified"
+    tree["wire"] = {"encoding": "sparse-planes"}
     # Who has a credential and is let in is waited for when its link is lost: not for long here.
     tree["server"]["resume_window"] = "100ms"
     tree["devices"] = [{"name": "pi-1"}]
@@ -130,11 +133,14 @@ class Garbler:
 
 def frames_of_a_round(session: int, epoch: int) -> list[bytes]:
     """Return what a device says in a round, with a wrong model: it must never count."""
-    activations = struct.pack("<320d", *range(320)), struct.pack("<5i", *range(5))
-    piece = Body.of(*activations, dtype="float64", shape=(5, 4, 4, 4))
+    values, labels = np.maximum(0.0, np.sin(np.arange(320.0))).reshape(5, 4, 4, 4), struct.pack("<5i", *range(5))
+    raw = Body.of(values.tobytes(), labels, dtype="float64", shape=values.shape)
+    piece = coded_body(values, "sparse-planes", labels)
     end = json_body({"samples": 20, "loss_sum": None, "up_bytes": 1, "up_s": 0.1})
     messages = [
         Message(Kind.ACTIVATION, epoch, 1, 1, 5, 10, piece), Message(Kind.ACTIVATION, epoch, 1, 2, 5, 10, piece),
+        Message(Kind.ACTIVATION, epoch, 1, 1, 5, 10, raw),
+        *(Message(Kind.MODEL, epoch, body=body) for body in changes_bodies()),
         Message(Kind.END_EPOCH, epoch, body=end), Message(Kind.MODEL, epoch, body=Body.of(bytes(80))),
         Message(Kind.TRACE, epoch, body=Body.of(b"{}", encoding="trace")), Message(Kind.STATE, epoch),
         Message(Kind.FAULT, body=json_body({"reason": "none"})), Message(Kind.HELLO, body=json_body({"name": "pi-1"})),
