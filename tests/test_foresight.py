@@ -63,6 +63,21 @@ def test_links_count_from_the_next_epoch_on() -> None:
     assert foresight.predicted_s(2, plans(here)) < 0.9 * foresight.predicted_s(1, plans(here))
 
 
+def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_stay_the_same() -> None:
+    here = fleet()
+    everything, pruned = Foresight(here, plans(here)), Foresight(here, plans(here))
+    for epoch in range(1, 30):
+        for one in (everything, pruned):
+            if epoch % 7 == 0:
+                one.replan(epoch + 1, plans(here))
+            one.measure_links(epoch, {member.name: measured(1e6 * (5 + epoch), 40e6) for member in here.members})
+            one.learn(epoch, *busy_s(here.slower(devices=1 + epoch / 100), plans(here)))
+        pruned.forget(epoch)
+        for later in (epoch + 1, epoch + 2, epoch + 3):
+            assert pruned.predicted_s(later, plans(here)) == everything.predicted_s(later, plans(here))
+        assert max(len(pruned._plans), len(pruned._links), len(pruned._fits)) <= 3
+
+
 def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:
     here = fleet(20)
     rates = {m.name: Link(up_bps=10e6 * (0.95 + 0.005 * n), down_bps=20e6) for n, m in enumerate(here.members)}
@@ -106,7 +121,9 @@ def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
     assert not foresight.has_learned()
 
 
-def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins() -> None:
+def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[int] = []
+    monkeypatch.setattr(Foresight, "forget", lambda _, epoch: forgotten.append(epoch))
     config = config_from(
         {
             "run": {"epochs": 3, "trace": "off"},
@@ -120,3 +137,4 @@ def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins() -> N
     results: list[EpochResult] = []
     train_without_mathematics(job, lambda result, _: results.append(result), ignore)
     assert [result.predicted_s for result in results] == [pytest.approx(r.seconds, rel=2e-3) for r in results]
+    assert forgotten == [1, 2, 3]

@@ -67,6 +67,12 @@ class Foresight:
             devices={name: slower for name, slower in times.items() if slower is not None},
         )
 
+    def forget(self, epoch: int) -> None:
+        """Keep nothing that only epochs up to this one were expected by: a training may have any number of them."""
+        self._plans = since(self._plans, epoch + 1)
+        self._links = since(self._links, epoch + 1)
+        self._fits = since(self._fits, epoch + 1)
+
     def has_learned(self) -> bool:
         """Return whether machines are known to be other than they were when plans were last chosen."""
         return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
@@ -88,6 +94,12 @@ class Foresight:
 
 def _at(by_first: Mapping[int, T], epoch: int) -> T:
     return by_first[max(first for first in by_first if first <= epoch)]
+
+
+def since(by_first: dict[int, T], epoch: int) -> dict[int, T]:
+    """Return what holds in an epoch and behind it."""
+    newest = max((first for first in by_first if first <= epoch), default=epoch)
+    return {first: what for first, what in by_first.items() if first >= newest}
 
 
 def _times(measured_s: float, expected_s: float) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pipar.config import Link
 from pipar.events import EpochResult
-from pipar.foresight import Foresight
+from pipar.foresight import Foresight, since
 from pipar.methods import Plan
 from pipar.replanning import MeasuredLink
 from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
@@ -167,12 +167,14 @@ class Ledger:
             del self._epochs[self._emitted]
             self._emit(self._result(self._emitted, epoch), _spans(epoch))
             self._learn(self._emitted, epoch)
+            self._bounds = since(self._bounds, self._emitted + 1)
         self._changed.set()
 
     def _learn(self, number: int, epoch: _Epoch) -> None:
         if self._foresight is not None and epoch.server is not None:
             computed = {name: trace.totals[COMPUTE].busy_s for name, trace in epoch.devices.items()}
             self._foresight.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
+            self._foresight.forget(number)
 
     def _is_complete(self, epoch: _Epoch) -> bool:
         return epoch.validated and epoch.server is not None and not epoch.awaited
