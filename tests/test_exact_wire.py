@@ -36,7 +36,7 @@ def with_coding(model: Any, input_shape: Any, dtype: str, **overheads: float) ->
     layers = tuple(
         replace(layer, rectified=cut in rectified, shares=SHARES) for cut, layer in enumerate(plain.layers, start=1)
     )
-    times = CodingTimes(encode_s=1e-4, decode_s=1e-4)
+    times = CodingTimes(encode_s=1e-4, decode_s=1e-6)
     return replace(plain, layers=layers, coding=dict.fromkeys((*SHARES, "changes"), times))
 
 

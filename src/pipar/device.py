@@ -20,7 +20,7 @@ from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import EMPTY, Body, Kind, Message, json_body, read_json
+from pipar.protocol.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
 from pipar.stages import Place, Work
@@ -314,7 +314,8 @@ class Device:
         encoding = self._orders.plan.down
         if message.epoch <= self._abandoned:
             return
-        decode = Work("decode", *place, size_bytes=message.body.size_bytes, encoding=encoding)
+        body = message.body
+        decode = Work("decode", *place, size_bytes=body.size_bytes, encoding=encoding, chunks=chunk_count(body))
         gradient = await self._io.run((decode, partial(self._part.decode, message, encoding)))
         if message.epoch <= self._abandoned:
             return

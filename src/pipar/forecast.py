@@ -554,7 +554,8 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
     def served(m: int) -> float:
         job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
         received = m * (at_cut + LABEL_BYTES)
-        return server.coding_s("decode", plan.up, received) + sum(map(server.seconds, job)) + answer(m)
+        decode_s = server.coding_s("decode", plan.up, received, chunks(m, plan.up))
+        return decode_s + sum(map(server.seconds, job)) + answer(m)
 
     none = [0.0] * len(pieces)
     return BatchTimes(
@@ -564,7 +565,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
         served=none if whole else each(served),
         d=none if whole else each(lambda m: _crossing_s(server.profile, plan, m, "down", link.down_bps)),
-        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut)),
+        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut, chunks(m, plan.down))),
         bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
         step=costs.seconds(Work("step", last_layer=p)),
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),

@@ -28,7 +28,7 @@ from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message
+from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
 from pipar.protocol.orders import Orders, Returned, plan_body
 from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
@@ -550,8 +550,9 @@ class Server:
             for size in replica.chunk_bytes(message, plan.down)
         )
         answer = Answer(session, message)
+        decode = replace(work("decode"), encoding=plan.up, chunks=chunk_count(message.body))
         job = (
-            (replace(work("decode"), encoding=plan.up), partial(replica.decode, message, encoding=plan.up)),
+            (decode, partial(replica.decode, message, encoding=plan.up)),
             (work("fs"), replica.forward),
             (work("bs"), replica.backward),
             (first, partial(replica.encode, encoding=plan.down, place=(*answer.place, session.device))),

@@ -105,3 +105,4 @@ class Work:
     size_bytes: int = 0  # before encoding, or after decoding
     device: str = ""
     encoding: str = "raw"  # of encode and decode
+    chunks: int = 1  # that it decodes, one after another

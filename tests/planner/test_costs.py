@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.planner.costs import Costs, interpolate
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.stages import Work
 
 PROFILE = Profile(
@@ -160,6 +160,18 @@ def test_a_bound_takes_the_quickest_pass_of_each_layer_and_the_usual_one_where_n
     assert Costs(profile).least_s(1, 2, 10) == 10.0 + (3.0 + 6.0)
     assert Costs(profile, speed=0.5).least_s(1, 1, 100) == 200.0
     assert Costs(PROFILE).least_s(1, 3, 4) == (2.0 + 4.0) + (3.0 + 6.0) + (1.0 + 1.0)
+
+
+def test_a_coded_tensor_is_one_message_and_decoded_chunk_by_chunk() -> None:
+    coding = {"planes": CodingTimes(2.0, 0.5, 3.0, 0.25)}
+    costs = Costs(replace(NO_OVERHEADS, decode_s=10.0, decode_s_per_byte=1.0, coding=coding), 0.5)
+    decode = Work("decode", size_bytes=8, encoding="planes", chunks=4)
+    assert costs.seconds(decode) == costs.coding_s("decode", "planes", 8, 4) == (10.0 + 4 * 3.0 + 0.25 * 8) / 0.5
+    assert costs.seconds(Work("decode", size_bytes=8)) == (10.0 + 8) / 0.5
+    # Each chunk is encoded by itself, and leaves before the next one is.
+    assert costs.coding_s("encode", "planes", 8, 4) == 4 * costs.seconds(
+        Work("encode", size_bytes=2, encoding="planes")
+    )
 
 
 def test_a_call_costs_beside_its_bytes_and_a_backward_that_starts_at_a_cut_beside_its_layers() -> None:

@@ -66,6 +66,16 @@ def test_the_whole_network_on_the_device_has_nothing_to_encode() -> None:
     assert coded(fleet(SLOW), 3, 1) == ("raw", "raw")
 
 
+def test_every_chunk_of_a_large_tensor_costs_its_receiver_a_call() -> None:
+    """6 samples of 100 kB are 3 chunks; at 1 Gbit/s planes save 0.96 ms of 4.8 and take 0.9 ms for their bytes."""
+    link = Link(up_bps=1e9)
+    for call_s, best in ((1e-5, "planes"), (4e-5, "raw")):
+        coding = {"planes": CodingTimes(0.0, 0.9e-9, call_s, 0.6e-9)}
+        server = Costs(replace(PROFILE, coding=coding))
+        of = replace(fleet(link, device=replace(PROFILE, coding=coding)), server=server)
+        assert coded(of, 2) == (best, "raw")
+
+
 def test_a_device_that_codes_very_slowly_does_not() -> None:
     slow_coding = {
         name: replace(times, encode_s_per_byte=1e-5, decode_s_per_byte=1e-5) for name, times in CODING.items()

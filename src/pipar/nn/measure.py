@@ -436,9 +436,11 @@ def _with_coding(
 
 
 def _with_message(times: CodingTimes, overheads: Mapping[str, float]) -> CodingTimes:
-    """Return an encoding's times with what a message costs in any: once for a tensor, mostly with its first chunk."""
-    encode_s, decode_s = overheads["encode_s"], overheads["decode_s"]
-    return replace(times, encode_s=max(times.encode_s, encode_s), decode_s=times.decode_s + decode_s)
+    """Return an encoding's times with what it costs in any to begin a message, mostly with its first chunk.
+
+    What it costs to read one is counted once for a tensor, whatever its encoding.
+    """
+    return replace(times, encode_s=max(times.encode_s, overheads["encode_s"]))
 
 
 def _samples(count: int, task: _Task) -> _Batch:

@@ -170,8 +170,8 @@ def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[fl
     up, down = (len(profile.chunk_bytes(p, samples, encoding)) for encoding in (plan.up, plan.down))
     device, server = member.costs, fleet.server
     return (
-        device.coding_s("encode", plan.up, size, up) + device.coding_s("decode", plan.down, size),
-        server.coding_s("decode", plan.up, size) + server.coding_s("encode", plan.down, size, down),
+        device.coding_s("encode", plan.up, size, up) + device.coding_s("decode", plan.down, size, down),
+        server.coding_s("decode", plan.up, size, up) + server.coding_s("encode", plan.down, size, down),
     )
 
 

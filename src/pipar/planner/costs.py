@@ -28,22 +28,24 @@ class Costs:
     def __init__(self, profile: Profile, speed: float = 1.0) -> None:
         self.profile = profile
         self.speed = speed
-        # By kind and encoding; what has none counts as raw, as Work says.
-        self._by_size: dict[tuple[str, str], tuple[float, float]] = {
-            (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, getattr(profile, f"{kind}_s_per_byte") / speed)
+        # By kind and encoding: of the work, of each chunk in it, of each byte. What has no encoding counts as raw.
+        self._by_size: dict[tuple[str, str], tuple[float, float, float]] = {
+            (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, 0.0, getattr(profile, f"{kind}_s_per_byte") / speed)
             for kind in ("pack", "install", "aggregate")
         }
         changes = profile.coding.get("changes", CodingTimes())
         for kind, of in (("pack", "encode"), ("install", "decode")):
-            call, byte = self._by_size[kind, "raw"]
+            call, _, byte = self._by_size[kind, "raw"]
             more = (getattr(changes, f"{of}_s") / speed, getattr(changes, f"{of}_s_per_byte") / speed)
-            self._by_size[kind, "changes"] = call + more[0], byte + more[1]
+            self._by_size[kind, "changes"] = call + more[0], 0.0, byte + more[1]
         # What a device brings back is decoded when it comes, and installed with all others'.
-        self._by_size["decode", "changes"] = changes.decode_s / speed, changes.decode_s_per_byte / speed
+        self._by_size["decode", "changes"] = changes.decode_s / speed, 0.0, changes.decode_s_per_byte / speed
+        message_s = profile.decode_s / speed
         for encoding in encodings.ALL:
             times = profile.coding_times(encoding)
-            self._by_size["encode", encoding] = times.encode_s / speed, times.encode_s_per_byte / speed
-            self._by_size["decode", encoding] = times.decode_s / speed, times.decode_s_per_byte / speed
+            chunk_s = times.decode_s / speed if encoding in profile.coding else 0.0
+            self._by_size["encode", encoding] = 0.0, times.encode_s / speed, times.encode_s_per_byte / speed
+            self._by_size["decode", encoding] = message_s, chunk_s, times.decode_s_per_byte / speed
         # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time
         # instead: compressed sizes never repeat, and remembering them would only fill memory.
         self._known: dict[tuple[str, int, int, int], float] = {}
@@ -76,21 +78,21 @@ class Costs:
         """
         by_size = self._by_size.get((work.kind, work.encoding))
         if by_size is not None:
-            return by_size[0] + by_size[1] * work.size_bytes
+            return by_size[0] + by_size[1] * work.chunks + by_size[2] * work.size_bytes
         key = (work.kind, work.first_layer, work.last_layer, work.samples)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._compute(work) / self.speed
         return known
 
-    def coding_s(self, kind: str, encoding: str, size_bytes: int, calls: int = 1) -> float:
-        """Return the seconds to encode or to decode so many bytes, counted before encoding, in so many calls."""
-        fixed, each = self._by_size[kind, encoding]
-        return calls * fixed + each * size_bytes
+    def coding_s(self, kind: str, encoding: str, size_bytes: int, chunks: int = 1) -> float:
+        """Return the seconds to encode or to decode so many bytes, counted before encoding, in so many chunks."""
+        fixed, chunk, each = self._by_size[kind, encoding]
+        return fixed + chunks * chunk + each * size_bytes
 
     def changes_s_per_byte(self, kind: str) -> float:
         """Return what a byte of a model takes more to pack or to install if only what has changed in it travels."""
-        return self._by_size[kind, "changes"][1] - self._by_size[kind, "raw"][1]
+        return self._by_size[kind, "changes"][2] - self._by_size[kind, "raw"][2]
 
     def crowded(self, samples: int) -> float:
         """Return by how much longer a micro-batch takes for each other core of the machine that is busy, as a share."""

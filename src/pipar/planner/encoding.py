@@ -72,7 +72,7 @@ def _quickest(
         size = sum(chunks)
         encode_s = _beside_a_message_s(sender, "encode", encoding, size, len(chunks))
         sent_s = size * profile.share(split_point, direction, encoding) * 8 / rate_bps
-        return encode_s + sent_s + _beside_a_message_s(receiver, "decode", encoding, size, 1)
+        return encode_s + sent_s + _beside_a_message_s(receiver, "decode", encoding, size, len(chunks))
 
     measured = profile.layers[split_point - 1].shares
     allowed = [
@@ -86,6 +86,6 @@ def _quickest(
     return min(("raw", *allowed), key=seconds)
 
 
-def _beside_a_message_s(costs: Costs, kind: str, encoding: str, size_bytes: int, calls: int) -> float:
+def _beside_a_message_s(costs: Costs, kind: str, encoding: str, size_bytes: int, chunks: int) -> float:
     """Return how long coding takes beside what a message costs in any encoding: a call with nothing to copy."""
-    return max(0.0, costs.coding_s(kind, encoding, size_bytes, calls) - costs.coding_s(kind, "raw", 0))
+    return max(0.0, costs.coding_s(kind, encoding, size_bytes, chunks) - costs.coding_s(kind, "raw", 0))

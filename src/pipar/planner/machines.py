@@ -118,16 +118,16 @@ _AROUND = {
     "aggregate": (10, 7.0),
 }
 _CALLS_AT_CUT = 2
-#: Likewise what each encoding costs: calls and copies of a byte, to encode a chunk and to decode a tensor. Measured on
-#: the core of the fit, whose call takes 40 us and which copies 8 GB a second.
+#: Likewise what each encoding costs: calls and copies of a byte, to encode a chunk and to decode one. Measured on the
+#: core of the fit, whose call takes 40 us and which copies 8 GB a second.
 _CODING = {
-    "sparse": (5, 4.5, 6, 8.0),
-    "planes": (3, 7.0, 5, 5.0),
-    "sparse-planes": (4, 10.5, 5, 12.0),
-    "fp16": (5, 7.0, 5, 6.0),
-    "bf16": (4, 6.0, 5, 3.0),
-    "int8": (5, 12.0, 5, 4.0),
-    "topk": (5, 6.0, 5, 3.0),
+    "sparse": (5, 4.5, 2, 8.0),
+    "planes": (3, 7.0, 1, 5.0),
+    "sparse-planes": (4, 10.5, 1, 12.0),
+    "fp16": (5, 7.0, 1, 6.0),
+    "bf16": (4, 6.0, 1, 3.0),
+    "int8": (5, 12.0, 1, 4.0),
+    "topk": (5, 6.0, 1, 3.0),
     # Of models; four and two and a half times as long as planes take for as many bytes.
     "changes": (0, 28.0, 0, 13.0),
 }

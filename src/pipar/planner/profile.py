@@ -13,7 +13,7 @@ from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 8
+FORMAT = 9
 #: Two measurements of one machine differ by as much.
 _SCATTER = 0.1
 #: No machine that trains has more than these. What sums and products of larger numbers give is no number any more.
@@ -43,7 +43,10 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class CodingTimes:
-    """Seconds to encode a chunk and to decode a tensor by some encoding: of a call, and of a byte before encoding."""
+    """Seconds to encode and to decode a chunk by some encoding: of a call, and of a byte before encoding.
+
+    To read a message, the profile's own `decode_s`, comes on top once for a tensor.
+    """
 
     encode_s: float = 0.0
     encode_s_per_byte: float = 0.0

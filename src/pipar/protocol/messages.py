@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+from pipar.coding.chunks import chunk_sizes
 from pipar.coding.encodings import ALL, CODED
 from pipar.errors import ProtocolError
 
@@ -185,6 +186,11 @@ def read_json(message: Message) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ProtocolError(f"{message} carries {type(content).__name__} where an object belongs.")
     return content
+
+
+def chunk_count(body: Body) -> int:
+    """Return how many chunks of a tensor a body that has come holds; what is not coded is in one piece."""
+    return len(chunk_sizes(body.shape, ITEM_BYTES[body.dtype])) if body.encoding in CODED else 1
 
 
 def tensor_bytes(message: Message) -> int:
