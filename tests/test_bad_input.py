@@ -46,7 +46,7 @@ MNIST_LIKE = "run --virtual --data synthetic --set data.shape=[1,28,28]"
 #: The command line (words split at blanks), and words that its one line has.
 COMMANDS = [
     # unknown words
-    ("runn", "'runn' is not a command; there are certs, compare, data,"),
+    ("runn", "'runn' is not a command; there are certs, compare, completion, data,"),
     ("data fetch", "'fetch' is not a command; there are get, list"),
     ("run --colour red", "No such option"),
     ("run --estimate paper", "It is a key of the configuration: write --set plan.estimate=VALUE."),

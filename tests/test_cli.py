@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipar.cli import main
 from pipar.config import Config, load_config
@@ -22,8 +24,10 @@ from pipar.planner.cache import keep_profile
 from pipar.planner.memory import BASE_BYTES
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
+from pipar.run import Result
+from pipar.tables import comparison_table, result_table
 
-COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get", "certs"]
+COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get", "certs", "doctor", "completion"]
 COMMANDS += [f"certs {name}" for name in ("init", "server", "issue", "token", "revoke")]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 
@@ -81,7 +85,7 @@ def test_help_of_every_command_has_an_example(command: str, pipar: Pipar) -> Non
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "data list", "data get"])
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "data list", "data get", "doctor"])
 def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar: Pipar) -> None:
     text = pipar(*command.split(), "--help")
     assert "--set SECTION.KEY=VALUE" in text
@@ -181,6 +185,36 @@ def test_compare_prints_one_row_a_method_with_the_speed_up_over_fl(pipar: Pipar,
     assert max(map(len, text.splitlines())) <= 80
     assert {folder.name for folder in runs.iterdir()} == {"x-pipar", "x-fl", "x-sl", "x-comparison"}
     assert all(str(folder) in "".join(text.split()) for folder in runs.iterdir())
+
+
+def _result(folder: Path, method: str, plans: list[dict[str, Any]], seconds: float) -> Result:
+    epoch = {"seconds": seconds, "samples": 5e4, "efficiency": 0.75, "server_idle_s": seconds, "device_idle_s": 22.2}
+    epoch |= {"bytes_up": 1.2e11, "bytes_down": 9.8e10}
+    content = {"method": method, "model": "mobilenetv3_large", "dataset": "tiny_imagenet", "world": "timing-only"}
+    content |= {"plans": plans, "replans": [], "epochs": [epoch], "test_accuracy": 0.59, "equivalence": "exact"}
+    return Result(folder, content)
+
+
+def test_tables_of_many_plans_and_large_numbers_break_no_row_at_80_columns(tmp_path: Path) -> None:
+    many = [
+        {"split_point": 1 + n % 17, "micro_batches": 1 + n % 41, "window": 3 * (n % 2), "up": "sparse-planes"}
+        for n in range(300)
+    ]
+    results = {
+        "fl": _result(tmp_path, "fl", [{"split_point": 19, "micro_batches": 1}], 1234.56),
+        "pipar": _result(tmp_path, "pipar", many, 123.45),
+    }
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(comparison_table(results, Config()))
+    console.print(result_table(results["pipar"], Config()))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if line.startswith(" pipar"))
+    assert row.split()[:7] == ["pipar", "P=1-17", "N=1-41", "123.45", "10.00x", "123.45", "22.20"]
+    assert row.split()[7:] == ["59.0", "%", "120000", "98000"]
+    assert sum(" x P=" in line for line in lines) == 2 * 8
+    assert sum("and 292 other plans" in line for line in lines) == 2
 
 
 def test_compare_without_fl_measures_against_the_first_method(pipar: Pipar) -> None:

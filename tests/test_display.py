@@ -10,8 +10,18 @@ import pytest
 from rich.console import Console
 
 from pipar.config import config_from
-from pipar.display import Display
-from pipar.events import EpochResult, Event, Joined, Preparing, Progress, ReplanFailed, Replanned, Started
+from pipar.display import Display, clock_text, is_live
+from pipar.events import (
+    EpochResult,
+    Event,
+    Joined,
+    Preparing,
+    Progress,
+    ReplanFailed,
+    Replanned,
+    Started,
+    TrackerFailed,
+)
 from pipar.gauges import Gauges
 from pipar.tables import epoch_header, epoch_line
 from pipar.wording import plans_text, setting_text
@@ -100,8 +110,11 @@ def test_a_new_run_starts_from_nothing() -> None:
 def test_a_line_of_an_epoch_has_its_values_under_their_titles_within_80_columns() -> None:
     assert epoch_header() == "epoch  seconds samples/s train loss val loss val acc idle s: server device  eff."
     assert epoch_line(EPOCH) == "    1     4.00      50.0     2.2500   2.1250  50.0 %           3.50   0.25  75 %"
-    long = replace(EPOCH, epoch=1000, seconds=12345.678, server_idle_s=12345.678, device_idle_s=999.99)
-    assert len(epoch_line(long)) <= 80
+    long = replace(EPOCH, epoch=1000, seconds=1234567.89, server_idle_s=1234567.89, device_idle_s=123456.78)
+    worse = replace(long, train_loss=1e30, val_loss=-1.5e30, samples=10**15, val_accuracy=1.0, efficiency=1.0)
+    for result in (long, worse):
+        assert len(epoch_line(result)) <= 80
+        assert len(epoch_line(result).replace(" %", "").split()) == 9  # no two of them touch
 
 
 def test_a_run_without_mathematics_has_no_losses() -> None:
@@ -119,8 +132,8 @@ def test_a_run_without_mathematics_has_no_losses() -> None:
             "link 10/25 Mbit/s, then 50/50 Mbit/s, each for 60 s, speed",
         ),
         (
-            {"name": "pi", "profile": "pi.json", "speed": 1},
-            "pi: 1 device, link 10/25 Mbit/s, profile pi.json, speed 1 of",
+            {"name": "pi", "profile": "pi.json", "speed": 0.5},
+            "pi: 1 device, link 10/25 Mbit/s, profile pi.json, speed 0.5 of that profile",
         ),
     ],
 )
@@ -197,6 +210,39 @@ def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: py
 
 def test_quiet_is_quiet() -> None:
     assert _shown(*RUN, terminal=False, quiet=True) == ""
+
+
+def test_a_tracker_that_was_asked_for_and_fails_is_said_even_then() -> None:
+    failed = TrackerFailed("mlflow", "OSError: no\nspace")
+    said = "The tracker mlflow is off, and training goes on without it: OSError: no\\nspace\n"
+    assert _shown(failed, terminal=False, quiet=True) == said
+
+
+@pytest.mark.parametrize(
+    ("environment", "console", "live"),
+    [
+        ({}, {"force_terminal": True}, True),
+        ({}, {"force_terminal": False}, False),
+        ({"CI": "true"}, {"force_terminal": True}, False),
+        ({"FORCE_COLOR": "1"}, {"force_terminal": True}, False),  # a file that is to have colours
+        ({"NO_COLOR": "1"}, {"force_terminal": True}, True),
+    ],
+)
+def test_only_a_terminal_outside_of_ci_is_drawn_on(
+    environment: dict[str, str], console: dict[str, bool], live: bool
+) -> None:
+    around = {"TERM": "xterm", **environment}
+    assert is_live(Console(file=io.StringIO(), _environ=around, **console), around) is live
+
+
+def test_a_terminal_without_a_cursor_is_not_drawn_on() -> None:
+    around = {"TERM": "dumb"}
+    assert not is_live(Console(file=io.StringIO(), force_terminal=True, _environ=around), around)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (65.4, "1:05"), (3600, "1:00:00"), (43259, "12:00:59")])
+def test_durations_are_those_of_a_clock(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ LINES = [
     protocol.*
     trace gauges pace
     checkpoint
+    trackers.*
     nn.*
     data.*
     privacy.*
@@ -32,7 +33,7 @@ LINES = [
     forecast judge
     compute lifeline device server turns ledger hollow job results session reception replanning foresight choosing \
     validation keeper
-    enrolment assemble torchside workload planning prepare virtual processes explain
+    enrolment assemble torchside workload planning prepare virtual processes explain doctor
     report.*
     run deployment faults.*
     __init__

@@ -40,6 +40,7 @@ from pipar.events import (
     SaveFailed,
     Started,
     Stopping,
+    TrackerFailed,
     Trained,
     Waiting,
     Welcomed,
@@ -111,6 +112,10 @@ SAID: list[tuple[Event, str]] = [
     (
         Reconnecting("server:50051", 3, 1.26, "connection refused"),
         "warning: no connection to server:50051 (connection refused); attempt 3 in 1.3 s",
+    ),
+    (
+        TrackerFailed("mlflow", "OSError: no space left"),
+        "warning: the tracker mlflow is off, and training goes on without it: OSError: no space left",
     ),
     (Left("pi-1"), "pi-1 left"),
     (Welcomed("pi-1", "P=1 N=9"), "pi-1 takes part by P=1 N=9"),

@@ -22,6 +22,7 @@ from pipar.units import format_rate, parse_duration, parse_rate, parse_size, spl
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 Quantity = TypeVar("Quantity")
@@ -105,6 +106,16 @@ def _address(value: str) -> str:
     except InputError:
         raise ValueError("is not allowed: write HOST:PORT with a port from 0 to 65535, as in 127.0.0.1:50051") from None
     return value
+
+
+def _trackers(value: Any) -> Any:
+    """Return the names of known trackers, each once."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f'is not a list; write the names of trackers, as in ["{TRACKERS[0]}"]')
+    unknown = [name for name in value if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"names {unknown[0]!r}, which is not a tracker; there are {', '.join(TRACKERS)}")
+    return tuple(dict.fromkeys(value))
 
 
 def _table(value: Any) -> Any:
@@ -248,6 +259,7 @@ class RunSection(_Section):
     seed: NotNegative = 0
     patience: Positive | None = None
     trace: Literal["auto", "full", "sampled", "off"] = "auto"
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_trackers)] = ()
 
 
 class ModelSection(_Section):

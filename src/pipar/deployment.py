@@ -41,6 +41,7 @@ from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.trace import SERVER, Recorder
+from pipar.trackers.tracking import Tracking, tracked
 from pipar.workload import Own, Workload
 
 _NO_LINK = Link()
@@ -75,6 +76,12 @@ class DeviceOptions:
 
 def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     """Train with the devices that come; return the exit code: 0 at the end or on SIGTERM, 130 on SIGINT."""
+    with tracked(config, observe) as tracking:
+        return _serve(config, options, tracking)
+
+
+def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
+    observe = tracking.observe
     _prepare_process()
     workload = server_workload(config)
     folder_path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
@@ -99,11 +106,12 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
     stopped = _until_signal(_ServerProgram(workload, learner, folder, options, observe, kept).run(job, found))
     with uninterrupted():
-        folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+        result = folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         if stopped is None:
-            folder.add_test_accuracy(_test_accuracy(learner, workload))
+            result = folder.add_test_accuracy(_test_accuracy(learner, workload))
     if folder.epochs:
         leave_report(folder_path, observe, job=folder.job if stopped is None else None)
+    tracking.end(result if stopped is None else None)
     return 130 if stopped == signal.SIGINT else 0
 
 

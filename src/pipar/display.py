@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -12,9 +14,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipar.events import EpochResult, Event, Preparing, ReplanFailed, Replanned, ReportFailed, Started
+from pipar.events import (
+    EpochResult,
+    Event,
+    Joined,
+    Preparing,
+    ReplanFailed,
+    Replanned,
+    ReportFailed,
+    Started,
+    TrackerFailed,
+)
 from pipar.gauges import Gauges
+from pipar.logs import one_line
 from pipar.methods import METHODS, Plan
+from pipar.pace import Pace
 from pipar.tables import epoch_header, epoch_line, percent
 from pipar.wording import plans_text
 
@@ -27,9 +41,10 @@ _SAY_EVERY_S = 10.0
 class Display:
     """Watches runs: a live part at the bottom of a terminal, and a line for each finished epoch anywhere.
 
-    Without a terminal only the lines are written; `quiet` writes nothing. Nothing is written before a run begins, but
-    a line every ten seconds of a long preparation: a mistake that is found until then is the only line. The folders of
-    the runs are remembered.
+    Without a terminal, on one that cannot move its cursor and in CI only the lines are written; `quiet` writes nothing
+    but what was asked for and is not done. On a terminal no line is longer than it is wide. Nothing is written before a
+    run begins, but a line every ten seconds of a long preparation: a mistake that is found until then is the only line.
+    The folders of the runs are remembered.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -38,13 +53,14 @@ class Display:
         self._console = console
         self._quiet = quiet
         self._gauges = Gauges()
+        self._pace = Pace()
         self._preparing: Preparing | None = None
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
         self._replanned: Replanned | None = None  # for an epoch whose predecessor has no line yet
 
     def __enter__(self) -> Display:
-        if not self._quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if not self._quiet and is_live(self._console, os.environ):
             self._live = Live(
                 get_renderable=self._picture,
                 console=self._console,
@@ -69,8 +85,11 @@ class Display:
             self._say_how_far(event)
         elif isinstance(event, Started):
             self._preparing, self._replanned, self._since = None, None, time.monotonic()
+            self._pace = Pace()
             self._introduce(event)
             self.folders.append(Path(event.folder))
+        elif isinstance(event, Joined):
+            self._pace.begin(0.0, time.monotonic())
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
             self._tell_new_plans()
@@ -78,11 +97,15 @@ class Display:
             self._replanned = event
             self._tell_new_plans()
         elif isinstance(event, ReplanFailed | ReportFailed):
-            self._print(Text(event.reason, style="dim"))
+            self._print(Text(event.reason, style="dim"), whole=True)
+        elif isinstance(event, TrackerFailed):
+            words = f"The tracker {event.tracker} is off, and training goes on without it: {event.reason}"
+            self._print(Text(one_line(words), style="dim"), whole=True, always=True)
 
     def say(self, sentence: str) -> None:
-        """Write a line above the live part."""
-        self._print(Text(sentence))
+        """Write a line above the live part, as it is: an address in it is to be clicked on."""
+        if not self._quiet:
+            self._console.print(Text(sentence), soft_wrap=True, highlight=False)
 
     def _say_how_far(self, preparing: Preparing) -> None:
         """Write how far a preparation is, now and then, where no terminal shows it all the time."""
@@ -91,8 +114,12 @@ class Display:
             self._print(Text(f"{preparing.what} ({percent(preparing.share, 0)}, {self._elapsed()})", style="dim"))
 
     def _elapsed(self) -> str:
-        minutes, seconds = divmod(int(time.monotonic() - self._since), 60)
-        return f"{minutes}:{seconds:02d}"
+        return clock_text(time.monotonic() - self._since)
+
+    def _left(self, started: Started) -> str:
+        """Return how long it has taken and will take: "0:12, 1:05 left"."""
+        end = self._pace.ends_at(started.epochs)
+        return self._elapsed() if end is None else f"{self._elapsed()}, {clock_text(end - time.monotonic())} left"
 
     def _tell_new_plans(self) -> None:
         """Write which plans the next epoch has, below the line of the last one that has others.
@@ -110,12 +137,16 @@ class Display:
         if not self.folders and self._emulated:
             self._print(Text(f"Emulated: {self._emulated}."))
         title = f"{started.method}: {METHODS[started.method].title}, {plans_text(started.plans.values())}"
-        self._print(Text(f"\n{title}", style="bold"))
+        self._print(Text())
+        self._print(Text(title, style="bold"))
         self._print(Text(epoch_header(), style="dim"))
 
-    def _print(self, text: Text) -> None:
-        if not self._quiet:
-            self._console.print(text, soft_wrap=True, highlight=False)
+    def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:
+        """Write a line: all of it to a log; to a terminal as much as fits, or, if it is to be whole, several lines."""
+        if self._live is not None and not whole:
+            text.truncate(self._console.width, overflow="ellipsis")
+        if always or not self._quiet:
+            self._console.print(text, soft_wrap=self._live is None, highlight=False)
 
     def _picture(self) -> RenderableType:
         if self._preparing is not None:
@@ -132,6 +163,7 @@ class Display:
 
     def _headline(self, started: Started) -> RenderableType:
         epoch, iteration, iterations, share = self._gauges.place()
+        self._pace.note(epoch - 1 + share, time.monotonic())
         rate = self._gauges.samples_per_s()
         words = [f"epoch {epoch}/{started.epochs}", f"iteration {iteration}/{iterations or '?'}"]
         words += [f"{rate:.3g} samples/s"] if rate else []
@@ -139,17 +171,30 @@ class Display:
         words += [f"loss {loss:.3f}"] if loss is not None else []
         words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
         return Group(
-            Text("  ".join([*words, self._elapsed()]), style="bold", no_wrap=True, overflow="ellipsis"),
-            _bar_line("epoch", share, percent(share, 0), style="cyan"),
+            Text("  ".join(words), style="bold", no_wrap=True, overflow="ellipsis"),
+            _bar_line("epoch", share, percent(share, 0), self._left(started), style="cyan"),
         )
 
 
-def _bar_line(label: str, share: float | None, text: str, style: str = "green") -> Table:
+def _bar_line(label: str, share: float | None, text: str, more: str = "", style: str = "green") -> Table:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=max(8, len(label)))
+    grid.add_column(width=8, no_wrap=True)
     grid.add_column(width=40)
-    grid.add_column(width=6, justify="right")
-    grid.add_row(
-        label, ProgressBar(total=1.0, completed=share or 0.0, complete_style=style, finished_style=style), text
-    )
+    grid.add_column(width=6, justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True)
+    bar = ProgressBar(total=1.0, completed=share or 0.0, complete_style=style, finished_style=style)
+    grid.add_row(label, bar, text, more)
     return grid
+
+
+def is_live(console: Console, environment: Mapping[str, str]) -> bool:
+    """Return whether a part of the screen can be drawn again and again: on a terminal, and not in a log of CI."""
+    forced = bool(environment.get("FORCE_COLOR")) and not console.file.isatty()  # colours are wanted, in a file
+    return console.is_interactive and not console.is_dumb_terminal and not forced and not environment.get("CI")
+
+
+def clock_text(seconds: float) -> str:
+    """Return a duration as a clock shows it: "1:05", "12:00:59"."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

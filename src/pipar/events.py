@@ -249,6 +249,14 @@ class Reconnecting:
 
 
 @dataclass(frozen=True)
+class TrackerFailed:
+    """A tracker is told nothing more of this run; the training goes on without it."""
+
+    tracker: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stopping:
     """The program was asked to end, or has come to its end, and puts everything away."""
 
@@ -289,6 +297,7 @@ Event = (
     | Welcomed
     | Trained
     | Reconnecting
+    | TrackerFailed
     | Stopping
     | Failed
 )

@@ -44,6 +44,7 @@ from pipar.events import (
     SaveFailed,
     Started,
     Stopping,
+    TrackerFailed,
     Trained,
     Waiting,
     Welcomed,
@@ -65,6 +66,7 @@ _LEVELS: dict[type[Event], int] = {
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
     ReportFailed: logging.WARNING,
+    TrackerFailed: logging.WARNING,
     Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
     Failed: logging.ERROR,
@@ -212,6 +214,8 @@ def _about_the_program(event: Event) -> str:
         case Reconnecting():
             when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
             return f"no connection to {event.address} ({event.reason}); {when}"
+        case TrackerFailed():
+            return f"the tracker {event.tracker} is off, and training goes on without it: {event.reason}"
         case Stopping():
             return f"stopping: {event.reason}"
         case Failed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -32,7 +33,7 @@ def plan_view(explained: Explanation) -> RenderableType:
     if picture is not None:
         parts += [_picture_title(explained, picture), Chart(picture.spans)]
     if explained.runners_up:
-        parts += [Text("\nRunners-up", style="bold"), _runners_up(explained), *_why_not(explained)]
+        parts += [_runners_up_title(explained), _runners_up(explained), *_why_not(explained)]
     parts += [Text(), _other_line(explained)]
     if explained.exhaustive is not None:
         parts += [_exhaustive_lines(explained, explained.exhaustive)]
@@ -161,8 +162,19 @@ def _runners_up(explained: Explanation) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     for option in _different(explained.runners_up)[:_RUNNERS_UP]:
-        table.add_row(_plans_text(explained, option.plans), f"{option.epoch_s:.2f} s", _against(explained, option))
+        plans = _plans_text(explained, _without_encodings(option.plans))
+        table.add_row(plans, f"{option.epoch_s:.2f} s", _against(explained, option))
     return table
+
+
+def _without_encodings(plans: Plans) -> Plans:
+    return {name: replace(plan, up="raw", down="raw") for name, plan in plans.items()}
+
+
+def _runners_up_title(explained: Explanation) -> Text:
+    """Return the title of rows that have no room for encodings, which hardly ever are other than the choice's."""
+    coded = any(plan.encoding != "raw" for option in explained.runners_up for plan in option.plans.values())
+    return Text.assemble(("\nRunners-up", "bold"), ", without their encodings" if coded else "")
 
 
 def _different(options: Sequence[Option]) -> list[Option]:

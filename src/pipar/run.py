@@ -19,6 +19,7 @@ from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.schedule import count_batches
 from pipar.trace import Span
+from pipar.trackers.tracking import tracked
 
 if TYPE_CHECKING:
     import torch
@@ -92,15 +93,23 @@ def run(
     resolved = _configuration(config, settings, datasets)
     if world == "timing-only" and resolved.run.patience is not None:
         raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
-    told = Told(command if command is not None else "pipar.run", observe, report, pictures)
+    with tracked(resolved, observe) as tracking:
+        told = Told(command if command is not None else "pipar.run", tracking.observe, report, pictures)
+        result = _train(resolved, world, (model, datasets, validation, test), told)
+        tracking.end(result.content)
+        return result
+
+
+def _train(config: Config, world: World, own: tuple[Any, ...], told: Told) -> Result:
+    """Train by a configuration that is known to be right; `own` is what the user brought: model and datasets."""
+    model, datasets, _, _ = own
     if world == "timing-only" and model is None and datasets is None:
-        job = prepare_timing_only(resolved, observe)
+        job = prepare_timing_only(config, told.observe)
         if job is not None:
             return _run_timing_only(job, told)
     from pipar.workload import Own
 
-    own = Own.of(resolved, model, datasets, validation, test)
-    return _run_with_torch(resolved, own, world, told)
+    return _run_with_torch(config, Own.of(config, *own), world, told)
 
 
 def compare(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,14 +18,19 @@ from pipar.config import Config
 from pipar.events import EpochResult
 from pipar.methods import Plan
 from pipar.units import format_bytes
-from pipar.wording import plans_text, setting_text
+from pipar.wording import setting_text
 
 if TYPE_CHECKING:
     from pipar.data.catalog import DatasetInfo
+    from pipar.doctor import Finding
     from pipar.planner.profile import Profile
     from pipar.run import Result
 
 _WIDEST = 110
+#: What a number of a comparison may take, with a space beside it, so that plans have room.
+_CELL = 7
+#: Of how many different plans there is a line; more are counted.
+_MOST_PLANS = 8
 
 #: Columns of an epoch's line: title and width. Together they leave room at 80 columns.
 _COLUMNS = (
@@ -46,22 +53,28 @@ def epoch_header() -> str:
 
 def epoch_line(result: EpochResult) -> str:
     """Return what one epoch gave, in one line of at most 80 columns."""
+    rate = result.samples / result.seconds if result.seconds else None
+    widths = dict(_COLUMNS)
     values = (
         str(result.epoch),
-        f"{result.seconds:.2f}",
-        _number(result.samples / result.seconds if result.seconds else None, ".1f"),
-        _number(result.train_loss, ".4f"),
-        _number(result.val_loss, ".4f"),
+        _number(result.seconds, 2, widths["seconds"]),
+        _number(rate, 1, widths["samples/s"]),
+        _number(result.train_loss, 4, widths["train loss"]),
+        _number(result.val_loss, 4, widths["val loss"]),
         percent(result.val_accuracy),
-        f"{result.server_idle_s:.2f}",
-        f"{result.device_idle_s:.2f}",
+        _number(result.server_idle_s, 2, widths["idle s: server"]),
+        _number(result.device_idle_s, 2, widths["device"]),
         percent(result.efficiency, 0),
     )
     return "".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, digits: int, width: int) -> str:
+    """Return a number with so many digits behind its point; with fewer, or as a power of ten, if it needs the room."""
+    if value is None:
+        return "-"
+    texts = [*(f"{value:.{kept}f}" for kept in range(digits, -1, -1)), f"{value:.1e}", f"{value:.0e}"]
+    return next((text for text in texts if len(text) < width), texts[-1])
 
 
 def percent(share: float | None, digits: int = 1) -> str:
@@ -74,15 +87,35 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 def _replans(content: Mapping[str, Any]) -> list[str]:
     """Return what changed plans were, each with its first epoch."""
-    return [f"from epoch {replan['epoch']} on {_plans_of(replan)}" for replan in content["replans"]]
+    return [f"from epoch {replan['epoch']} on {line}" for replan in content["replans"] for line in _plan_lines(replan)]
 
 
-def _plans_of(content: Mapping[str, Any]) -> str:
-    return plans_text(str(_plan(plan)) for plan in content["plans"])
+def _plan_lines(content: Mapping[str, Any]) -> list[str]:
+    """Return a line for each plan, with the number of devices that have it, the most frequent first, not too many."""
+    counts = Counter(_plans(content)).most_common()
+    if len(counts) == 1:
+        return [str(counts[0][0])]
+    more = [f"and {len(counts) - _MOST_PLANS} other plans"] if len(counts) > _MOST_PLANS else []
+    return [f"{count} x {plan}" for plan, count in counts[:_MOST_PLANS]] + more
 
 
-def _plan(content: Mapping[str, Any]) -> Plan:
-    return Plan(**{name.name: content[name.name] for name in fields(Plan) if name.name in content})
+def _plans_in_short(content: Mapping[str, Any]) -> str:
+    """Return the least and the greatest P and N, and the window of 1F1B if all have the same: "P=1-3 N=4"."""
+    plans = _plans(content)
+    cuts, pieces = ([get(plan) for plan in plans] for get in (attrgetter("split_point"), attrgetter("micro_batches")))
+    windows = {plan.window for plan in plans}
+    schedule = f" 1f1b({windows.pop()})" if len(windows) == 1 and 0 not in windows else ""
+    return f"P={_range_text(cuts)} N={_range_text(pieces)}{schedule}"
+
+
+def _range_text(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def _plans(content: Mapping[str, Any]) -> list[Plan]:
+    names = [name.name for name in fields(Plan)]
+    return [Plan(**{name: plan[name] for name in names if name in plan}) for plan in content["plans"]]
 
 
 # --- tables
@@ -110,8 +143,8 @@ def result_table(result: Result, config: Config) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("training", f"{content['model']} on {content['dataset']} by {content['method']}, {_world(content)}")
-    table.add_row("emulated", setting_text(config))
-    table.add_row("plan", "; ".join([_plans_of(content), *_replans(content)]))
+    table.add_row("emulated", setting_text(config, "\n"))
+    table.add_row("plan", "\n".join([*_plan_lines(content), *_replans(content)]))
     if epochs:
         seconds = result.seconds_per_epoch
         rate = _average(epochs, "samples") / seconds if seconds else 0.0
@@ -145,16 +178,29 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
     """Return one row a method; the speed-up is against fl, or the first method if fl is not among them."""
     base = "fl" if "fl" in results else next(iter(results))
     table = new_table()
-    table.add_column("method")
-    table.add_column("plan")
+    table.add_column("method", no_wrap=True)
+    table.add_column("plan")  # the only one that is cut where there is no room
     for title in ("s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"):
         table.add_column(title, justify="right", no_wrap=True)
     for method, result in results.items():
-        table.add_row(method, *_comparison_row(result, results[base].seconds_per_epoch))
+        plans = Text(_plans_in_short(result.content), no_wrap=True, overflow="ellipsis")
+        table.add_row(method, plans, *_comparison_row(result, results[base].seconds_per_epoch))
     first = next(iter(results.values())).content
     title = f"{first['model']} on {first['dataset']}, {_world(first)}, mean of {_epochs_text(first)}"
     folders = [Text(f"{result.folder}/", overflow="fold") for result in results.values()]
-    return Group(Text(f"\n{title}"), Text(setting_text(config)), table, *folders)
+    return Group(Text(f"\n{title}"), Text(setting_text(config, "\n")), table, *_whole_plans(results), *folders)
+
+
+def _whole_plans(results: Mapping[str, Result]) -> list[RenderableType]:
+    """Return the plans of the methods of which a row has no room for all."""
+    table = Table.grid(padding=(0, 1), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for method, result in results.items():
+        lines = _plan_lines(result.content)
+        if lines != [_plans_in_short(result.content)]:
+            table.add_row(f"{method}:", "\n".join(lines))
+    return [table, Text()] if table.row_count else []
 
 
 def _epochs_text(content: Mapping[str, Any]) -> str:
@@ -165,14 +211,13 @@ def _epochs_text(content: Mapping[str, Any]) -> str:
 def _comparison_row(result: Result, base_s: float) -> list[str]:
     epochs, seconds = result.epochs, result.seconds_per_epoch
     return [
-        _plans_of(result.content),
-        f"{seconds:.2f}",
+        _number(seconds, 2, _CELL),
         f"{base_s / seconds:.2f}x" if seconds else "-",
-        f"{_average(epochs, 'server_idle_s'):.2f}",
-        f"{_average(epochs, 'device_idle_s'):.2f}",
+        _number(_average(epochs, "server_idle_s"), 2, _CELL),
+        _number(_average(epochs, "device_idle_s"), 2, _CELL),
         percent(result.test_accuracy),
-        f"{_average(epochs, 'bytes_up') / 1e6:.2f}",
-        f"{_average(epochs, 'bytes_down') / 1e6:.2f}",
+        _number(_average(epochs, "bytes_up") / 1e6, 2, _CELL),
+        _number(_average(epochs, "bytes_down") / 1e6, 2, _CELL),
     ]
 
 
@@ -218,6 +263,25 @@ def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
         classes = str(info.classes) if info.train else "any"
         table.add_row(info.name, *counts, shape, classes, dataset_place(info))
     return Group(table, Text("pipar data get NAME fetches one that is not here."))
+
+
+_STATES = {"ok": "green", "advice": "yellow", "problem": "bold red"}
+
+
+def findings_table(findings: Sequence[Finding]) -> RenderableType:
+    """Return one row a check, with its advice below what was found, and a line for all of them."""
+    table = new_table(header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in findings:
+        words = Text(one.found, overflow="fold")
+        if one.advice:
+            words.append(f"\n{one.advice}", style="" if one.state == "problem" else "dim")
+        table.add_row(one.check, Text(one.state, style=_STATES[one.state]), words)
+    problems = [one for one in findings if one.state == "problem"]
+    count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return Group(table, Text(f"\nTo be mended: {count}." if problems else "\npipar can work here."))
 
 
 def dataset_place(info: DatasetInfo) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pipar.config import Config, DeviceSection, Link
 
 
-def setting_text(config: Config) -> str:
+def setting_text(config: Config, between: str = "; ") -> str:
     """Return what is emulated: "4 devices, link 10/25 Mbit/s, speed 0.05 of this machine"."""
-    return "; ".join(_group_text(group) for group in config.devices)
+    return between.join(_group_text(group) for group in config.devices)
 
 
 def _group_text(group: DeviceSection) -> str:
@@ -18,7 +18,8 @@ def _group_text(group: DeviceSection) -> str:
     profile = f", profile {group.profile}" if group.profile else ""
     devices = "device" if group.count == 1 else "devices"
     machine = "that profile" if group.profile else "this machine"
-    return f"{name}{group.count} {devices}, link {link_text(group.link)}{profile}, speed {group.speed:g} of {machine}"
+    speed = "" if group.profile and group.speed == 1 else f", speed {group.speed:g} of {machine}"
+    return f"{name}{group.count} {devices}, link {link_text(group.link)}{profile}{speed}"
 
 
 def link_text(link: Link) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
+from pipar.cli.names import one_of
 from pipar.cli.options import JSON, SET, Group, example, help_if_alone, load, options, print_json, watched
+from pipar.config import DATASETS
 
 _PATH = click.option(
     "--path",
@@ -42,7 +44,7 @@ def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> 
 
 @data.command(epilog=example("pipar data get cifar10", "pipar data get mnist --path /data"))
 @options(
-    click.argument("name"),
+    click.argument("name", shell_complete=one_of(DATASETS)),
     _PATH,
     click.option(
         "--mirror", metavar="URL", help="Fetch the files from there instead of the publisher; same checksums."

@@ -11,7 +11,19 @@ from typing import cast
 
 import click
 
-from pipar.cli.options import CONFIG, DASHBOARD, EPOCHS, METHOD, SET, command_line, example, live_page, load, options
+from pipar.cli.options import (
+    CONFIG,
+    DASHBOARD,
+    EPOCHS,
+    METHOD,
+    SET,
+    TRACKER,
+    command_line,
+    example,
+    live_page,
+    load,
+    options,
+)
 from pipar.errors import ConfigError, CredentialError, InputError, PiparError
 from pipar.events import Failed, Observer, tell_all
 from pipar.logs import LOGGER
@@ -50,6 +62,7 @@ _INSECURE = click.option("--insecure", is_flag=True, help="Allow an address beyo
     _INSECURE,
     METHOD,
     EPOCHS,
+    TRACKER,
     *DASHBOARD,
     *_LOGS,
     SET,

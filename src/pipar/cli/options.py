@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from pipar.config import DATASETS, MODELS, NAMED_LINKS, Config, load_config
+from pipar.cli.names import a_setting, one_of
+from pipar.config import DATASETS, MODELS, NAMED_LINKS, TRACKERS, Config, load_config
 from pipar.errors import InputError
 from pipar.methods import METHODS
 
@@ -30,24 +31,64 @@ _SETTINGS = "pipar.settings"
 _TYPED = ParameterSource.COMMANDLINE
 
 
-def shortcut(flag: str, key: str, metavar: str, words: str, *, text: bool = False) -> Callable[[Decorated], Decorated]:
-    """Return an option that is a setting of one key; `text` keeps a name of digits from becoming a number."""
+def shortcut(
+    flag: str, key: str, metavar: str, words: str, *, text: bool = False, names: Iterable[str] = ()
+) -> Callable[[Decorated], Decorated]:
+    """Return an option that is a setting of one key; `text` keeps a name of digits from becoming a number.
+
+    A shell completes the `names`.
+    """
 
     def remember(context: click.Context, _: click.Parameter, value: str | None) -> None:
         if value is not None:
             quoted = json.dumps(value) if text and not value.startswith("{") else value
             context.meta.setdefault(_SETTINGS, []).append(f"{key}={quoted}")
 
-    return click.option(flag, metavar=metavar, help=words, callback=remember, expose_value=False)
+    return click.option(
+        flag, metavar=metavar, help=words, callback=remember, expose_value=False, shell_complete=one_of(names)
+    )
+
+
+def _remember_trackers(context: click.Context, _: click.Parameter, names: tuple[str, ...]) -> None:
+    if names:
+        context.meta.setdefault(_SETTINGS, []).append(f"run.trackers={json.dumps(names)}")
 
 
 METHOD = shortcut(
-    "--method", "run.method", "NAME", f"How to train: {', '.join(METHODS)}.  [default: {_RUN.method}]", text=True
+    "--method",
+    "run.method",
+    "NAME",
+    f"How to train: {', '.join(METHODS)}.  [default: {_RUN.method}]",
+    text=True,
+    names=METHODS,
 )
 NETWORK = [
-    shortcut("--model", "model.name", "NAME", f"The network: {', '.join(MODELS)}.  [default: vgg5]", text=True),
-    shortcut("--data", "data.name", "NAME", f"The dataset: {', '.join(DATASETS)}.  [default: digits]", text=True),
+    shortcut(
+        "--model",
+        "model.name",
+        "NAME",
+        f"The network: {', '.join(MODELS)}.  [default: vgg5]",
+        text=True,
+        names=MODELS,
+    ),
+    shortcut(
+        "--data",
+        "data.name",
+        "NAME",
+        f"The dataset: {', '.join(DATASETS)}.  [default: digits]",
+        text=True,
+        names=DATASETS,
+    ),
 ]
+TRACKER = click.option(
+    "--tracker",
+    multiple=True,
+    metavar="NAME",
+    callback=_remember_trackers,
+    expose_value=False,
+    shell_complete=one_of(TRACKERS),
+    help=f"Tell it of the run, too: {', '.join(TRACKERS)}; may be repeated.  [default: none]",
+)
 EPOCHS = shortcut("--epochs", "run.epochs", "COUNT", f"Passes over the devices' data.  [default: {_RUN.epochs}]")
 PLAN = [
     shortcut(
@@ -55,12 +96,14 @@ PLAN = [
         "plan.split_point",
         "P",
         f"Layers on the device (the paper's P), 1 to all; 'auto' plans it.  [default: {_PLAN.split_point}]",
+        names=["auto"],
     ),
     shortcut(
         "--micro-batches",
         "plan.micro_batches",
         "N",
         f"Micro-batches in flight per iteration (the paper's N); 'auto' plans it.  [default: {_PLAN.micro_batches}]",
+        names=["auto"],
     ),
 ]
 DEVICES = [
@@ -77,6 +120,7 @@ DEVICES = [
         f"Emulated link of the devices: {', '.join(NAMED_LINKS)}, '{{up = \"5Mbit/s\"}}' (also down, latency), or one "
         'that changes, \'{cycle = ["4g", "wifi"], every = "60s"}\'.  [default: 4g, 10/25 Mbit/s up/down]',
         text=True,
+        names=NAMED_LINKS,
     ),
     shortcut(
         "--speed",
@@ -93,6 +137,7 @@ TRAINING = [
     *DEVICES,
     shortcut("--seed", "run.seed", "NUMBER", f"What all randomness is drawn from.  [default: {_RUN.seed}]"),
     shortcut("--name", "run.name", "NAME", "Name of the run's folder.  [default: MODEL-DATA-METHOD]", text=True),
+    TRACKER,
 ]
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output, and nothing else.")
 SET = click.option(
@@ -100,6 +145,7 @@ SET = click.option(
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
+    shell_complete=a_setting,
     help="Any key of the configuration, over the file; may be repeated. A device key goes to every device.",
 )
 #: Where a live page is served if --dashboard does not say it: at any free port of this machine.
@@ -201,7 +247,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(f"'{args[0]}' is not a command; there are {', '.join(self.list_commands(ctx))}.")
         return super().resolve_command(ctx, args)
 

@@ -44,6 +44,7 @@ from pipar.cli.options import (
         "NAME",
         "What chooses: simulation (all devices together) or paper (each device alone).  [default: simulation]",
         text=True,
+        names=("simulation", "paper"),
     ),
     METHOD,
     *NETWORK,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pipar.cli.names import a_run
 from pipar.cli.options import JSON, example, options, print_json
 
 
@@ -15,7 +16,9 @@ from pipar.cli.options import JSON, example, options, print_json
     epilog=example("pipar report runs/vgg5-digits-pipar", "pipar report runs/a runs/b --output comparison.html"),
 )
 @options(
-    click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]"),
+    click.argument(
+        "runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN [RUN ...]", shell_complete=a_run
+    ),
     click.option(
         "--output",
         "-o",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipar.cli.names import some_of
 from pipar.cli.options import (
     CONFIG,
     DASHBOARD,
@@ -79,6 +80,7 @@ def run(
         default="fl,sl,sfl,pipar",
         show_default=True,
         metavar="NAMES",
+        shell_complete=some_of(METHODS),
         help=f"Methods, one after another: {', '.join(METHODS)}.",
     ),
     *TRAINING,

@@ -1,0 +1,33 @@
+"""`pipar doctor`: whether pipar can work here, and what to do if it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pipar.cli.options import CONFIG, JSON, SET, example, load, options, print_json
+
+
+@click.command(
+    short_help="See whether pipar can work here.",
+    epilog=example("pipar doctor", "pipar doctor train.toml --json"),
+)
+@options(CONFIG, SET, JSON)
+def doctor(config: Path | None, settings: Sequence[str], as_json: bool) -> int:
+    """Check this machine and what is installed: what is wrong, and what to do about it.
+
+    CONFIG is a TOML file, whose data and port are checked, too. The exit code is 0 if pipar can work, else 1.
+    """
+    loaded = load(config, settings)
+    from pipar import doctor as checks
+
+    findings = checks.examine(loaded)
+    if as_json:
+        print_json(checks.as_json(findings))
+    else:
+        from pipar.tables import console, findings_table
+
+        console().print(findings_table(findings))
+    return 0 if checks.is_usable(findings) else 1

@@ -1,0 +1,81 @@
+"""What a shell completes: names that pipar knows, keys of the configuration and their values, runs that are here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args, get_origin
+
+import click
+from click.shell_completion import CompletionItem
+
+from pipar.aggregation import AGGREGATORS
+from pipar.config import NAMED_LINKS, Config, DeviceSection
+from pipar.planner.machines import MACHINES
+from pipar.results import runs_folder
+
+#: What click asks for candidates: the command so far, the parameter, and what was typed of its value.
+Complete = Callable[[click.Context, click.Parameter, str], list[str]]
+
+#: Keys whose values have names that their types do not say.
+_NAMED: dict[str, Iterable[str]] = {
+    "server.aggregator": AGGREGATORS,
+    "server.profile": MACHINES,
+    "devices.profile": MACHINES,
+    "devices.link": NAMED_LINKS,
+}
+
+
+def one_of(names: Iterable[str]) -> Complete:
+    """Complete one of these names."""
+    return lambda _, __, typed: starting_with(names, typed)
+
+
+def some_of(names: Iterable[str]) -> Complete:
+    """Complete the last name of a list with commas; each is there once."""
+
+    def complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
+        before, comma, last = typed.rpartition(",")
+        left = [name for name in names if name not in before.split(",")]
+        return [f"{before}{comma}{name}" for name in starting_with(left, last)]
+
+    return complete
+
+
+def a_setting(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
+    """Complete "section.key=", and behind it the values that have names."""
+    key, equals, value = typed.partition("=")
+    known = values_by_key()
+    if not equals:
+        return [f"{name}=" for name in starting_with(known, key)]
+    return [f"{key}={name}" for name in starting_with(known.get(key, ()), value)]
+
+
+def a_run(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem[str]]:
+    """Complete the folders of runs where runs go; elsewhere, any folder."""
+    folders = sorted(str(path.parent) for path in runs_folder().glob("*/config.toml"))
+    found = [CompletionItem(name) for name in starting_with(folders, typed)]
+    return found or [CompletionItem(typed, type="dir")]
+
+
+def starting_with(names: Iterable[str], typed: str) -> list[str]:
+    return [name for name in names if name.startswith(typed)]
+
+
+def values_by_key() -> dict[str, list[str]]:
+    """Return every key of the configuration as "section.key", with the values that have names."""
+    default = Config()
+    sections = {name: type(getattr(default, name)) for name in Config.model_fields} | {"devices": DeviceSection}
+    return {
+        (name := f"{section}.{key}"): list(_NAMED.get(name) or _choices(field.annotation))
+        for section, model in sections.items()
+        for key, field in model.model_fields.items()
+    }
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the values that a type lists: "auto" of "auto" or a number."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _choices(part)]

@@ -1,0 +1,389 @@
+"""Whether pipar can work here: checks of the machine and of what is installed, each with one line of advice.
+
+What is found out about the machine and what is thought of it are functions of their own: the second kind is pure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pipar.config import Config
+from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
+from pipar.planner.cache import cache_folder, usable_cores
+from pipar.planner.memory import BASE_BYTES
+from pipar.results import runs_folder
+from pipar.units import format_bytes, split_address
+
+State = Literal["ok", "advice", "problem"]
+
+_LEAST_PYTHON = (3, 11)
+#: Below the first a run does not fit; below the second it does if it is small.
+_LEAST_DISK, _GOOD_DISK = 100_000_000, 1_000_000_000
+_GOOD_MEMORY = 2 * 2**30
+#: Packages with machine code, which may be installed and not load.
+_MACHINE_CODE = ("numpy", "grpc", "cryptography", "safetensors", "zstandard")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Something that pipar does without: the packages that it needs, and what it is for."""
+
+    packages: tuple[str, ...]
+    purpose: str
+
+
+EXTRAS = {
+    "tensorboard": Extra(("tensorboard",), "--tracker tensorboard"),
+    "mlflow": Extra(("mlflow",), "--tracker mlflow"),
+    "wandb": Extra(("wandb",), "--tracker wandb, Weights & Biases"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found. A problem has to be mended before pipar works; advice need not be taken."""
+
+    check: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine(config: Config) -> list[Finding]:
+    """Return what all checks find on this machine, for this configuration."""
+    return [
+        check_python(sys.version_info[:3]),
+        check_packages(required_packages(), loading_errors(_MACHINE_CODE)),
+        check_torch(torch_facts()),
+        check_cores(os.cpu_count() or 1, usable_cores(), limits().cores),
+        check_memory(available_memory(), limits()),
+        check_folder("runs", runs_folder(), "PIPAR_RUNS"),
+        check_folder("profiles", cache_folder(), "XDG_CACHE_HOME", kept=_profiles(cache_folder())),
+        *check_ports(config.server.listen, why_not_listening),
+        *check_data(config, known_datasets(_data_path(config)), data_folder(_data_path(config))),
+        *(check_extra(name, extra, installed) for name, extra in EXTRAS.items()),
+        check_links(programs_missing(("ip", "tc")), why_no_namespace()),
+    ]
+
+
+def is_usable(findings: Iterable[Finding]) -> bool:
+    """Return whether pipar can work: nothing is a problem."""
+    return all(finding.state != "problem" for finding in findings)
+
+
+# --- Python and packages
+
+
+def check_python(version: Sequence[int]) -> Finding:
+    words = ".".join(map(str, version))
+    if tuple(version[:2]) < _LEAST_PYTHON:
+        least = ".".join(map(str, _LEAST_PYTHON))
+        return Finding("Python", "problem", words, f"pipar needs Python {least} or newer: install it, and pipar there.")
+    return Finding("Python", "ok", words)
+
+
+def required_packages() -> dict[str, str | None]:
+    """Return every package that pipar needs, with the version that is here."""
+    names = [re.split(r"[^\w.-]", line)[0] for line in metadata.requires("pipar") or () if "extra ==" not in line]
+    return {name: installed(name) for name in names}
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package, None if it is not here; nothing if a package of another name brought it."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "" if importlib.util.find_spec(package.replace("-", "_")) else None
+
+
+def loading_errors(modules: Sequence[str]) -> dict[str, str]:
+    """Return why modules that are here cannot be imported."""
+    errors = {}
+    for name in modules:
+        if importlib.util.find_spec(name) is not None and (why := _why_not_imported(name)):
+            errors[name] = why
+    return errors
+
+
+def _why_not_imported(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what is asked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def check_packages(versions: Mapping[str, str | None], errors: Mapping[str, str]) -> Finding:
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        return Finding(
+            "packages", "problem", f"not here: {', '.join(missing)}", "Install pipar again: pip install -e ."
+        )
+    if errors:
+        name, why = next(iter(errors.items()))
+        advice = f"Install it again: pip install --force-reinstall {name}"
+        return Finding("packages", "problem", f"{name} does not load: {why}", advice)
+    return Finding("packages", "ok", f"all {len(versions)} are here and load")
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What torch says of itself; `error` if it cannot be imported."""
+
+    version: str = ""
+    threads: int = 0
+    capability: str = ""
+    import_s: float = 0.0
+    error: str = ""
+
+
+def torch_facts() -> TorchFacts:
+    """Import torch and ask it."""
+    began = time.monotonic()
+    if error := _why_not_imported("torch"):
+        return TorchFacts(error=error)
+    torch: Any = sys.modules["torch"]
+    took = time.monotonic() - began
+    capability = str(torch.backends.cpu.get_cpu_capability())
+    return TorchFacts(str(torch.__version__), int(torch.get_num_threads()), capability, took)
+
+
+def check_torch(facts: TorchFacts) -> Finding:
+    if facts.error:
+        advice = "Install it: pip install -c constraints.txt torch. Only timing-only runs do without."
+        return Finding("torch", "problem", facts.error, advice)
+    threads = "one thread" if facts.threads == 1 else f"{facts.threads} threads"
+    words = f"{facts.version}, {threads}, {facts.capability}, imported in {facts.import_s:.1f} s"
+    if facts.capability in ("DEFAULT", "NO AVX"):
+        return Finding("torch", "advice", words, "It computes without vector instructions here: training is slow.")
+    return Finding("torch", "ok", words)
+
+
+# --- cores and memory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a container's control group allows; None is as much as there is."""
+
+    cores: float | None = None
+    memory_bytes: int | None = None
+    memory_used: int = 0
+
+
+def limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Limits:
+    """Return the tightest limits of the control groups that this process is in, of version 2 or 1."""
+    paths = _group_paths(own)
+    cores = [_core_limit(folder) for path in paths for folder in (root / path, root / "cpu" / path)]
+    memory = [_memory_limit(folder) for path in paths for folder in (root / path, root / "memory" / path)]
+    known = [limit for limit in memory if limit is not None]
+    least = min((limit for limit in cores if limit is not None), default=None)
+    return Limits(least, *min(known, key=lambda limit: limit[0] - limit[1])) if known else Limits(least)
+
+
+def _group_paths(own: Path) -> list[str]:
+    """Return the paths of this process's groups and of those around them; "" is the root."""
+    paths = [""]
+    for line in _text(own).splitlines():
+        parts = Path(line.rpartition(":")[2].strip("/")).parts
+        paths += ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return list(dict.fromkeys(paths))
+
+
+def _core_limit(folder: Path) -> float | None:
+    words = _text(folder / "cpu.max").split() or [
+        _text(folder / "cpu.cfs_quota_us").strip(),
+        _text(folder / "cpu.cfs_period_us").strip(),
+    ]
+    if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
+        return int(words[0]) / int(words[1])
+    return None
+
+
+def _memory_limit(folder: Path) -> tuple[int, int] | None:
+    """Return how much the group may have, and how much it has."""
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        limit = _text(folder / most).strip()
+        if limit.isdecimal() and int(limit) < 2**60:  # version 1 says "none" by a number near 2**63
+            has = _text(folder / used).strip()
+            return int(limit), int(has) if has.isdecimal() else 0
+    return None
+
+
+def _text(path: Path) -> str:
+    """Return a file's content; nothing if it cannot be read."""
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text("utf-8")
+    return ""
+
+
+def check_cores(cores: int, usable: int, limit: float | None) -> Finding:
+    words = f"{usable} of {cores}" if usable < cores else str(cores)
+    if limit is not None and limit < usable:
+        fewer = max(1, int(limit))
+        advice = f"The container may use {limit:g} of them: give --set server.cores={fewer}, or plans count on all."
+        return Finding("cores", "advice", f"{words}, limited to {limit:g}", advice)
+    return Finding("cores", "ok", words)
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return the bytes that a new program can have; None if the system does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(meminfo), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def check_memory(available: int | None, limits: Limits) -> Finding:
+    left = None if limits.memory_bytes is None else max(0, limits.memory_bytes - limits.memory_used)
+    known = [amount for amount in (available, left) if amount is not None]
+    if not known:
+        return Finding("memory", "ok", "not known")
+    least = min(known)
+    words = f"{format_bytes(least)} free" + ("" if left != least else ", the container's limit")
+    if least < BASE_BYTES:
+        advice = f"One process with torch takes {format_bytes(BASE_BYTES)}: end other programs, or use --timing-only."
+        return Finding("memory", "problem", words, advice)
+    if least < _GOOD_MEMORY:
+        advice = "A real run has a process for each device: take few devices, or --virtual, which has one for all."
+        return Finding("memory", "advice", words, advice)
+    return Finding("memory", "ok", words)
+
+
+# --- folders and ports
+
+
+def check_folder(check: str, folder: Path, variable: str, kept: str = "") -> Finding:
+    """Return whether files can be written to a folder that is there, or made there."""
+    place = nearest(folder)
+    elsewhere = f"set {variable} to a folder that has room"
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        return Finding(
+            check, "problem", f"{folder} cannot be written", f"Give the right to write there, or {elsewhere}."
+        )
+    free = shutil.disk_usage(place).free
+    words = ", ".join(filter(None, [str(folder), f"{format_bytes(free)} free", kept]))
+    if free < _LEAST_DISK:
+        return Finding(check, "problem", words, f"Make room there, or {elsewhere}.")
+    if free < _GOOD_DISK:
+        return Finding(check, "advice", words, f"Checkpoints of a large network do not fit: {elsewhere}.")
+    return Finding(check, "ok", words)
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder, or the one around it that exists."""
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _profiles(folder: Path) -> str:
+    count = len(list(folder.glob("*.json")))
+    return "no profile yet" if count == 0 else f"{count} profile{'' if count == 1 else 's'}"
+
+
+def why_not_listening(address: str) -> str:
+    """Return why nobody can listen on HOST:PORT; nothing if somebody can."""
+    host, port = split_address(address)
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError as error:
+        is_name = isinstance(error, socket.gaierror)
+        return "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
+    return ""
+
+
+def check_ports(listen: str, why_not: Callable[[str], str]) -> list[Finding]:
+    """Return whether processes can talk on this machine, and whether the server's port is free."""
+    loopback = "127.0.0.1:0"
+    if why := why_not(loopback):
+        advice = "Nothing but virtual time works without loopback: bring up the network card lo."
+        return [Finding("loopback", "problem", f"cannot listen on 127.0.0.1: {why}", advice)]
+    found = [Finding("loopback", "ok", "a free port can be had on 127.0.0.1")]
+    if split_address(listen)[1] == 0:
+        return found
+    if why := why_not(listen):
+        advice = "End the program that has it, or give another address with --listen or server.listen."
+        return [*found, Finding("server port", "problem", f"{listen}: {why}", advice)]
+    return [*found, Finding("server port", "ok", f"{listen} is free")]
+
+
+# --- data, extras, links
+
+
+def _data_path(config: Config) -> Path | None:
+    return Path(config.data.path) if config.data.path else None
+
+
+def check_data(config: Config, datasets: Sequence[DatasetInfo], folder: Path) -> list[Finding]:
+    """Return which datasets are here whole, and whether the configuration's is."""
+    builtin = [info.name for info in datasets if info.builtin]
+    here = [info.name for info in datasets if info.found is not None]
+    wanted = next((info for info in datasets if info.name == config.data.name), None)
+    words = f"{', '.join(builtin)} built in; {', '.join(here) or 'none'} in {folder}"
+    if config.data.factory is None and wanted is not None and not wanted.builtin and wanted.found is None:
+        advice = f"Fetch it: pipar data get {wanted.name}. Timing-only runs and plans do without."
+        return [Finding("data", "problem", f"{wanted.name} is not whole in {folder}", advice)]
+    if os.environ.get("PIPAR_DATA") and not folder.is_dir():
+        advice = "Set PIPAR_DATA to the folder that holds the datasets, or leave it unset for ~/.cache/pipar/data."
+        return [Finding("data", "advice", f"PIPAR_DATA is {folder}, which is not there", advice)]
+    return [Finding("data", "ok", words)]
+
+
+def check_extra(name: str, extra: Extra, version_of: Callable[[str], str | None]) -> Finding:
+    versions = {package: version_of(package) for package in extra.packages}
+    if None in versions.values():
+        return Finding(
+            name, "advice", f"not installed, for {extra.purpose}", f"If you want it: pip install 'pipar[{name}]'"
+        )
+    words = ", ".join(f"{package} {version}".strip() for package, version in versions.items())
+    return Finding(name, "ok", f"{words}, for {extra.purpose}")
+
+
+def programs_missing(programs: Sequence[str]) -> list[str]:
+    return [program for program in programs if shutil.which(program) is None]
+
+
+def why_no_namespace() -> str:
+    """Return why no network namespace can be made, which kernel-shaped links need; nothing if it can."""
+    if shutil.which("unshare") is None:
+        return "unshare is not installed"
+    try:
+        done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return done.stderr.strip().rpartition(": ")[2].lower() if done.returncode else ""
+
+
+def check_links(missing: Sequence[str], why_not: str) -> Finding:
+    """Return how links are emulated: always by pacing what is sent; by the kernel where tests may ask for it."""
+    ours = "pipar's own pacing works everywhere"
+    if missing:
+        advice = f"Only tests on links of the kernel need {' and '.join(missing)}: install iproute2."
+        return Finding("links", "advice", ours, advice)
+    if why_not:
+        return Finding(
+            "links", "advice", ours, f"Only tests on links of the kernel need namespaces, as root ({why_not})."
+        )
+    return Finding("links", "ok", f"{ours}; the kernel's (tc, ip netns) may be used, too")
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what `pipar doctor --json` prints."""
+    rows = [
+        {"check": one.check, "state": one.state, "found": one.found, "advice": one.advice or None} for one in findings
+    ]
+    return {"usable": is_usable(findings), "findings": rows}

@@ -1,0 +1,77 @@
+"""A run of MLflow, in a database of its own in the run's folder unless MLFLOW_TRACKING_URI names another store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+# It would tell its makers that it is used. Whoever wants that says so.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from pipar.trackers.tracker import RunDescription, scalars
+
+FOLDER = "mlruns"
+EXPERIMENT = "pipar"
+#: What MLflow takes at once, and how long a value may be.
+_BATCH, _LONGEST = 100, 500
+
+
+class MlflowTracker:
+    """One run: the settings are its parameters, the epochs its metrics."""
+
+    def __init__(self) -> None:
+        for name in ("mlflow", "alembic"):  # the terminal is the training's
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+        self._last_epoch = 0
+
+    def begin(self, run: RunDescription) -> None:
+        folder = run.folder.resolve() / FOLDER
+        if is_local(os.environ):
+            folder.mkdir(exist_ok=True)
+        self._client = client = MlflowClient(tracking_uri=store_of(run))
+        known = client.get_experiment_by_name(EXPERIMENT)
+        artifacts = (folder / "artifacts").as_uri() if is_local(os.environ) else None
+        experiment = client.create_experiment(EXPERIMENT, artifacts) if known is None else known.experiment_id
+        self._run_id = client.create_run(experiment, run_name=run.name).info.run_id
+        params = [Param(name, str(value)[:_LONGEST]) for name, value in run.settings.items()]
+        for first in range(0, len(params), _BATCH):
+            client.log_batch(self._run_id, params=params[first : first + _BATCH])
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        self._last_epoch = int(row["epoch"])
+        self._log(scalars(row))
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        if self._client is None:
+            return
+        if result is not None:
+            self._log(scalars({"test_accuracy": result["test_accuracy"]}))
+        self._client.set_terminated(self._run_id, "KILLED" if result is None else "FINISHED")
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        assert self._client is not None
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, self._last_epoch) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+
+def is_local(environment: Mapping[str, str]) -> bool:
+    """Return whether the user's environment leaves it to us where runs are kept."""
+    return not environment.get("MLFLOW_TRACKING_URI")
+
+
+def store_of(run: RunDescription) -> str:
+    """Return where the run is kept: where the user's environment says, else in a database in its folder.
+
+    MLflow also knows folders of files, but does not look after them any more.
+    """
+    own = f"sqlite:///{run.folder.resolve() / FOLDER / 'mlflow.db'}"
+    return own if is_local(os.environ) else os.environ["MLFLOW_TRACKING_URI"]

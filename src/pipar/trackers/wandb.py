@@ -1,0 +1,63 @@
+"""A run of Weights & Biases in the run's folder: offline, unless WANDB_MODE says otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+# It would send its makers the errors that it meets. Whoever wants that says so.
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+import wandb
+
+from pipar.trackers.tracker import RunDescription, scalars
+
+PROJECT = "pipar"
+
+
+class WandbTracker:
+    """One run: the settings are its configuration, the epochs its history. `wandb sync` sends it, if it is wanted."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._last_epoch = 0
+
+    def begin(self, run: RunDescription) -> None:
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            dir=str(run.folder),  # the folder `wandb` is made in there
+            config=dict(run.settings),
+            mode=mode(os.environ),
+            settings=quiet_settings(),
+        )
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        self._last_epoch = int(row["epoch"])
+        self._run.log(scalars(row), step=self._last_epoch)
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        if self._run is None:
+            return
+        if result is not None:
+            self._run.summary.update(scalars({"test_accuracy": result["test_accuracy"]}))
+        self._run.finish(exit_code=1 if result is None else 0)
+
+
+def mode(environment: Mapping[str, str]) -> Any:
+    """Return "offline", so that nothing leaves this machine, or what the user's environment says."""
+    return environment.get("WANDB_MODE", "offline")
+
+
+def quiet_settings() -> Any:
+    """Return settings by which it writes nothing to the terminal and looks at nothing but what it is told."""
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        disable_code=True,
+        disable_git=True,
+        save_code=False,
+        x_disable_stats=True,
+        x_disable_meta=True,
+    )
