@@ -1,0 +1,60 @@
+"""Draws the timelines of docs/explanation/pipeline.md from traces of today's programs.
+
+    python docs/pictures.py
+
+Two boards and a server in virtual time, without the mathematics: the same pictures come of it on every machine, and a
+test compares them with those in docs/images.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from examples.timeline import Span, of_epoch, picture, read_spans  # noqa: E402
+
+import pipar  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+#: All cut behind layer 2, so that only the order of things differs; each board has two batches in an epoch.
+SETTINGS = {
+    "run": {"epochs": 1, "batch_size": 100},
+    "data": {"name": "cifar10", "samples_per_device": 200},
+    "plan": {"split_point": 2, "micro_batches": 4, "replan": False},
+    "wire": {"encoding": "raw"},
+    "server": {"profile": "i7-11850h", "cores": 1},
+    "devices": [{"name": "board", "count": 2, "profile": "raspberry-pi-3b", "link": "wifi"}],
+}
+TITLES = {
+    "fl": "fl: each board trains the whole network, then its model travels",
+    "sl": "sl: one board after the other, and each waits for the server",
+    "sfl": "sfl: both at once, but a board waits while its batch is away",
+    "pipar": "pipar: each batch in four pieces, which compute and travel at the same time",
+}
+
+
+def epochs() -> dict[str, list[Span]]:
+    """Return the first epoch of the same training by each method."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PIPAR_RUNS"] = folder
+        results = pipar.compare(SETTINGS, methods=list(TITLES), world="timing-only")
+        return {
+            method: of_epoch(read_spans(result.folder / "trace.json"), 1) for method, result in results.items()
+        }
+
+
+def pictures() -> dict[str, str]:
+    """Return the SVG of each method, all on one scale of time."""
+    drawn = epochs()
+    longest = max(spans[-1].end - spans[0].start for spans in drawn.values())
+    return {method: picture(spans, TITLES[method], longest) for method, spans in drawn.items()}
+
+
+if __name__ == "__main__":
+    for method, svg in pictures().items():
+        (IMAGES / f"timeline-{method}.svg").write_text(svg, "utf-8")

@@ -1,0 +1,102 @@
+"""What the site has beside the pages of docs/: files of the repository that they link to, and the list of decisions.
+
+Documents name examples, configurations and measurements by relative paths, which lead somewhere wherever the repository
+is read. On the site each such file is a page below "files/", and the links lead there. mkdocs calls the functions that
+begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".service": "ini"}
+#: The target of a link within the repository, and the place in it.
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+
+def on_config(config: Any) -> Any:
+    """List the decisions, in their order, where the navigation has "Decisions"."""
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    listed = [{_title(page): f"decisions/{page.name}"} for page in pages]
+    config.nav = [{"Decisions": listed} if "Decisions" in entry else entry for entry in config.nav]
+    return config
+
+
+def _title(page: Path) -> str:
+    return page.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for every file outside of docs/ that a page, also one of these, links to."""
+    to_read = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    while to_read:
+        name, text = to_read.pop()
+        for target in _outside(name, text):
+            if files.get_file_from_path(site_name(target)) is None:
+                content = page_text(ROOT / target)
+                level = InclusionLevel.NOT_IN_NAV
+                files.append(File.generated(config, site_name(target), content=content, inclusion=level))
+                to_read.append((target, content if target.endswith(".md") else ""))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Lead the links of a page to where the site has what they name."""
+    uri: str = page.file.src_uri
+    name = uri.removeprefix("files/") if uri.startswith("files/") else f"docs/{uri}"
+    here = posixpath.dirname(uri) or "."
+    return _with_targets(name, markdown, lambda target: posixpath.relpath(site_name(target), here))
+
+
+def _with_targets(name: str, text: str, place: Callable[[str], str]) -> str:
+    """Return the text of a file with links to where `place` says that files of the repository are."""
+
+    def replaced(link: re.Match[str]) -> str:
+        target = _target(name, link[1])
+        return place(target) + (link[2] or "") if (ROOT / target).is_file() else link[0]
+
+    return _LINK.sub(replaced, text)
+
+
+def _outside(name: str, text: str) -> Iterable[str]:
+    targets = {_target(name, link[1]) for link in _LINK.finditer(text)}
+    return sorted(t for t in targets if not t.startswith("docs/") and (ROOT / t).is_file())
+
+
+def _target(name: str, link: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
+
+
+def site_name(target: str) -> str:
+    """Return where the site has a file of the repository."""
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"files/{target}" if target.endswith(".md") else f"files/{target}.md"
+
+
+def page_text(path: Path) -> str:
+    """Return a file as a page: documents as they are, notebooks cell by cell, everything else as a block of code."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        return text
+    title = f"# {path.relative_to(ROOT)}\n\n"
+    if path.suffix == ".ipynb":
+        return title + "\n\n".join(_cell_text(cell) for cell in json.loads(text)["cells"])
+    return title + _fenced(text, LANGUAGES.get(path.suffix, "text"))
+
+
+def _cell_text(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    return source if cell["cell_type"] == "markdown" else _fenced(source, "python")
+
+
+def _fenced(text: str, language: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````\n"
