@@ -68,7 +68,7 @@ def _with_targets(name: str, text: str, place: Callable[[str], str]) -> str:
 
 def _outside(name: str, text: str) -> Iterable[str]:
     targets = {_target(name, link[1]) for link in _LINK.finditer(text)}
-    return sorted(t for t in targets if not t.startswith("docs/") and (ROOT / t).is_file())
+    return sorted(target for target in targets if site_name(target).startswith("files/") and (ROOT / target).is_file())
 
 
 def _target(name: str, link: str) -> str:
@@ -77,7 +77,7 @@ def _target(name: str, link: str) -> str:
 
 def site_name(target: str) -> str:
     """Return where the site has a file of the repository."""
-    if target.startswith("docs/"):
+    if target.startswith("docs/") and not target.endswith(".py"):
         return target.removeprefix("docs/")
     return f"files/{target}" if target.endswith(".md") else f"files/{target}.md"
 

@@ -119,7 +119,7 @@ def test_systemd_understands_the_units(name: str, tmp_path: Path) -> None:
 
 def documented(command: str) -> set[str]:
     """Return the options of a command in the document's listing."""
-    (line,) = re.findall(rf"^    pipar {command} CONFIG (.*)$", DOCUMENT, re.MULTILINE)
+    (line,) = re.findall(rf"^pipar {command} CONFIG (.*)$", DOCUMENT, re.MULTILINE)
     return set(re.findall(r"--[\w-]+", line)) | {"--log-format"}
 
 
