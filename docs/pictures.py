@@ -1,6 +1,6 @@
-"""Draws the timelines of docs/explanation/pipeline.md from traces of today's programs.
+"""Draws the timelines of the documents from traces of today's programs.
 
-    python docs/pictures.py
+    python -m docs.pictures
 
 Two boards and a server in virtual time, without the mathematics: the same pictures come of it on every machine, and a
 test compares them with those in docs/images.
@@ -9,18 +9,13 @@ test compares them with those in docs/images.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import pipar
+from examples.timeline import Span, of_epoch, of_iteration, picture, read_spans
 
-from examples.timeline import Span, of_epoch, picture, read_spans  # noqa: E402
-
-import pipar  # noqa: E402
-
-IMAGES = ROOT / "docs" / "images"
+IMAGES = Path(__file__).parent / "images"
 #: All cut behind layer 2, so that only the order of things differs; each board has two batches in an epoch.
 SETTINGS = {
     "run": {"epochs": 1, "batch_size": 100},
@@ -43,18 +38,19 @@ def epochs() -> dict[str, list[Span]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PIPAR_RUNS"] = folder
         results = pipar.compare(SETTINGS, methods=list(TITLES), world="timing-only")
-        return {
-            method: of_epoch(read_spans(result.folder / "trace.json"), 1) for method, result in results.items()
-        }
+        return {method: of_epoch(read_spans(result.folder / "trace.json"), 1) for method, result in results.items()}
 
 
 def pictures() -> dict[str, str]:
-    """Return the SVG of each method, all on one scale of time."""
+    """Return the SVG of each method, all on one scale of time, and of a single batch."""
     drawn = epochs()
     longest = max(spans[-1].end - spans[0].start for spans in drawn.values())
-    return {method: picture(spans, TITLES[method], longest) for method, spans in drawn.items()}
+    batch = of_iteration(drawn["pipar"], "board-1", 1, 2)
+    return {method: picture(spans, TITLES[method], longest) for method, spans in drawn.items()} | {
+        "batch": picture(batch, "A batch of board-1, by pipar")
+    }
 
 
 if __name__ == "__main__":
-    for method, svg in pictures().items():
-        (IMAGES / f"timeline-{method}.svg").write_text(svg, "utf-8")
+    for name, svg in pictures().items():
+        (IMAGES / f"timeline-{name}.svg").write_text(svg, "utf-8")

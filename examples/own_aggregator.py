@@ -2,8 +2,8 @@
 
     pipar run --virtual --set server.aggregator=examples.own_aggregator:ByPower --set server.aggregation.power=0.5
 
-FedAvg counts a device by its samples, so one with many of them decides alone. Counted by the square root of its samples,
-it still counts more than the others, but not as much more.
+FedAvg counts a device by its samples, so one with many of them decides alone. Counted by the square root of its
+samples, it still counts more than the others, but not as much more.
 """
 
 from __future__ import annotations

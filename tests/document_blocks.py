@@ -1,8 +1,9 @@
 """The blocks of code in the documents: what they are, whether they are run, and who plays the reader that runs them.
 
 A block is fenced, or indented and begins with a command. Two comments before a fence mean something:
-`<!-- not run: REASON -->` says why no test runs it, and `<!-- as printed -->`, before a block of text, that the commands
-before it print every line of it. `title="NAME"` behind the language of a block is the file that a reader makes of it.
+`<!-- not run: REASON -->` says why no test runs it, and `<!-- as printed -->`, before a block of text, that the
+commands before it print every line of it. `title="NAME"` behind the language of a block is the file that a reader
+makes of it.
 """
 
 from __future__ import annotations

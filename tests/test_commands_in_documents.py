@@ -103,7 +103,9 @@ def mistakes(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("document", documents(), ids=name_of)
 def test_commands_and_options_that_are_named_exist(document: Path) -> None:
     assert [
-        (command, wrong) for command in shown_commands(document) if (wrong := mistakes(shlex.split(command, comments=True)[1:]))
+        (command, wrong)
+        for command in shown_commands(document)
+        if (wrong := mistakes(shlex.split(command, comments=True)[1:]))
     ] == []
 
 

@@ -74,7 +74,9 @@ def test_the_notebook_runs(tmp_path: Path, profiles: Path) -> None:
 def fleet_models() -> list[DeviceModel]:
     random = torch.Generator().manual_seed(0)
     states = [{"weight": torch.randn(5, generator=random), "seen": torch.tensor(n)} for n in (3, 4, 5)]
-    return [DeviceModel(f"d{n}", state, samples) for n, (state, samples) in enumerate(zip(states, (1, 4, 25), strict=True))]
+    return [
+        DeviceModel(f"d{n}", state, samples) for n, (state, samples) in enumerate(zip(states, (1, 4, 25), strict=True))
+    ]
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
@@ -104,7 +106,9 @@ def test_each_kind_of_device_has_a_plan_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_the_pictures_in_the_documents_are_those_of_todays_programs(tmp_path: Path, profiles: Path) -> None:
-    program = "import json, pictures; print(json.dumps(pictures.pictures()))"
-    drawn = json.loads(run(["-c", f"import sys; sys.path.insert(0, 'docs'); {program}"], tmp_path, profiles))
+    program = "import json; from docs.pictures import pictures; print(json.dumps(pictures()))"
+    drawn = json.loads(run(["-c", program], tmp_path, profiles))
     kept = {path.stem.removeprefix("timeline-"): path for path in (ROOT / "docs" / "images").glob("timeline-*.svg")}
-    assert {method: kept[method].read_text("utf-8") == svg for method, svg in drawn.items()} == dict.fromkeys(kept, True)
+    assert {method: kept[method].read_text("utf-8") == svg for method, svg in drawn.items()} == dict.fromkeys(
+        kept, True
+    )
