@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 from rich.console import Console
 
+import pipar
 from pipar.cli import cli
 from pipar.config import Config, DeviceSection, config_from, load_config
 from pipar.events import EpochResult
@@ -233,41 +233,12 @@ def python(arguments: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def small(words: list[str]) -> list[str]:
-    """Return a training command for one epoch of few samples, in virtual time."""
-    world = [] if {"--virtual", "--timing-only"} & set(words) else ["--timing-only"]
-    few = ["--set", "data.samples_per_device=20"] if "--virtual" in words else []
-    return [*words, *world, *few, "--epochs", "1", "--json"]
-
-
-TRAININGS = [words for words in commands() if words[0] in ("run", "compare")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
-def test_readme_commands_run(words: list[str], environment: dict[str, str]) -> None:
-    printed = json.loads(python(["-m", "pipar", *small(words)], environment))
-    results = printed if isinstance(printed, list) else [printed]
-    assert [len(result["epochs"]) for result in results] == [1] * len(results)
+def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
+    result = pipar.run({"run": {"epochs": 1}}, world="timing-only", settings=named)
     documented = (ROOT / "docs" / "results.md").read_text("utf-8")
-    for key in set(results[0]) - {"folder"}:
-        assert f"`{key}`" in README
-        assert f"`{key}`" in documented
-
-
-@pytest.mark.slow
-def test_readme_lists_datasets(environment: dict[str, str]) -> None:
-    assert "digits" in python(["-m", "pipar", "data", "list"], environment)
-
-
-@pytest.mark.slow
-def test_readme_python_runs(environment: dict[str, str]) -> None:
-    (block,) = blocks(README, "python")
-    assert len([line for line in block.splitlines() if line]) == 5
-    seconds, loss, folder = python(["-c", block], environment).split()
-    assert float(seconds) > 0
-    assert float(loss) > 0
-    assert (Path(folder) / "model.safetensors").exists()
+    assert [key for key in result.content if f"`{key}`" not in README or f"`{key}`" not in documented] == []
 
 
 @pytest.mark.slow
