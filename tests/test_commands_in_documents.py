@@ -124,7 +124,7 @@ def test_blocks_name_targets_of_make_that_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", filter(has_reader, documents()), ids=name_of)
+@pytest.mark.parametrize("document", list(filter(has_reader, documents())), ids=name_of)
 def test_a_reader_gets_through(document: Path, tmp_path: Path, profiles: Path) -> None:
     with reader(tmp_path, profiles, {}) as someone:
         for block in BLOCKS[document]:
