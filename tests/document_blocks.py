@@ -167,17 +167,15 @@ class Reader:
         assert code == 0, f"{program.name} ended with {code}: {program.text()}"
 
     def end(self) -> None:
-        """Wait for servers that have devices, and for these."""
-        running = [program for program in self.place.programs if program.poll() is None]
-        if any(program.name == "device" for program in running):
-            for program in running:
-                program.ends(_PATIENCE_S)
-        waiting = [program for program in self.place.programs if program.poll() is None]
-        assert [program.name for program in self.place.programs if program.code not in (0, None)] == [], self._said()
-        self.place.programs[:] = waiting
-
-    def _said(self) -> str:
-        return "\n".join(f"--- {program.name}\n{program.text()}" for program in self.place.programs)
+        """Wait for the devices, and for the servers that they came to."""
+        devices = [program for program in self.place.programs if program.name == "device"]
+        for program in devices:
+            self._ended(program)
+        if devices:
+            for program in self.place.programs:
+                if program.name == "server":
+                    self._ended(program)
+            self.place.programs.clear()
 
     def _wait_for(self, command: list[str]) -> None:
         self.end()
