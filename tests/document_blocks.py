@@ -1,9 +1,9 @@
 """The blocks of code in the documents: what they are, whether they are run, and who plays the reader that runs them.
 
-A block is fenced, or indented and begins with a command. Two comments before a fence mean something:
-`<!-- not run: REASON -->` says why no test runs it, and `<!-- as printed -->`, before a block of text, that the
-commands before it print every line of it. `title="NAME"` behind the language of a block is the file that a reader
-makes of it.
+A block is fenced, or indented and begins with a command. Three comments before it mean something:
+`<!-- not run: REASON -->` says why no test runs it; `<!-- tested with: OPTIONS -->` what stands behind each of its
+commands when a test runs it, so that it takes seconds; `<!-- as printed -->`, before a block of text, that the commands
+before it print every line of it. `title="NAME"` behind the language of a block is the file that a reader makes of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,15 @@ class Block:
     @property
     def reason(self) -> str | None:
         """Why no test runs it."""
-        return self.comment.removeprefix("not run: ") if self.comment.startswith("not run: ") else None
+        return self._said("not run: ")
+
+    @property
+    def quickened(self) -> str:
+        """What stands behind each of its commands when a test runs it."""
+        return self._said("tested with: ") or ""
+
+    def _said(self, what: str) -> str | None:
+        return self.comment.removeprefix(what) if self.comment.startswith(what) else None
 
     @property
     def is_printed(self) -> bool:
@@ -123,7 +131,7 @@ class Reader:
         elif block.language == "sh":
             self.printed = ""
             for line in block.commands:
-                self._type(line)
+                self._type(f"{line} {block.quickened}")
         elif block.language == "python":
             self.printed = ""
             script = self._file(f"block_{block.line}.py")
@@ -140,7 +148,7 @@ class Reader:
         words = shlex.split(line, comments=True)
         words[0] = words[0].removeprefix(".venv/bin/")
         if words[0] == "make":
-            assert all(target in make_targets() for target in words[1:]), line
+            assert words[1] in make_targets(), line
         elif words[0] == "pipar" and not _has_shell_syntax(line):
             self._run(words[1:])
         elif words[0] == "python":

@@ -47,7 +47,11 @@ def test_a_block_has_a_language_that_is_run_or_only_shown(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.comment], ids=str)
 def test_a_comment_before_a_block_is_one_that_means_something(block: Block) -> None:
-    if block.reason is None:
+    if block.quickened:
+        assert block.language == "sh"
+        lines = [shlex.split(f"{line} {block.quickened}", comments=True) for line in block.commands]
+        assert [wrong for words in lines if words[0].endswith("pipar") for wrong in mistakes(words[1:])] == []
+    elif block.reason is None:
         assert block.is_printed
         assert block.language == "text"
     elif covered := COVERED.fullmatch(block.reason):
