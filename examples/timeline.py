@@ -88,7 +88,7 @@ def picture(spans: Sequence[Span], title: str, seconds: float | None = None) -> 
     length = seconds or max(span.end for span in spans) - start
     scale = (_WIDTH - _LEFT - _RIGHT) / length
     rows = _rows(spans)
-    height = _TOP + _ROW * len(rows) + 62
+    height = _TOP + _ROW * len(rows) + 70
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         'font-family="system-ui, sans-serif" font-size="11">',
@@ -102,7 +102,7 @@ def picture(spans: Sequence[Span], title: str, seconds: float | None = None) -> 
         parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_BLOCK}" fill="#f1f1f1"/>')
         parts += [_block(span, _LEFT + (span.start - start) * scale, y, scale) for span in spans if span.row == row]
     bottom = _TOP + _ROW * len(rows)
-    parts += [*_axis(bottom, length, scale), *_legend(bottom + 44, {span.kind for span in spans}), "</svg>"]
+    parts += [*_axis(bottom, length, scale), *_legend(bottom + 38, {span.kind for span in spans}), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
@@ -142,12 +142,12 @@ def _axis(y: int, length: float, scale: float) -> list[str]:
 
 
 def _legend(y: int, kinds: set[str]) -> list[str]:
-    parts, x = [], 12.0
-    for kind, (colour, words) in STAGES.items():
-        if kind in kinds:
-            parts.append(f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 14:.0f}" y="{y}" font-size="10" fill="#222222">{escape(words)}</text>')
-            x += 24 + 5.4 * len(words)
+    parts = []
+    for number, kind in enumerate(kind for kind in STAGES if kind in kinds):
+        colour, words = STAGES[kind]
+        x, line = 12 + 186 * (number % 5), y + 15 * (number // 5)
+        parts.append(f'<rect x="{x}" y="{line - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 15}" y="{line}" font-size="10" fill="#222222">{escape(words)}</text>')
     return parts
 
 
