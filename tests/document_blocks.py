@@ -77,7 +77,7 @@ class Block:
         return [line for line in self.text.replace("\\\n", " ").splitlines() if line.startswith("pipar ")]
 
     def __str__(self) -> str:
-        return f"{self.document.relative_to(ROOT)}:{self.line}"
+        return f"{os.path.relpath(self.document, ROOT)}:{self.line}"
 
 
 def documents() -> list[Path]:

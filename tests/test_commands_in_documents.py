@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 import pytest
-from document_blocks import ROOT, Block, blocks_of, documents, make_targets, reader
+from document_blocks import ROOT, Block, Reader, blocks_of, documents, make_targets, reader
+from programs import Place
 
 from pipar.cli import cli
 from pipar.config import config_from
@@ -71,6 +72,69 @@ def test_a_file_that_a_reader_makes_is_used_by_a_later_command(block: Block) -> 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "toml"], ids=str)
 def test_a_configuration_is_one(block: Block) -> None:
     config_from(tomllib.loads(block.text))
+
+
+# --- what a block is
+
+MADE_UP = """
+Words, and `code`.
+
+    pipar run --epochs 1
+    make demo
+
+    no command
+
+<!-- not run: needs root -->
+```sh
+rm -rf /
+```
+
+```toml title="mine.toml"
+[run]
+```
+
+<!-- tested with: --epochs 1 -->
+```sh
+pipar run \\
+  --virtual
+```
+
+<!-- as printed -->
+```text
+as   it was
+```
+"""
+
+
+def made_up(folder: Path, text: str = MADE_UP) -> list[Block]:
+    path = folder / "made-up.md"
+    path.write_text(text, "utf-8")
+    return blocks_of(path)
+
+
+def test_blocks_are_found_with_what_is_said_of_them(tmp_path: Path) -> None:
+    indented, root, named, quickened, printed = made_up(tmp_path)
+    assert indented.commands == ["pipar run --epochs 1", "make demo"]
+    assert (root.reason, root.language, root.line) == ("needs root", "sh", 10)
+    assert (named.title, named.reason, named.text) == ("mine.toml", None, "[run]\n")
+    assert [line.split() for line in quickened.commands] == [["pipar", "run", "--virtual"]]
+    assert quickened.quickened == "--epochs 1"
+    assert printed.is_printed
+
+
+def test_a_reader_notices_what_is_not_printed_any_more(tmp_path: Path) -> None:
+    printed = made_up(tmp_path)[-1]
+    someone = Reader(Place(tmp_path, tmp_path, {}), printed="before\nas it  was\n")
+    someone.do(printed)
+    someone.printed = "as it is"
+    with pytest.raises(AssertionError, match="has other lines"):
+        someone.do(printed)
+
+
+def test_a_reader_notices_a_command_that_fails(tmp_path: Path) -> None:
+    (block,) = made_up(tmp_path, "```sh\nls nothing | cat; false\n```\n")
+    with pytest.raises(AssertionError, match="nothing"):
+        Reader(Place(tmp_path, tmp_path, {})).do(block)
 
 
 # --- commands by name
