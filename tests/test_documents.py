@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
@@ -16,14 +15,12 @@ from typing import Any
 import click
 import pytest
 from pydantic import BaseModel
-from rich.console import Console
 
 import pipar
+from benchmarks.quoted import quoted
 from pipar.cli import cli
-from pipar.config import Config, DeviceSection, config_from, load_config
+from pipar.config import Config, DeviceSection, config_from
 from pipar.events import EpochResult
-from pipar.explain import explain, job_to_plan
-from pipar.plan_view import plan_view
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -82,33 +79,17 @@ def test_configuration_document_names_the_choices() -> None:
             assert [choice for choice in schema.get("enum", []) if f'"{choice}"' not in row[1]] == []
 
 
-def readme_block() -> str:
+def whole_file() -> str:
     """Return the block with all keys."""
-    _, block = blocks(README, "toml")
-    return block
+    return blocks((ROOT / "docs" / "configuration.md").read_text("utf-8"), "toml")[-1]
 
 
-@pytest.mark.slow
-def test_readme_fleet_is_planned_as_it_says(tmp_path: Path) -> None:
-    path = tmp_path / "fleet.toml"
-    path.write_text(blocks(README, "toml")[0], "utf-8")
-    explained = explain(job_to_plan(load_config(path)))
-    console = Console(width=80, color_system=None, file=io.StringIO())
-    console.print(plan_view(explained))
-    assert isinstance(console.file, io.StringIO)
-    shown = {" ".join(line.split()) for line in console.file.getvalue().splitlines()}
-    quoted = next(block for block in blocks(README, "text") if "10 x phone" in block)
-    rows = [" ".join(line.split()) for line in quoted.splitlines() if " x " in line]
-    assert len(rows) == 2
-    assert set(rows) <= shown
+def test_the_whole_file_is_what_an_empty_one_means() -> None:
+    assert config_from(tomllib.loads(whole_file())) == Config()
 
 
-def test_readme_block_is_what_an_empty_file_means() -> None:
-    assert config_from(tomllib.loads(readme_block())) == Config()
-
-
-def test_readme_block_has_every_key_and_no_other() -> None:
-    everything = re.sub(r"^# (?=\w+ = )", "", readme_block(), flags=re.MULTILINE)
+def test_the_whole_file_has_every_key_and_no_other() -> None:
+    everything = re.sub(r"^# (?=\w+ = )", "", whole_file(), flags=re.MULTILINE)
     tree: dict[str, Any] = tomllib.loads(everything)
     config_from(tree)
     written = {name: list(tree[name][0] if name == "devices" else tree[name]) for name in tree}
@@ -155,7 +136,6 @@ def test_fields_of_an_epoch_are_documented() -> None:
     (section,) = re.findall(r"^## An epoch\n(.*?)^\*\*", text, re.MULTILINE | re.DOTALL)
     first_cells = " ".join(re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE))
     assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
-    assert [field.name for field in fields(EpochResult) if f"`{field.name}`" not in README] == []
 
 
 def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
@@ -194,16 +174,11 @@ def parse(words: list[str]) -> click.Context:
 
 
 def test_readme_has_commands() -> None:
-    assert {words[0] for words in commands()} == {
-        "run",
-        "compare",
-        "plan",
-        "data",
-        "certs",
-        "server",
-        "device",
-        "faults",
-    }
+    assert {words[0] for words in commands()} == {"run", "compare", "plan", "certs", "server", "device", "doctor"}
+
+
+def test_readme_quotes_the_results_that_are_checked_in() -> None:
+    assert quoted(README) == README
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -238,7 +213,7 @@ def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.Mon
     named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
     result = pipar.run({"run": {"epochs": 1}}, world="timing-only", settings=named)
     documented = (ROOT / "docs" / "results.md").read_text("utf-8")
-    assert [key for key in result.content if f"`{key}`" not in README or f"`{key}`" not in documented] == []
+    assert [key for key in result.content if f"`{key}`" not in documented] == []
 
 
 @pytest.mark.slow
