@@ -144,6 +144,24 @@ def test_every_invariant_holds_where_messages_are_half_encoded(method: str, monk
     assert {what for what in wanted if not seen[what]} == set()
 
 
+def test_tensors_travel_coded_where_encodings_are_to_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[Kind, str]] = set()
+    post = Channel.post
+
+    def posting(self: Channel, message: Message) -> None:
+        seen.add((message.kind, message.body.encoding))
+        post(self, message)
+
+    monkeypatch.setattr(Channel, "post", posting)
+    scenario = draw_scenario(1, devices=2, rounds=2)
+    plans = {"device-1": Plan(1, 1), "device-2": Plan(2, 1)}
+    quiet = replace(scenario, method="sfl", plans=plans, faults=(), replans=False, coded_chunk_bytes=256 * 1024)
+    outcome = simulate(replace(quiet, encoding="auto", rate_bps=200e3, samples=dict.fromkeys(plans, 12)))
+    assert outcome.violation is None, sentence(outcome)
+    for kind in (Kind.ACTIVATION, Kind.GRADIENT):
+        assert {encoding for of, encoding in seen if of is kind} == {"planes", "sparse-planes"}
+
+
 def test_a_device_whose_hello_comes_too_late_may_try_again() -> None:
     scenario = draw_scenario(3)
     late = tuple(Fault(0.0, "delay", name, 15.0, 0) for name in scenario.names)

@@ -681,6 +681,10 @@ def make_own(scenario: Scenario) -> Own:
     return replace(own, training=data, input_shape=(_INPUTS,), classes=_CLASSES)
 
 
+#: So little that encodings which are to be chosen are worth their time on a slow link.
+_SHARES = {"sparse": (0.3, 0.3), "planes": (0.2, 0.2), "sparse-planes": (0.1, 0.1)}
+
+
 def make_profile(model: nn.Sequential) -> Profile:
     """Return what the network takes on a machine of this world: tens of milliseconds a layer."""
     layers, x = [], torch.zeros((1, _INPUTS), dtype=torch.float64)
@@ -689,7 +693,8 @@ def make_profile(model: nn.Sequential) -> Profile:
             x = layer(x)
         weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
         forward, rectified = (0.01, 0.03), place in RECTIFIED
-        layers.append(LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights, rectified=rectified))
+        layer_profile = LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights, rectified=rectified)
+        layers.append(replace(layer_profile, shares=_SHARES))
     # Each chunk takes so long that messages are often half encoded when something happens to them.
     coding = {name: CodingTimes(encode_s=0.03, decode_s=0.002) for name in encodings.EXACT[1:]}
     coding["changes"] = CodingTimes()
