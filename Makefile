@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/ready
 BROWSER := .venv/browser
 
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check docs bench clean
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  -/'
 
@@ -35,8 +35,11 @@ check: $(READY)  ## format, lint, types, layers and the fast tests, in under a m
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
+docs: $(READY)  ## the documentation as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open site/index.html."
+
 bench: $(READY)  ## measure what README quotes; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove what was built
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache site
