@@ -182,6 +182,22 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_is_off_at_the_end() -> None:
     release.set()
 
 
+def test_a_run_that_never_began_does_not_wait_for_a_package_that_is_slow_to_import() -> None:
+    release, seen = threading.Event(), list[Event]()
+
+    def make(_: str) -> Tracker:
+        release.wait(30)
+        return Remembering()
+
+    began = time.monotonic()
+    tracking = Tracking(CONFIG, seen.append, [TrackerThread("mlflow", make)])
+    tracking.observe(_started(Path("runs/x")))
+    tracking.close()
+    assert time.monotonic() - began < 10
+    assert seen == [_started(Path("runs/x"))]
+    release.set()
+
+
 def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

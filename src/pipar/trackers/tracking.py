@@ -72,7 +72,7 @@ class Tracking:
         self._pass_on = observe
         self._threads = threads
         self._run: RunDescription | None = None
-        self._has_begun = False
+        self._has_begun = self._has_ended = False
 
     def observe(self, event: Event) -> None:
         """Take one event; it is quick, whatever the trackers do with it."""
@@ -86,14 +86,16 @@ class Tracking:
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         """Tell the trackers how the run ended."""
-        if self._has_begun:
+        if self._has_begun and not self._has_ended:
             self._tell(lambda thread: thread.end(result))
-            self._has_begun = False
+            self._has_ended = True
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """Return when everything is written down; who is not ready in time is off, too."""
         self.end(None)
         self._tell(TrackerThread.finish)
+        if not self._has_begun:
+            return  # a mistake that was found early is not held up by packages that take seconds to import
         deadline = time.monotonic() + patience_s
         self._tell(lambda thread: thread.wait(deadline - time.monotonic()))
         self._tell_failures()
