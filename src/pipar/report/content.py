@@ -23,7 +23,6 @@ _WORLDS = {
     "real": "real processes",
     "virtual": "virtual time",
     "timing-only": "virtual time, timing only",
-    None: "not over yet",
 }
 _EPOCH_KEYS = (
     "epoch", "seconds", "predicted_s", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
@@ -91,7 +90,7 @@ def _run(name: str, record: RunRecord, traced: Traced | None, drawn: Sequence[st
         "method_title": method.title if method else "",
         "model": result.get("model"),
         "dataset": result.get("dataset"),
-        "world": _WORLDS.get(result.get("world"), str(result.get("world"))),
+        "world": _WORLDS.get(str(result.get("world"))),
         "learns": result.get("world") != "timing-only",
         "running": record.running,
         "folder": record.folder,

@@ -192,7 +192,8 @@
     const words = [`${run.name} trains an epoch in ${seconds(run.seconds)}`];
     if (!isNumber(run.seconds)) return run.running ? "The first epoch is not over yet." : "No epoch was finished.";
     if (faster.length) words.push(`: ${faster.join(" and ")}`);
-    words.push(`. ${run.world[0].toUpperCase()}${run.world.slice(1)}; ${run.setting || "devices not known"}.`);
+    const about = [run.world, run.setting].filter(Boolean).join("; ");
+    words.push(about ? `. ${about[0].toUpperCase()}${about.slice(1)}.` : ".");
     if (content.running && !byId("live")) words.push(" The run is not over, or was ended before it could say so.");
     return words.join("");
   }
@@ -205,7 +206,7 @@
   function drawResult(content) {
     const run = featured(content.runs);
     const cards = [];
-    if (run) {
+    if (run && isNumber(run.seconds)) {
       cards.push(card(`per epoch, ${run.name}`, seconds(run.seconds), isNumber(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : null));
       for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up against ${base}`, times(value)));
       cards.push(card("server idle", share(run.server_idle_s / run.seconds), `${seconds(run.server_idle_s)} of an epoch`));
@@ -217,7 +218,9 @@
       }
       if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "shortest possible over real time"));
     }
-    replace(byId("cards"), cards);
+    replace(byId("cards"), cards.length ? cards : element("p", { class: "note" }, "No epoch is over yet."));
+    const begun = content.runs.some((one) => one.epochs.length);
+    for (const id of ["utilisation", "learning", "costs"]) byId(id).hidden = !begun;
     replace(byId("comparison"), content.runs.length > 1 ? comparison(content.runs) : null);
   }
 
@@ -245,7 +248,7 @@
     byId("timeline-tools").hidden = byId("timeline-legend").hidden = found.length === 0;
     if (!found.length) {
       replace(byId("timelines"), element("p", { class: "note" }, content.running
-        ? "There is a timeline when an epoch is over." : "The run kept no trace (run.trace = \"off\")."));
+        ? "There is a timeline when an epoch, and with it its trace, is there." : "The run kept no trace (run.trace = \"off\")."));
       state.charts.forEach((chart, id) => { if (id.startsWith("lanes-")) { chart.dispose(); state.charts.delete(id); } });
       return;
     }
