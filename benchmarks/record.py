@@ -70,7 +70,7 @@ def pipar(arguments: list[str], runs: Path, *, prefix: tuple[str, ...] = ()) -> 
     """Run the command line with --json in a process of its own and return what it prints."""
     environment = os.environ | {"PIPAR_RUNS": str(runs)}
     command = [*prefix, sys.executable, "-m", "pipar", *arguments, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout)
