@@ -1,8 +1,8 @@
 """What planning costs when the bandwidth of 100 boards switches between 4g, 4g+ and wifi every minute; paper V-F-3.
 
 Plans are chosen beside the training, so no round waits for them; what is measured is the CPU time of the searches over
-the time of the training, and what the new plans gain: a loss where a round lasts so long that what it shows of the
-links is over when new plans for them come into force.
+the time of the training, and what the new plans gain: nothing where a round lasts so long that what it shows of the
+links is soon over when new plans for them come into force, but no loss either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
         share = 100 * found["planning_s"] / found["training_s"]
         claims.append(Claim(f"CPU seconds of planning / seconds of training, {model}", share, "%", most=0.5))
         gained = fixed["training_s"] / found["training_s"]
-        claims.append(Claim(f"time with the first plans / time with new ones, {model}", gained, ""))
+        claims.append(Claim(f"time with the first plans / time with new ones, {model}", gained, "", least=0.99))
         details[model] = {"replanned": found, "first_plans_kept": fixed}
     return claims, details
 

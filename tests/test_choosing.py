@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from fleets import LINK, fleet, measured, plans
+from fleets import LINK, PROFILE, fleet, measured, plans
 
 from pipar.choosing import Choices, Chooser, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.forecast import move_s, simulate
 from pipar.foresight import Foresight
 from pipar.methods import Plan
+from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
+from pipar.planner.timing import steady_epoch_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
@@ -23,6 +26,20 @@ def test_plans_in_force_stay_if_others_are_hardly_better() -> None:
     here = fleet()
     best = chosen(here, plans(here, Plan(1, 1)))
     assert chosen(here, best) == best
+
+
+def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_takes() -> None:
+    here = fleet()
+    start = plans(here, Plan(1, 1))
+    slow_to_move = Costs(replace(PROFILE, install_s_per_byte=1e-4), 0.5)  # 13 s for new replicas of all four
+    here = replace(here, server=slow_to_move)
+    best = chosen(here, start)
+    assert {plan.split_point for plan in best.values()} != {1}
+    gained_s = steady_epoch_s(simulate, here, start) - steady_epoch_s(simulate, here, best)
+    enough = 2 + 2 * move_s(here, start, best) / gained_s
+    assert chosen(replace(here, lasts=1.01 * enough), start) == best
+    kept = chosen(replace(here, lasts=0.99 * enough), start)
+    assert {plan.split_point for plan in kept.values()} == {1}
 
 
 def test_a_situation_that_comes_back_is_not_searched_again() -> None:

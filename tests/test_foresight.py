@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -76,6 +77,31 @@ def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_st
         for later in (epoch + 1, epoch + 2, epoch + 3):
             assert pruned.predicted_s(later, plans(here)) == everything.predicted_s(later, plans(here))
         assert max(len(pruned._plans), len(pruned._links), len(pruned._fits)) <= 3
+
+
+def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_is_due_when_they_stay_longer() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    epochs = iter(range(1, 100))
+
+    def rounds(count: int, up_bps: float) -> None:
+        for _ in range(count):
+            foresight.measure_links(next(epochs), {m.name: measured(up_bps, 20e6) for m in here.members})
+
+    rounds(4, 10.5e6)
+    rounds(3, 20e6)
+    assert foresight.latest({}).lasts == math.inf  # one change says nothing of the next
+    assert not foresight.has_learned()
+    rounds(1, 5e6)
+    assert foresight.latest({}).lasts == 8 / 2
+    rounds(7, 5e6)
+    assert not foresight.has_learned()
+    rounds(1, 5.2e6)
+    assert foresight.has_learned()
+    assert foresight.latest({}).lasts == 8.0
+    assert not foresight.has_learned()
+    foresight.measure_links(next(epochs), {"d01": measured(50e6, 50e6)})  # one of four is not the fleet's links
+    assert foresight.latest({}).lasts == 9.0
 
 
 def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import simulate
+from pipar.forecast import move_s, simulate
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
@@ -40,12 +40,19 @@ _LENGTH = struct.Struct("!Q")
 
 
 def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
-    """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now."""
+    """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
+
+    Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
+    and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
+    wrong for one.
+    """
     plans = choose_for(fleet, simulate, start=start, effort=QUICK).plans
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
     new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, as_it_is))
-    return as_it_is if new_s > as_it_is_s * (1 - _WORTH_IT) else plans
+    gained_s = as_it_is_s - new_s
+    pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, plans)
+    return plans if gained_s >= as_it_is_s * _WORTH_IT and pays else as_it_is
 
 
 class Choices:
@@ -59,9 +66,9 @@ class Choices:
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
         """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
         fleet = self._foresight.latest(links).of(links)
-        situation = about(fleet)
+        plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
+        situation = (about(fleet), tuple(plans.values()))
         if situation not in self._known:
-            plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
             self._known[situation] = await self._search(fleet, plans)
         return self._known[situation]
 

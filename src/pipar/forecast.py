@@ -588,6 +588,22 @@ def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
     }
 
 
+def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) -> float:
+    """Return how much longer a round takes behind which layers change sides: new replicas, and parts that go whole."""
+    moved = [m for m in fleet.members if before[m.name].split_point != after[m.name].split_point]
+    if not moved:
+        return 0.0
+    profile = fleet.server.profile
+    replicas = Work("install", size_bytes=profile.parameter_bytes(1, fleet.layers) * len(moved))
+
+    def longer_s(member: Member) -> float:
+        rate_bps, now, then = member.link.down_bps, after[member.name], before[member.name]
+        whole = profile.parameter_bytes(1, now.split_point)
+        return transfer_s(whole, rate_bps) - _model_s(fleet, member, then, rate_bps)
+
+    return fleet.server.seconds(replicas) + max(0.0, *map(longer_s, moved))
+
+
 def _model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
     """Return how long a device's part is on a link, behind the first time: as changes where that is quicker."""
     changes = fleet.sends_changes(member, rate_bps)

@@ -6,6 +6,7 @@ measured by the round itself and count from the next one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -15,7 +16,7 @@ from pipar.forecast import busy_s, predict_s
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import Fit, refitted
-from pipar.replanning import MeasuredLink
+from pipar.replanning import MeasuredLink, differs
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class Foresight:
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Fit] = {1: Fit()}
         self._planned_with = Fit()
+        self._steadiness = _Steadiness()
 
     @property
     def plans(self) -> Mapping[str, Plan]:
@@ -52,6 +54,7 @@ class Foresight:
         known = {member.name: member.link for member in self.fleet.members}
         now = {name: one.over(before.get(name, known[name])) for name, one in measured.items()}
         self._links[epoch + 1] = {**before, **now}
+        self._steadiness.observe({**known, **before}, self._links[epoch + 1])
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
@@ -74,8 +77,8 @@ class Foresight:
         self._fits = since(self._fits, epoch + 1)
 
     def has_learned(self) -> bool:
-        """Return whether machines are known to be other than they were when plans were last chosen."""
-        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
+        """Return whether machines or links are known to be other, or steadier, than when plans were last chosen."""
+        return self._steadiness.has_grown() or self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
@@ -85,11 +88,42 @@ class Foresight:
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]
-        return refitted(self.fleet, replace(self._planned_with, links=links))
+        fleet = refitted(self.fleet, replace(self._planned_with, links=links))
+        return replace(fleet, lasts=self._steadiness.take())
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
         return predict_s(self.fleet_for(epoch).of(devices), _at(self._plans, epoch))
+
+
+class _Steadiness:
+    """For how many rounds most devices' links stay as they are; unknown before they have changed twice."""
+
+    def __init__(self) -> None:
+        self._rounds = self._since = self._changes = 0
+        self._links: Mapping[str, Link] = {}  # as the last change left them
+        self._believed = math.inf
+
+    def observe(self, before: Mapping[str, Link], now: Mapping[str, Link]) -> None:
+        """Take the links as a round has shown them, and as they were believed to be before it."""
+        self._rounds, self._since = self._rounds + 1, self._since + 1
+        known = {**before, **self._links}
+        if 2 * sum(differs(link, known[name]) for name, link in now.items()) > len(now):
+            self._changes, self._since, self._links = self._changes + 1, 0, now
+
+    @property
+    def lasts(self) -> float:
+        """The rounds that are to be expected: as many as between two changes so far, or since the last one."""
+        return math.inf if self._changes < 2 else max(self._rounds / self._changes, self._since)
+
+    def take(self) -> float:
+        """Return the rounds to be expected, for a choice."""
+        self._believed = self.lasts
+        return self._believed
+
+    def has_grown(self) -> bool:
+        """Return whether twice as many rounds are to be expected as at the last choice."""
+        return self._believed < math.inf and self.lasts >= 2 * self._believed
 
 
 def _at(by_first: Mapping[int, T], epoch: int) -> T:

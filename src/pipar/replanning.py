@@ -94,7 +94,7 @@ class Replanner:
         has_changed = (
             self._learned()
             or self._measured.keys() != self._planned_for.keys()
-            or any(_differs(link, self._planned_for[name]) for name, link in self._measured.items())
+            or any(differs(link, self._planned_for[name]) for name, link in self._measured.items())
         )
         if self._choosing is None and has_changed and self._measured:
             self._planned_for = self._measured
@@ -114,7 +114,8 @@ def _steady(link: Link) -> Link:
     return Link(up_bps=link.up_bps, down_bps=link.down_bps, latency_s=link.latency_s)
 
 
-def _differs(one: Link, other: Link) -> bool:
+def differs(one: Link, other: Link) -> bool:
+    """Return whether a link has changed: in a direction, by more than it wavers from round to round."""
     return _rates_differ(one.up_bps, other.up_bps) or _rates_differ(one.down_bps, other.down_bps)
 
 

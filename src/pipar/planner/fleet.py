@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -59,6 +60,7 @@ class Fleet:
     batch_size: int
     batch_statistics: bool = False
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
+    lasts: float = math.inf  # rounds for which the links are expected to stay as they are
 
     @property
     def layers(self) -> int:

@@ -60,7 +60,10 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
 
 
 def about(fleet: Fleet) -> tuple[object, ...]:
-    """Return what is to be known of a fleet's links and speeds, rounded to 20 %: equal if they are about the same."""
+    """Return what is to be known of a fleet's links and speeds, rounded to 20 %: equal if they are about the same.
+
+    For how long they are to stay so counts as about the same up to a factor of 1.4.
+    """
     rounded = [
         (
             tuple(member.name for member in kind),
@@ -68,7 +71,8 @@ def about(fleet: Fleet) -> tuple[object, ...]:
         )
         for kind in fleet.kinds()
     ]
-    return (_rounded(fleet.server.speed), *rounded)
+    lasts = None if math.isinf(fleet.lasts) else round(math.log2(fleet.lasts))
+    return (_rounded(fleet.server.speed), lasts, *rounded)
 
 
 def _rounded(value: float | None) -> int | None:
