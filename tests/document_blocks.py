@@ -136,7 +136,8 @@ class Reader:
             self.printed = ""
             script = self._file(f"block_{block.line}.py")
             script.write_text(block.text, "utf-8")
-            self._wait_for([sys.executable, script.name])
+            self.end()
+            self._ended(self.place.run("python", script.name))
         elif block.is_printed:
             self._compare(block)
 

@@ -3,6 +3,7 @@
 What comes of it is a process like any other: it has its own pid, signals and exit code. Only gRPC does not survive a
 fork, so each imports it for itself. Requests are lines of JSON on the standard input, answered in turn on the output:
 {"start": [WORD, ...], "folder", "environment", "output", "namespace"} by a pid, {"poll": PID} by an exit code or null.
+The words are those of a command of pipar, or a script that ends in .py.
 A program that gets SIGUSR1 writes down, in OUTPUT.live, how many bytes it has in use.
 """
 
@@ -14,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -45,6 +47,11 @@ def _be(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     if request.get("namespace"):
         _enter(request["namespace"])
+    if request["start"][0].endswith(".py"):
+        sys.path.insert(0, request["folder"])
+        sys.argv = request["start"]
+        runpy.run_path(request["start"][0], run_name="__main__")
+        sys.exit()
     sys.argv = ["pipar", *request["start"]]
     from pipar.cli import main
 
