@@ -5,18 +5,20 @@ on the wire. A prediction is made from a profile that was taken right before and
 one change their speed by a quarter within minutes, so this is done several times in turn and the median counts. Before
 each profile the machine rests: it is quicker right behind hard work than in a training whose devices sleep most of the
 time. For the choice, every plan of a small grid is trained for one epoch; the best of them and the planner's choice are
-then trained again, one behind the other. Rows are kept in `results/prediction.rows.jsonl` until they are deleted.
+then trained again, one behind the other. Rows are kept in `results/prediction.rows.jsonl`: after an interruption the
+next start takes up where this one was, as long as pipar, this measurement and the machine are the same.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim, pipar
+from pipar.planner.cache import machine_fingerprint
 
 LINKS = ("4g", "4g+", "wifi")
 #: Split points of the sweep, and P = Q.
@@ -39,15 +41,16 @@ Plan = tuple[int, int, int]
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     claims: list[Claim] = []
     details: dict[str, object] = {"settings": _SETTINGS, "machines": _MACHINES, "micro_batches": MICRO_BATCHES}
-    kept = _kept()
+    kept = Kept(KEPT, depends())
     for model, (cuts, layers) in GRID.items():
         for link in LINKS:
             emulated = [*_MACHINES, f"devices.link={link}"]
             row = _Row([*_SETTINGS, f"model.name={model}"], emulated, folder)
             name = f"{model} on {link}"
             grid = [(p, n, 0) for p in cuts for n in MICRO_BATCHES] + [(layers, 1, 0)]
-            found = kept.get(name) or row.compare(grid)
-            _keep(name, found)
+            if name not in kept.rows:
+                kept.add(name, row.compare(grid))
+            found = kept.rows[name]
             details[name] = found
             claims.append(Claim(f"predicted / measured epoch, {name}", found["ratio"], "", 0.9, 1.1))
             worse = found["chosen_s"] / found["best_s"]
@@ -56,15 +59,9 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     return claims, details
 
 
-def _kept() -> dict[str, dict[str, Any]]:
-    """Return the rows that an interrupted measurement has left; without the file all are measured."""
-    lines = KEPT.read_text("utf-8").splitlines() if KEPT.exists() else []
-    return dict(json.loads(line) for line in lines)
-
-
-def _keep(name: str, found: dict[str, Any]) -> None:
-    with KEPT.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([name, found]) + "\n")
+def depends() -> dict[str, object]:
+    """Return what rows depend on: all of pipar, this file, and the machine that it all runs on."""
+    return {"sources": sources_hash(["."], Path(__file__)), "machine": machine_fingerprint()}
 
 
 class _Row:

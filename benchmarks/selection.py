@@ -10,8 +10,6 @@ an interruption the next start takes up where this one was, as long as the plann
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pipar
+from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
 from pipar.choosing import chosen
 from pipar.config import config_from
@@ -175,42 +173,17 @@ def resumed(
     judges: Callable[[Iterable[Case], int], Iterator[Row]] = judge_all,
 ) -> list[Row]:
     """Return the rows of these trainings, in their order; those that are kept already are not judged again."""
-    depends = {"devices": devices, "seed": SEED, "sources": sources_hash()}
-    found = _kept_rows(kept, depends)
+    depends = {"devices": devices, "seed": SEED, "sources": sources_hash(SOURCES, Path(__file__))}
+    stored = Kept(kept, depends)
+    found = {_case(row): row for row in (Row(**fields) for fields in stored.rows.values())}
     missing = [case for case in cases if case not in found]
     print(f"{len(cases) - len(missing)} of {len(cases)} rows are in {kept.name}", flush=True)
     if missing:
-        with kept.open("a", encoding="utf-8") as file:
-            for row in judges(missing, devices):
-                # The empty line in front: a line that an interruption has cut off does not spoil this one.
-                file.write("\n" + json.dumps({"depends": depends, "row": asdict(row)}) + "\n")
-                file.flush()
-                found[_case(row)] = row
-                print(f"{sum(case in found for case in cases):4} of {len(cases)}  {_line(row)}", flush=True)
-    return [found[case] for case in cases]
-
-
-def sources_hash() -> str:
-    """Return what tells one planner, and its judge, from another: a hash of their sources and of this file."""
-    package = Path(pipar.__file__).parent
-    given = [package / name for name in SOURCES]
-    files = [file for path in given for file in (sorted(path.glob("*.*")) if path.is_dir() else [path])]
-    content = [path.read_bytes() for path in [*files, Path(__file__)] if path.is_file()]
-    return hashlib.sha256(b"\0".join(content)).hexdigest()[:16]
-
-
-def _kept_rows(kept: Path, depends: Mapping[str, object]) -> dict[Case, Row]:
-    """Return the rows of a file that depend on the same; lines that were cut off are passed over."""
-    found = {}
-    for line in kept.read_text("utf-8").splitlines() if kept.exists() else []:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["depends"] == depends:
-            row = Row(**entry["row"])
+        for row in judges(missing, devices):
+            stored.add(", ".join(_case(row)), asdict(row))
             found[_case(row)] = row
-    return found
+            print(f"{sum(case in found for case in cases):4} of {len(cases)}  {_line(row)}", flush=True)
+    return [found[case] for case in cases]
 
 
 def _case(row: Row) -> Case:

@@ -73,10 +73,33 @@ def test_rows_of_other_devices_another_seed_or_another_planner_are_judged_again(
     assert asked(devices=20) == 3
     monkeypatch.setattr(selection, "SEED", 1)
     assert asked() == 3
-    monkeypatch.setattr(selection, "sources_hash", lambda: "another")
+    monkeypatch.setattr(selection, "sources_hash", lambda *_: "another")
     assert asked() == 3
     assert asked() == 0
     assert all(json.loads(line) for line in kept.read_text("utf-8").splitlines() if line)
+
+
+@pytest.mark.usefixtures("selection")
+def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prediction = importlib.import_module("benchmarks.prediction")
+    asked: list[str] = []
+
+    def compare(row: Any, _: Any) -> dict[str, float]:
+        asked.append(str(row._emulated))
+        return {"ratio": 1.0, "chosen_s": 1.0, "best_s": 1.0}
+
+    monkeypatch.setattr(prediction, "KEPT", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(prediction._Row, "compare", compare)
+    first = prediction.measure(tmp_path)
+    kept = (tmp_path / "rows.jsonl").read_text("utf-8")
+    assert prediction.measure(tmp_path) == first
+    assert len(asked) == 6
+    assert (tmp_path / "rows.jsonl").read_text("utf-8") == kept
+    monkeypatch.setattr("pipar.__file__", str(tmp_path / "__init__.py"))
+    prediction.measure(tmp_path)
+    assert len(asked) == 12
 
 
 def test_another_line_in_the_planner_is_another_planner(
@@ -85,11 +108,11 @@ def test_another_line_in_the_planner_is_another_planner(
     (tmp_path / "planner").mkdir()
     for name in ("planner/select.py", *selection.SOURCES[1:]):
         (tmp_path / name).write_text("pass\n", "utf-8")
-    monkeypatch.setattr(selection.pipar, "__file__", str(tmp_path / "__init__.py"))
-    before = selection.sources_hash()
-    assert selection.sources_hash() == before
+    monkeypatch.setattr("pipar.__file__", str(tmp_path / "__init__.py"))
+    before = selection.sources_hash(selection.SOURCES)
+    assert selection.sources_hash(selection.SOURCES) == before
     (tmp_path / "planner" / "select.py").write_text("pass  # other\n", "utf-8")
-    assert selection.sources_hash() != before
+    assert selection.sources_hash(selection.SOURCES) != before
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Rows of a long measurement that stay, whatever ends it, as long as what they depend on is the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pipar
+
+
+class Kept:
+    """The rows of a file by their names, one a line; those that depend on something else are as if they were not."""
+
+    def __init__(self, path: Path, depends: Mapping[str, object]) -> None:
+        self.path = path
+        self._depends = dict(depends)
+        self.rows: dict[str, Any] = dict(self._read())
+
+    def _read(self) -> Iterable[tuple[str, Any]]:
+        for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else []:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # an interruption has cut it off
+                continue
+            if isinstance(entry, dict) and entry.get("depends") == self._depends and "name" in entry:
+                yield entry["name"], entry["row"]
+
+    def add(self, name: str, row: Any) -> None:
+        """Keep a row that was measured."""
+        self.rows[name] = row
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            # The empty line in front: a line that an interruption has cut off does not spoil this one.
+            file.write("\n" + json.dumps({"depends": self._depends, "name": name, "row": row}) + "\n")
+
+
+def sources_hash(sources: Iterable[str], *measurement: Path) -> str:
+    """Return what tells one version from another: a hash of these files and folders of pipar, and of who measures."""
+    package = Path(pipar.__file__).parent
+    given = [package / name for name in sources]
+    files = [file for path in given for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]
+    content = [path.read_bytes() for path in [*files, *measurement] if path.is_file() and path.suffix != ".pyc"]
+    return hashlib.sha256(b"\0".join(content)).hexdigest()[:16]
