@@ -24,6 +24,7 @@ def job(*settings: str) -> Job:
     return planned(made)
 
 
+@pytest.mark.slow
 def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
     made = job()
     found, explained = outlook(made), explain(made)
@@ -59,6 +60,7 @@ def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
 
 
+@pytest.mark.slow
 def test_ten_thousand_devices_with_much_data_take_seconds() -> None:
     much = ("devices.count=10000", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=20000")
     made = job(*much, "plan.split_point=2", "plan.micro_batches=4")

@@ -18,7 +18,9 @@ from pipar.cli import cli, main
 from pipar.events import Event, ReportFailed, ReportWritten
 from pipar.report import writing
 
-QUICK = [word for setting in SETTINGS for word in ("--set", setting)]
+#: A method with nothing to plan.
+QUICK = (*SETTINGS, 'run.method="fl"')
+WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 def invoke(words: Sequence[str]) -> Result:
@@ -32,13 +34,13 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
 
 def test_a_run_and_a_comparison_say_last_where_their_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
-    done = invoke(["compare", "--timing-only", "--methods", "fl,pipar", "--name", "try", *QUICK])
+    done = invoke(["compare", "--timing-only", "--methods", "fl,sl", "--name", "try", *WORDS])
     assert "".join(done.stdout.split()).endswith(f"Report:{tmp_path}/try-comparison/report.html")
-    for name in ("try-fl", "try-pipar", "try-comparison"):
+    for name in ("try-fl", "try-sl", "try-comparison"):
         assert "<title>vgg5 on digits" in (tmp_path / name / "report.html").read_text()
-    done = invoke(["run", "--timing-only", "--json", *QUICK])
+    done = invoke(["run", "--timing-only", "--method", "fl", "--json", *WORDS])
     told = json.loads(done.stdout)
-    assert told["report"] == f"{tmp_path}/vgg5-digits-pipar/report.html"
+    assert told["report"] == f"{tmp_path}/vgg5-digits-fl/report.html"
     assert Path(told["report"]).exists()
 
 
@@ -77,7 +79,7 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     monkeypatch.setattr(writing, "content", broken)
     events: list[Event] = []
-    result = pipar.run(world="timing-only", settings=SETTINGS, report=True, observe=events.append)
+    result = pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
     (failed,) = [event for event in events if isinstance(event, ReportFailed)]
     assert "ZeroDivisionError: in the page" in failed.reason
     assert result.report is None
@@ -94,12 +96,12 @@ def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeyp
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     monkeypatch.setattr(virtual, "train_without_mathematics", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pipar.run(world="timing-only", settings=SETTINGS, report=True, observe=events.append)
+        pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
     (written,) = [event.path for event in events if isinstance(event, ReportWritten)]
-    assert written == f"{tmp_path}/vgg5-digits-pipar/report.html"
-    assert not (tmp_path / "vgg5-digits-pipar" / "outlook.json").exists()
+    assert written == f"{tmp_path}/vgg5-digits-fl/report.html"
+    assert not (tmp_path / "vgg5-digits-fl" / "outlook.json").exists()
 
 
 def test_without_being_asked_a_run_in_python_writes_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
-    assert pipar.run(world="timing-only", settings=SETTINGS).report is None
+    assert pipar.run(world="timing-only", settings=QUICK).report is None
