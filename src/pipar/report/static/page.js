@@ -425,6 +425,8 @@
     const path = pathWords(shown);
     const words = [`${duration(total)}. Its critical path: ${path || "not known"}.`];
     if (shown.iteration && !shown.uses_link) words.push("No activations travel in it: models do, at the end of the whole epoch.");
+    const drawn = new Set(shown.lanes.map((lane) => lane.owner).filter((owner) => owner !== "server")).size;
+    if (shown.iteration && drawn < run.devices.count) words.push(`Lanes of ${drawn} of ${run.devices.count.toLocaleString("en")} devices.`);
     if (shown.left_out) words.push(`${shown.left_out} spans are left out: all are in trace.json.`);
     return {
       title: isCompared ? `${run.name} (${run.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
@@ -549,7 +551,7 @@
     const time = runs.map((run, place) => bar(several ? run.name : "measured", place, names.map((name) => at(run, name, "seconds"))));
     if (!several && runs[0].epochs.some((epoch) => isNumber(epoch.predicted_s))) time.push(bar("predicted", 1, names.map((name) => at(runs[0], name, "predicted_s")), "line"));
     show(parent, "cost-time", {
-      title: "Seconds of each epoch", caption: "", label: `Seconds of each epoch: ${runs.map((run) => `${run.name} ${seconds(run.seconds)} on average`).join(", ")}.`, height: 270,
+      title: "Seconds of each epoch", caption: runs.some((run) => run.epochs_left_out) ? `The last ${names.length} epochs; all are in result.json.` : "", label: `Seconds of each epoch: ${runs.map((run) => `${run.name} ${seconds(run.seconds)} on average`).join(", ")}.`, height: 270,
       option: { legend: legend(), grid: { left: 52, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: seconds }), xAxis: categoryAxis(names.map(String), "epoch"), yAxis: valueAxis("", { axisLabel: { formatter: "{value} s" } }), series: time },
       numbers: table("Seconds of each epoch", [column("run"), number("epoch"), number("seconds"), number("predicted"), number("lower bound")],
         runs.flatMap((run) => run.epochs.map((epoch) => [run.name, String(epoch.epoch), digits(epoch.seconds, 3), digits(epoch.predicted_s, 3), digits(epoch.bound_s, 3)]))),
