@@ -19,7 +19,7 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
-from pipar.planner.counts import Counts, known_counts, network_sizes, rectified_at
+from pipar.planner.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
 from pipar.planner.machines import MACHINES, machine_profile
 from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network
@@ -289,7 +289,12 @@ class _Profiles:
             dtype=dtype,
             batch_size=self._config.run.batch_size,
             batch_statistics=self.batch_statistics,
+            changes_share=self._changes_share(),
         )
+
+    def _changes_share(self) -> float:
+        of = self._config.model
+        return known_changes_share(of.name, of.norm, of.dtype) if self.model == of.name else 1.0
 
 
 def _of_counted(profile: Profile, counts: Counts) -> Profile:

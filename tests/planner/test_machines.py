@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from pipar.config import MODELS, config_from
+from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.counts import Counts, known_counts
+from pipar.planner.counts import Counts, known_changes_share, known_counts
 from pipar.planner.machines import MACHINES, machine_profile, pass_s
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import Profile, batch_sizes
+from pipar.prepare import unplanned_timing_only
 
 PI, I7 = MACHINES["raspberry-pi-3b"], MACHINES["i7-11850h"]
 
@@ -110,3 +113,24 @@ def test_machines_are_named_as_they_are_looked_up() -> None:
     assert all(machine.name == name for name, machine in MACHINES.items())
     assert I7.cores == 8
     assert replace(PI, cores=2) != PI
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_known_of_every_network_what_a_round_changes_in_it(model: str, norm: str, dtype: str) -> None:
+    assert 0.05 < known_changes_share(model, norm, dtype) < 0.95
+    assert known_changes_share("my own", norm, dtype) == 1.0
+
+
+def test_a_named_server_sends_changes_to_named_boards_on_slow_links() -> None:
+    board = {"count": 2, "profile": "raspberry-pi-5", "link": "4g"}
+    tree = {
+        "data": {"name": "cifar10", "samples_per_device": 100},
+        "server": {"profile": "i7-11850h"},
+        "devices": [board],
+    }
+    job = unplanned_timing_only(config_from(tree))
+    assert isinstance(job, Job)
+    fleet = job.fleet()
+    assert fleet.sends_changes(fleet.members[0], fleet.members[0].link.up_bps)

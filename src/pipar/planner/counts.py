@@ -2,7 +2,7 @@
 
 `nn/count.py` counts; this module holds the records, and the counts of the known networks for the images of the known
 datasets (`networks.json`), so that planning for them needs no torch. What encodings leave of their activations and
-gradients was measured (`shares.json`).
+gradients was measured (`shares.json`), and what a round's changes are of their weights (`changes.json`).
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ def known_counts(model: str, norm: str, input_shape: Sequence[int], classes: int
     behind = [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
     known = (replace(layer, shares=shares) for layer, shares in zip(counts, behind, strict=False))
     return (*known, *counts[len(behind) :])
+
+
+def known_changes_share(model: str, norm: str, dtype: str) -> float:
+    """Return what a round's changes are of a known network's bytes; 1, all of them, of any other."""
+    shares: Mapping[str, float] = _file("changes.json").get(shares_key(model, norm), {})
+    return shares.get(dtype, 1.0)
 
 
 def pack_counts(few: Counts, many: Counts) -> dict[str, list[Any]]:

@@ -134,7 +134,14 @@ _CODING = {
 
 
 def machine_profile(
-    machine: Machine, counts: Counts, *, model: str, dtype: str, batch_size: int, batch_statistics: bool = False
+    machine: Machine,
+    counts: Counts,
+    *,
+    model: str,
+    dtype: str,
+    batch_size: int,
+    batch_statistics: bool = False,
+    changes_share: float = 1.0,
 ) -> Profile:
     """Return the profile that a named machine would have of this network, at the batch sizes that are measured."""
     sizes = batch_sizes(batch_size, batch_statistics=batch_statistics)
@@ -156,6 +163,7 @@ def machine_profile(
         machine=machine.title,
         how=machine.how + _HOW_CODING,
         coding={name: _coding_times(machine, *costs) for name, costs in _CODING.items()},
+        changes_share=changes_share,
         **around,  # type: ignore[arg-type]
     )
 
