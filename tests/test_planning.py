@@ -14,7 +14,7 @@ from pipar.forecast import forecast
 from pipar.job import Job, shared_costs
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
-from pipar.planner.costs import Costs
+from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import make_plans, plan_choice, planned, rehearse, simulation
@@ -22,7 +22,7 @@ from pipar.planning import make_plans, plan_choice, planned, rehearse, simulatio
 LAYERS = tuple(
     LayerProfile(name, (0.01, 0.1), (0.02, 0.2), size, 400) for name, size in zip("abc", (9000, 3000, 40), strict=True)
 )
-PROFILE = Profile("any", "float32", (1, 12), LAYERS, pack_s=5e-3)
+PROFILE = Profile("any", "float32", (1, 12), LAYERS, pack_s=5e-3, aggregate_s_per_byte=1e-9)
 
 
 def make_job(method: str, *devices: dict[str, Any], plan: dict[str, Any] | None = None, samples: int = 24) -> Job:
@@ -180,6 +180,17 @@ def test_a_sample_takes_about_as_long_as_the_fleet_that_it_stands_for() -> None:
     fleet = large_fleet(400, 200, cores=24)
     plans = {member.name: Plan(1, 3) for member in fleet.members}
     assert forecast(fleet.sampled(), plans).epoch_s == pytest.approx(forecast(fleet, plans).epoch_s, rel=0.1)
+
+
+def test_one_core_averages_the_models_of_all_whom_a_sample_stands_for() -> None:
+    fleet = large_fleet(2000, cores=8)
+    sample = fleet.sampled()
+
+    def average_s(of: Fleet) -> float:
+        return of.server.seconds(Work("aggregate", size_bytes=of.averaged_bytes))
+
+    assert len(sample.members) < 200
+    assert average_s(sample) == pytest.approx(average_s(fleet), rel=0.01)
 
 
 @pytest.mark.slow

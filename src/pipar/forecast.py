@@ -140,7 +140,7 @@ def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
     packed = {(cuts[m.name], fleet.sends_changes(m, m.link.down_bps)) for m in fleet.members}
     return [
         *(_decoding(profile.parameter_bytes(1, cut)) for cut in decoded),
-        Work("aggregate", size_bytes=profile.parameter_bytes(1, fleet.layers) * len(fleet.members)),
+        Work("aggregate", size_bytes=fleet.averaged_bytes),
         *(
             Work("pack", size_bytes=profile.parameter_bytes(1, cut), encoding="changes" if changed else "raw")
             for cut, changed in sorted(packed)
@@ -434,9 +434,8 @@ class _Epoch:
     def _exchange(self) -> float:
         """Return when the last device has its new part: trained parts up, aggregation, new parts down."""
         server = self._fleet.server
-        models = server.profile.parameter_bytes(1, self._fleet.layers) * len(self._devices)
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
-        averaged = returned + server.seconds(Work("aggregate", size_bytes=models))
+        averaged = returned + server.seconds(Work("aggregate", size_bytes=self._fleet.averaged_bytes))
         _, installed = self._distribute(averaged, changes=True)
         for device in self._devices:
             if device.watched:

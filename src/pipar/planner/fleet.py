@@ -61,6 +61,13 @@ class Fleet:
     batch_statistics: bool = False
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
     lasts: float = math.inf  # rounds for which the links are expected to stay as they are
+    averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
+
+    @property
+    def averaged_bytes(self) -> int:
+        """What one core goes through when the models of all devices are averaged."""
+        whole = self.server.profile.parameter_bytes(1, self.layers)
+        return round(whole * len(self.members) * self.averaged)
 
     @property
     def layers(self) -> int:
@@ -145,7 +152,10 @@ class Fleet:
         share = self.cores * len(members) / count
         cores = max(1, round(share))
         in_order = tuple(sorted(members, key=lambda member: member.name))
-        return replace(self, members=in_order, server=self.server.slower(cores / share), cores=cores)
+        # What all cores do together is in proportion; the average of all models is made by one of them alone.
+        averaged = self.averaged * self.cores / cores
+        slower = self.server.slower(cores / share)
+        return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged)
 
     def kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.
