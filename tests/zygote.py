@@ -25,7 +25,7 @@ _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
     "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.nn.measure",
     "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.link.certificates",
-    "pipar.link.security",
+    "pipar.link.security", "pipar.explain", "pipar.report", "pipar.virtual", "pipar.display",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts
@@ -47,6 +47,8 @@ def _be(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     if request.get("namespace"):
         _enter(request["namespace"])
+    if request["start"][0] not in ("server", "device"):  # whose memory tests look at, from the first moment on
+        gc.freeze()  # to look through all that was imported when it ends, and so copy it, would take a second
     if request["start"][0].endswith(".py"):
         sys.path.insert(0, request["folder"])
         sys.argv = request["start"]
