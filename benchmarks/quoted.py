@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ class Quote:
     text: str
     result: str
     claims: tuple[str, ...]
-    form: str = "{:.3g}"
+    form: str = "{:.4g}"
     unit: str = ""
 
     def row(self) -> str:
@@ -122,9 +121,12 @@ def _demo_lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 def quoted(text: str) -> str:
     """Return README's text with the tables of the results that are there."""
     for name, table in (("demo", demo_table()), ("measured", measured_table())):
-        marked = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", re.DOTALL)
-        text, count = marked.subn(lambda _, table=table: table, text)  # type: ignore[misc]
-        assert count == 1, f"README has no place for {name}"
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, found, rest = text.partition(start)
+        _, closed, behind = rest.partition(end)
+        assert found, f"README has no place for {name}"
+        assert closed, f"README's {name} has no end"
+        text = f"{before}{start}{table}\n{end}{behind}"
     return text
 
 
