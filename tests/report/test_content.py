@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import SETTINGS
 
+import pipar
 from pipar.report.content import content
 from pipar.report.record import RunRecord
+from pipar.report.timeline import Traced, iteration_timeline
 from pipar.results import strict_json
 from pipar.trace import Span
 
@@ -46,14 +49,60 @@ def test_the_timeline_is_what_trace_json_has_between_its_start_and_its_end(
 ) -> None:
     (run,) = content([RunRecord.read(runs[method])])["runs"]
     timeline = run["timeline"][view]
-    shown, known = spans_of(timeline), events_of(runs[method])
-    assert shown
-    assert set(shown) <= known
     assert timeline["left_out"] == 0
+    assert drawn_as_traced(timeline, runs[method])
+
+
+def drawn_as_traced(timeline: dict[str, Any], folder: Path) -> int:
+    """Check that all lanes that are drawn have what trace.json has in the window, and return how much that is."""
+    known = events_of(folder)
     lanes = {(lane["owner"], lane["lane"]) for lane in timeline["lanes"]}
     start, end = timeline["start_us"], timeline["end_us"]
-    inside = {e for e in known if e[:2] in lanes and e[4] >= start + 2 and e[5] > 2 and e[4] + e[5] <= end - 2}
-    assert inside <= set(shown), "the page leaves out what is between its start and its end"
+    inside = {e for e in known if e[:2] in lanes and e[4] < end - 2 and e[4] + e[5] > start + 2}
+    assert set(spans_of(timeline)) == inside
+    return len(inside)
+
+
+@pytest.fixture(scope="module")
+def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose batches are cut into fifty pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPAR_RUNS", str(tmp_path_factory.mktemp("runs")))
+        cut = (
+            "devices.count=4",
+            "data.samples_per_device=250",
+            "plan.split_point=2",
+            "plan.micro_batches=50",
+            "run.epochs=1",
+        )
+        return pipar.run(settings=(*SETTINGS, *cut), world="timing-only").folder
+
+
+def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(finely_cut: Path) -> None:
+    (run,) = content([RunRecord.read(finely_cut)])["runs"]
+    timeline = run["timeline"]["iteration"]
+    assert (timeline["left_out"], timeline["before_us"]) == (0, 0.0)
+    assert drawn_as_traced(timeline, finely_cut) > 1500
+    assert len(json.dumps(content([RunRecord.read(finely_cut)] * 4))) < 1_500_000, "too much for a page below 3 MB"
+
+
+@pytest.mark.parametrize("most", [1500, 700, 400, 50])
+def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path, most: int) -> None:
+    traced = Traced(RunRecord.read(finely_cut).spans, 1)
+    whole, fewer = (iteration_timeline(traced, traced.devices, most=count) for count in (4000, most))
+    assert whole is not None
+    assert fewer is not None
+    assert 0 < len(fewer["spans"]) <= most
+    assert fewer["left_out"] == sum(not span[6] and span[5] > 0 for span in whole["spans"]) - sum(
+        not span[6] and span[5] > 0 for span in fewer["spans"]
+    )
+    first = min(span[4] + span[5] for span in fewer["spans"])
+    path = [span[1:] for span in whole["spans"] if span[8] and span[4] + span[5] > fewer["start_us"] + 2]
+    assert sorted(path) == sorted(span[1:] for span in fewer["spans"] if span[8])
+    assert fewer["start_us"] == whole["start_us"] + fewer["before_us"] <= first, "blank at the start"
+    assert (fewer["before_us"] > 0) == (most < 500), "devices go first, then the beginning"
+    length_s = (fewer["end_us"] - fewer["start_us"]) / 1e6
+    assert sum(fewer["critical_s"].values()) == pytest.approx(length_s, abs=1e-5)
 
 
 def test_everything_is_json_and_said_of_each_run(runs: dict[str, Path]) -> None:
@@ -102,8 +151,8 @@ def test_a_large_fleet_is_cut_to_what_a_page_can_show(runs: dict[str, Path]) -> 
     assert {row["device"] for row in run["devices"]["rows"]} > {"d00000", "d09500"}, "traced ones come first"
     timeline = run["timeline"]["iteration"]
     assert len({lane["owner"] for lane in timeline["lanes"]} - {"server"}) == 4
-    assert len(timeline["spans"]) <= 1500
-    assert len(json.dumps(run)) < 500_000
+    assert len(timeline["spans"]) <= 4000
+    assert len(json.dumps(run)) < 700_000
 
 
 def _own(spans: Any) -> list[Span]:

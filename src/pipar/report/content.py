@@ -11,12 +11,14 @@ from pipar.config import Config, DeviceSpec, device_specs
 from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
-from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
+from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
 from pipar.trace import COMPUTE, DOWNLINK, UPLINK
 from pipar.wording import link_text, plans_text, setting_text
 
 #: Devices whose lanes are drawn: of one run, and of each of several that are compared.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
+#: Spans of all timelines of a page: with them it stays below 3 MB.
+_MOST_DRAWN = 16_000
 _MOST_DEVICES = 60
 _MOST_EPOCHS = 400
 _WORLDS = {
@@ -35,9 +37,10 @@ def content(records: Sequence[RunRecord]) -> dict[str, Any]:
     names = _names(records)
     traced = [_traced(record) for record in records]
     drawn = _drawn_devices(traced, _DRAWN_ALONE if len(records) == 1 else _DRAWN_COMPARED)
+    most = min(MOST_SPANS, _MOST_DRAWN // (2 * max(1, len(records))))
     runs = []
     for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
-        runs.append(_run(name, record, spans, devices))
+        runs.append({**_run(name, record, spans), "timeline": _timelines(spans, devices, most)})
     for run in runs:
         run["speedups"] = _speedups(run, runs)
     first = runs[0] if runs else None
@@ -80,7 +83,7 @@ def _is_equal(runs: Sequence[Mapping[str, Any]]) -> bool:
 # --- one run
 
 
-def _run(name: str, record: RunRecord, traced: Traced | None, drawn: Sequence[str]) -> dict[str, Any]:
+def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
     result, config = record.result, configured(record)
     epochs = [epoch for epoch in result.get("epochs", ()) if isinstance(epoch, Mapping)]
     method = METHODS.get(str(result.get("method")))
@@ -109,7 +112,6 @@ def _run(name: str, record: RunRecord, traced: Traced | None, drawn: Sequence[st
         "train_loss": _last(epochs, "train_loss"),
         "epochs": [_epoch(epoch) for epoch in epochs[-_MOST_EPOCHS:]],
         "epochs_left_out": max(0, len(epochs) - _MOST_EPOCHS),
-        "timeline": _timelines(traced, drawn),
         "devices": _devices(record, config, traced, _seconds_of(epochs, traced)),
         "outlook": dict(record.outlook) if record.outlook else None,
     }
@@ -200,12 +202,12 @@ def _few(ends: Mapping[str, float], most: int) -> list[str]:
     return [order[place] for place in sorted(places)]
 
 
-def _timelines(traced: Traced | None, devices: Sequence[str]) -> dict[str, Any]:
+def _timelines(traced: Traced | None, devices: Sequence[str], most: int) -> dict[str, Any]:
     if traced is None or not devices:
         return {"iteration": None, "epoch": None}
     return {
-        "iteration": iteration_timeline(traced, devices),
-        "epoch": epoch_timeline(traced, devices[0]),
+        "iteration": iteration_timeline(traced, devices, most=most),
+        "epoch": epoch_timeline(traced, devices[0], most=most),
         "devices_traced": len(traced.devices),
     }
 

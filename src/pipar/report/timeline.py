@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,8 @@ from pipar.report.critical import (
 )
 from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
-#: Browsers draw so many blocks without delay, and nobody sees more.
-_MOST_SPANS = 1500
+#: So many blocks a browser draws in about a second, also on a slow machine, and nobody sees more.
+MOST_SPANS = 4000
 _MOST_CORES = 8
 _LANES = (COMPUTE, IO, UPLINK, DOWNLINK)
 
@@ -57,7 +57,9 @@ class Traced:
         return seconds
 
 
-def iteration_timeline(traced: Traced, devices: Sequence[str], *, like: int | None = None) -> dict[str, Any] | None:
+def iteration_timeline(
+    traced: Traced, devices: Sequence[str], *, like: int | None = None, most: int = MOST_SPANS
+) -> dict[str, Any] | None:
     """Return a steady iteration of the first of these devices, and what others and the cores did meanwhile.
 
     Whoever held it up is shown in place of the last of the others.
@@ -68,34 +70,45 @@ def iteration_timeline(traced: Traced, devices: Sequence[str], *, like: int | No
     path = critical_path(traced.spans, window)
     involved = [name for name in dict.fromkeys(map(subject, path)) if name in traced.devices]
     first, *others = list(dict.fromkeys([devices[0], *involved, *devices]))[: len(devices)]
-    return _timeline(traced.spans, window, path, [first, *sorted(others)])
+    return _timeline(traced.spans, window, path, [first, *sorted(others)], most)
 
 
-def epoch_timeline(traced: Traced, device: str) -> dict[str, Any] | None:
+def epoch_timeline(traced: Traced, device: str, *, most: int = MOST_SPANS) -> dict[str, Any] | None:
     """Return a device's whole epoch with the exchange of models; of a long one, its last part."""
     window = whole_epoch(traced.spans, device, traced.epoch)
-    return None if window is None else _timeline(traced.spans, window, critical_path(traced.spans, window), [device])
+    if window is None:
+        return None
+    return _timeline(traced.spans, window, critical_path(traced.spans, window), [device], most)
 
 
-def _timeline(spans: Sequence[Span], window: Window, path: Sequence[Span], devices: Sequence[str]) -> dict[str, Any]:
+def _timeline(
+    spans: Sequence[Span], window: Window, path: Sequence[Span], devices: Sequence[str], most: int
+) -> dict[str, Any]:
     critical = {id(span) for span in path}
-    wanted = [span for span in spans if window.overlaps(span) and _is_shown(span, devices)]
-    kept = _fewer(wanted, devices, critical)
-    lanes = _lanes(kept, devices)
+    inside = [span for span in spans if window.overlaps(span)]
+    lanes = _lanes(inside, devices)
+    has_row = set(lanes)
+    wanted = [span for span in inside if (span.owner, span.lane) in has_row]
+    kept, shown = _fewer(wanted, devices, critical, most)
+    begins = _drawn_from(kept, window, most)
+    kept = [span for span in kept if begins.overlaps(span)]
+    taken = {(span.owner, span.lane) for span in kept}
+    lanes = [lane for lane in lanes if lane[0] in (*shown, SERVER) or lane in taken]
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    rows = [(numbers[span.owner, span.lane], span) for span in kept if (span.owner, span.lane) in numbers]
+    rows = [(numbers[span.owner, span.lane], span) for span in kept]
     rows.sort(key=lambda row: (row[0], row[1].start, row[1].end))
     return {
         "device": window.device,
         "epoch": window.epoch,
         "iteration": window.iteration,
-        "start_us": _us(window.start),
+        "start_us": _us(begins.start),
         "end_us": _us(window.end),
+        "before_us": _us(begins.start - window.start),
         "uses_link": uses_link(spans, window) if window.iteration else True,
         "lanes": [{"owner": owner, "lane": lane} for owner, lane in lanes],
         "spans": [_row(number, span, id(span) in critical) for number, span in rows],
-        "critical_s": {lane: round(seconds, 9) for lane, seconds in shares(path, window).items()},
-        "left_out": _busy_count(wanted) - _busy_count([span for _, span in rows]),
+        "critical_s": {lane: round(seconds, 9) for lane, seconds in shares(path, begins).items()},
+        "left_out": _busy_count(wanted) - _busy_count(kept),
     }
 
 
@@ -103,23 +116,37 @@ def _busy_count(spans: Sequence[Span]) -> int:
     return sum(not span.waiting and span.end > span.start for span in spans)
 
 
-def _is_shown(span: Span, devices: Sequence[str]) -> bool:
-    return span.lane in _LANES if span.owner in devices else span.owner == SERVER and span.lane.startswith(CORE)
+def _fewer(
+    spans: list[Span], devices: Sequence[str], critical: set[int], most: int
+) -> tuple[list[Span], Sequence[str]]:
+    """Return no more spans than can be drawn, if that is possible without the critical path and the first device's own.
+
+    What goes first are waits, then the cores' work for others, then whole devices, the last ones first: those that are
+    left are returned, too.
+    """
+    if len(spans) > most:
+        spans = [span for span in spans if not span.waiting]
+    if len(spans) > most:
+        spans = [span for span in spans if subject(span) in (*devices, SERVER) or id(span) in critical]
+    while len(spans) > most and len(devices) > 1:
+        spans = [span for span in spans if subject(span) != devices[-1] or id(span) in critical]
+        devices = devices[:-1]
+    return spans, devices
 
 
-def _fewer(spans: list[Span], devices: Sequence[str], critical: set[int]) -> list[Span]:
-    """Return no more spans than can be drawn: without the cores' work for others, then without what came first."""
-    if len(spans) > _MOST_SPANS:
-        spans = [s for s in spans if s.owner != SERVER or subject(s) in (*devices, SERVER) or id(s) in critical]
-    return sorted(spans, key=lambda span: span.start)[-_MOST_SPANS:]
+def _drawn_from(spans: Sequence[Span], window: Window, most: int) -> Window:
+    """Return the window, or its last part: all that happens in it can be drawn."""
+    if len(spans) <= most:
+        return window
+    return replace(window, start=sorted(span.end for span in spans)[-most - 1])
 
 
 def _lanes(spans: Sequence[Span], devices: Sequence[str]) -> list[tuple[str, str]]:
     """Return the rows: the lanes of each device, then the cores that worked for one of them."""
     busy = {(span.owner, span.lane) for span in spans if not span.waiting and span.end > span.start}
     own = [(device, lane) for device in devices for lane in _LANES if lane != IO or (device, lane) in busy]
-    mine = {span.lane for span in spans if span.owner == SERVER and not span.waiting and subject(span) in devices}
-    cores = mine or {lane for owner, lane in busy if owner == SERVER}
+    served = [span for span in spans if span.owner == SERVER and span.lane.startswith(CORE) and not span.waiting]
+    cores = {span.lane for span in served if subject(span) in devices} or {span.lane for span in served}
     return own + [(SERVER, lane) for lane in sorted(cores, key=_core_number)[:_MOST_CORES]]
 
 

@@ -427,6 +427,7 @@
     if (shown.iteration && !shown.uses_link) words.push("No activations travel in it: models do, at the end of the whole epoch.");
     const drawn = new Set(shown.lanes.map((lane) => lane.owner).filter((owner) => owner !== "server")).size;
     if (shown.iteration && drawn < run.devices.count) words.push(`Lanes of ${drawn} of ${run.devices.count.toLocaleString("en")} devices.`);
+    if (shown.before_us > 0) words.push(`Only this last part is drawn: ${duration(shown.before_us / 1e6)} came before it.`);
     if (shown.left_out) words.push(`${shown.left_out} spans are left out: all are in trace.json.`);
     return {
       title: isCompared ? `${run.name} (${run.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
