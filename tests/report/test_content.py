@@ -12,8 +12,9 @@ from small_runs import SETTINGS
 
 import pipar
 from pipar.report.content import content
+from pipar.report.critical import Window, critical_path
 from pipar.report.record import RunRecord
-from pipar.report.timeline import Traced, iteration_timeline
+from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
 from pipar.results import strict_json
 from pipar.trace import Span
 
@@ -79,11 +80,12 @@ def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(finely_cut: Path) -> None:
-    (run,) = content([RunRecord.read(finely_cut)])["runs"]
+    record = RunRecord.read(finely_cut)
+    (run,) = content([record])["runs"]
     timeline = run["timeline"]["iteration"]
     assert (timeline["left_out"], timeline["before_us"]) == (0, 0.0)
     assert drawn_as_traced(timeline, finely_cut) > 1500
-    assert len(json.dumps(content([RunRecord.read(finely_cut)] * 4))) < 1_500_000, "too much for a page below 3 MB"
+    assert len(json.dumps(content([record] * 4))) < 1_500_000, "too much for a page below 3 MB"
 
 
 @pytest.mark.parametrize("most", [1500, 700, 400, 50])
@@ -103,6 +105,30 @@ def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path,
     assert (fewer["before_us"] > 0) == (most < 500), "devices go first, then the beginning"
     length_s = (fewer["end_us"] - fewer["start_us"]) / 1e6
     assert sum(fewer["critical_s"].values()) == pytest.approx(length_s, abs=1e-5)
+
+
+def test_the_whole_critical_path_is_on_lanes_that_are_drawn(finely_cut: Path) -> None:
+    traced = Traced(RunRecord.read(finely_cut).spans, 1)
+    for number in (0, 3):
+        devices = traced.devices[number:] + traced.devices[:number]
+        for draw in (iteration_timeline, epoch_timeline):
+            timeline = draw(traced, devices)
+            assert timeline is not None
+            window = Window(devices[0], 1, 0, timeline["start_us"] / 1e6, timeline["end_us"] / 1e6)
+            path = [span for span in critical_path(traced.spans, window) if window.overlaps(span)]
+            assert sum(span[8] for span in timeline["spans"]) == len(path)
+
+
+def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
+    spans = [Span("a", "compute", "fc", 1, 1, 1, 0.0, 1.0), Span("a", "uplink", "u", 1, 1, 1, 1.0, 2.0)]
+    spans += [Span("server", f"core {core}", "fs", 1, 1, 2, 0.0, 0.5, device="a") for core in range(20)]
+    spans += [Span("server", "core 19", kind, 1, 1, 1, at, at + 1, device="a") for at, kind in ((2.0, "fs"), (3.0, "bs"))]
+    spans += [Span("a", "downlink", "d", 1, 1, 1, 4.0, 5.0), Span("a", "compute", "bc", 1, 1, 1, 5.0, 6.0)]
+    spans += [Span("a", "compute", "step", 1, 1, 0, 6.0, 7.0)]
+    timeline = iteration_timeline(Traced(spans, 1), ["a"])
+    assert timeline is not None
+    cores = [lane["lane"] for lane in timeline["lanes"] if lane["owner"] == "server"]
+    assert cores == [*(f"core {core}" for core in range(7)), "core 19"]
 
 
 def test_everything_is_json_and_said_of_each_run(runs: dict[str, Path]) -> None:

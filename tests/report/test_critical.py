@@ -110,6 +110,20 @@ def test_the_exchange_of_models_waits_for_the_last_of_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["a", "b", "c"])
+def test_of_models_that_come_at_the_same_time_the_path_takes_that_of_the_device_that_is_shown(device: str) -> None:
+    equal = [replace(served("aggregate", 3, 4, device=""), iteration=0)]
+    for name in ("a", "b", "c"):
+        equal += [
+            span("pack", COMPUTE, 0, 1, owner=name, iteration=0),
+            span("model", UPLINK, 1, 3 - 1e-9 * (name == device), owner=name, iteration=0),  # as rounded in a file
+            span("model", DOWNLINK, 4, 5, owner=name, iteration=0),
+            span("install", COMPUTE, 5, 6, owner=name, iteration=0),
+        ]
+    path = critical_path(equal, Window(device, 1, 0, 0.0, 6.0))
+    assert {subject(one) for one in path} == {device, SERVER}
+
+
 def test_no_spans_have_no_path() -> None:
     assert critical_path([], Window("a", 1, 1, 0.0, 1.0)) == []
     assert middle_iteration([], "a", 1) is None

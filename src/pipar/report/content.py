@@ -207,7 +207,7 @@ def _timelines(traced: Traced | None, devices: Sequence[str], most: int) -> dict
         return {"iteration": None, "epoch": None}
     return {
         "iteration": iteration_timeline(traced, devices, most=most),
-        "epoch": epoch_timeline(traced, devices[0], most=most),
+        "epoch": epoch_timeline(traced, devices, most=most),
         "devices_traced": len(traced.devices),
     }
 

@@ -117,7 +117,7 @@ def critical_path(spans: Iterable[Span], window: Window) -> list[Span]:
     last = _last_of(inside, window)
     if last is None:
         return []
-    known = _Known(inside)
+    known = _Known(inside, window.device)
     path, seen = [last], {id(last)}
     while path[-1].start > window.start + _SAME_S:
         before = known.released_by(path[-1], seen)
@@ -134,9 +134,10 @@ def _last_of(spans: Sequence[Span], window: Window) -> Span | None:
 
 
 class _Known:
-    """The spans of a window, found by what they are and by when they ended."""
+    """The spans of a window, found by what they are and by when they ended; of equal ones, those of `device`."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[Span], device: str) -> None:
+        self._device = device
         self._found: dict[tuple[object, ...], list[Span]] = {}
         for span in sorted(spans, key=lambda span: (span.end, span.start)):
             for key in _keys(span):
@@ -170,17 +171,28 @@ class _Known:
         found = [(b.end, b) for b in before if b is not None]
         found += [(b.end + self._under_way_s(b), b) for b in here if b is not None]
         whose = subject(span)
-        best = max(found, key=lambda one: (one[0], subject(one[1]) == whose, one[1].start), default=None)
+        best = max(
+            found,
+            key=lambda one: (one[0], subject(one[1]) == whose, subject(one[1]) == self._device, one[1].start),
+            default=None,
+        )
         return None if best is None else best[1]
 
     def _last(self, key: tuple[object, ...], until: float, span: Span, seen: set[int]) -> Span | None:
         """Return what ended last until a time and did not begin behind the span that waited for it."""
         found = self._found.get(key, [])
+        last: Span | None = None
         for place in range(bisect_right(self._ends.get(key, []), until + _SAME_S) - 1, -1, -1):
             before = found[place]
-            if id(before) not in seen and (before.start, before.end) <= (span.start, span.end):
+            if last is not None and before.end < last.end - _SAME_S:
+                break
+            if id(before) in seen or (before.start, before.end) > (span.start, span.end):
+                continue
+            # Equal devices bring their models at the same time: the path is that of the device that is shown.
+            if key[0] != "anybody" or subject(before) == self._device:
                 return before
-        return None
+            last = last or before
+        return last
 
 
 def _keys(span: Span) -> list[tuple[object, ...]]:

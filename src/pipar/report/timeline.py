@@ -68,17 +68,27 @@ def iteration_timeline(
     if window is None:
         return None
     path = critical_path(traced.spans, window)
-    involved = [name for name in dict.fromkeys(map(subject, path)) if name in traced.devices]
-    first, *others = list(dict.fromkeys([devices[0], *involved, *devices]))[: len(devices)]
+    first, *others = [*dict.fromkeys([devices[0], *_involved(traced, path), *devices])][: len(devices)]
     return _timeline(traced.spans, window, path, [first, *sorted(others)], most)
 
 
-def epoch_timeline(traced: Traced, device: str, *, most: int = MOST_SPANS) -> dict[str, Any] | None:
-    """Return a device's whole epoch with the exchange of models; of a long one, its last part."""
-    window = whole_epoch(traced.spans, device, traced.epoch)
+def epoch_timeline(traced: Traced, devices: Sequence[str], *, most: int = MOST_SPANS) -> dict[str, Any] | None:
+    """Return the first device's whole epoch with the exchange of models; of a long one, its last part.
+
+    Whoever held it up is shown, too, as far as there is room for as many devices as these.
+    """
+    window = whole_epoch(traced.spans, devices[0], traced.epoch)
     if window is None:
         return None
-    return _timeline(traced.spans, window, critical_path(traced.spans, window), [device], most)
+    path = critical_path(traced.spans, window)
+    first, *others = [*dict.fromkeys([devices[0], *_involved(traced, path)])][: len(devices)]
+    return _timeline(traced.spans, window, path, [first, *sorted(others)], most)
+
+
+def _involved(traced: Traced, path: Sequence[Span]) -> list[str]:
+    """Return the devices on a critical path: those whose own lanes are on it, then those that the cores worked for."""
+    names = dict.fromkeys([*(span.owner for span in path), *map(subject, path)])
+    return [name for name in names if name in traced.devices]
 
 
 def _timeline(
@@ -86,7 +96,7 @@ def _timeline(
 ) -> dict[str, Any]:
     critical = {id(span) for span in path}
     inside = [span for span in spans if window.overlaps(span)]
-    lanes = _lanes(inside, devices)
+    lanes = _lanes(inside, devices, path)
     has_row = set(lanes)
     wanted = [span for span in inside if (span.owner, span.lane) in has_row]
     kept, shown = _fewer(wanted, devices, critical, most)
@@ -141,13 +151,15 @@ def _drawn_from(spans: Sequence[Span], window: Window, most: int) -> Window:
     return replace(window, start=sorted(span.end for span in spans)[-most - 1])
 
 
-def _lanes(spans: Sequence[Span], devices: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the rows: the lanes of each device, then the cores that worked for one of them."""
+def _lanes(spans: Sequence[Span], devices: Sequence[str], path: Sequence[Span]) -> list[tuple[str, str]]:
+    """Return the rows: the lanes of each device, then the cores on the critical path or that worked for one of them."""
     busy = {(span.owner, span.lane) for span in spans if not span.waiting and span.end > span.start}
     own = [(device, lane) for device in devices for lane in _LANES if lane != IO or (device, lane) in busy]
     served = [span for span in spans if span.owner == SERVER and span.lane.startswith(CORE) and not span.waiting]
     cores = {span.lane for span in served if subject(span) in devices} or {span.lane for span in served}
-    return own + [(SERVER, lane) for lane in sorted(cores, key=_core_number)[:_MOST_CORES]]
+    critical = {span.lane for span in path if span.owner == SERVER and span.lane.startswith(CORE)}
+    first = sorted(cores | critical, key=lambda lane: (lane not in critical, _core_number(lane)))[:_MOST_CORES]
+    return own + [(SERVER, lane) for lane in sorted(first, key=_core_number)]
 
 
 def _core_number(lane: str) -> int:
