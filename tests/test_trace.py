@@ -285,23 +285,48 @@ def epoch_of(devices: int, iterations: int) -> list[Span]:
 
 def test_few_spans_are_all_there_in_an_excerpt() -> None:
     spans = epoch_of(2, 3)
-    assert excerpt(spans) == spans
+    assert excerpt(spans) == (spans, 0)
 
 
-def test_an_excerpt_has_three_iterations_in_the_middle_of_the_slowest_the_fastest_and_some_between() -> None:
-    found = excerpt(epoch_of(10, 9), most=200, devices=4)
+def test_an_excerpt_has_three_iterations_in_the_middle_of_the_slowest_and_what_others_did_meanwhile() -> None:
+    found, left_out = excerpt(epoch_of(10, 9), most=200, devices=4)
     owned = [span for span in found if span.owner != "server"]
-    assert {span.iteration for span in owned} == {4, 5, 6}
+    assert {span.iteration for span in owned if span.owner == "pi-09"} == {4, 5, 6}
     assert {span.owner for span in owned} == {"pi-00", "pi-03", "pi-06", "pi-09"}
+    start, end = (
+        at(getattr(s, when) for s in owned if s.owner == "pi-09") for at, when in ((min, "start"), (max, "end"))
+    )
+    steps = [span for span in epoch_of(10, 9) if span.owner in {"pi-00", "pi-03", "pi-06"} and span.kind == "step"]
+    assert {s for s in steps if s.start >= start and s.end <= end} <= set(owned)
+    assert max(owned, key=lambda span: span.end * (span.kind == "step")).owner == "pi-09", "it is the slowest no more"
+    assert left_out == 0
 
 
 def test_an_excerpt_shows_what_the_cores_did_for_others_meanwhile() -> None:
-    found = excerpt(epoch_of(10, 9), most=200, devices=4)
+    found, _ = excerpt(epoch_of(10, 9), most=200, devices=4)
     start, end = min(span.start for span in found), max(span.end for span in found)
     cores = [span for span in found if span.owner == "server"]
     assert {span.device for span in cores} == {f"pi-{number:02}" for number in range(10)}
     assert all(span.end > start and span.start < end for span in cores)
 
 
-def test_an_excerpt_is_never_more_than_twice_what_it_may_be() -> None:
-    assert len(excerpt(epoch_of(40, 2), most=30, devices=4)) <= 60
+@pytest.mark.parametrize(("most", "devices", "iterations"), [(60, 4, 3), (30, 4, 1), (7, 3, 1), (5, 2, 1), (4, 1, 1)])
+def test_an_excerpt_has_fewer_iterations_then_fewer_devices_but_the_server_is_always_in_it(
+    most: int, devices: int, iterations: int
+) -> None:
+    spans = epoch_of(4, 9)
+    found, _ = excerpt([span for span in spans if span.owner != "server"] + [s for s in spans if s.device], most=most)
+    assert len({span.owner for span in found} - {"server"}) == devices
+    own = [span for span in found if "pi-03" in (span.owner, span.device)]
+    assert len(own) == 3 * iterations
+    assert sum(span.owner == "server" for span in own) == iterations
+
+
+def test_an_excerpt_is_never_more_than_twice_what_it_may_be_and_says_what_is_missing() -> None:
+    spans = epoch_of(40, 2)
+    found, left_out = excerpt(spans, most=2, devices=4)
+    assert {span.owner for span in found} == {"pi-39", "server"}
+    assert len(found) == 4
+    start, end = min(span.start for span in found[:2]), max(span.end for span in found[:2])
+    served = [s for s in spans if s.device not in ("", "pi-39") and s.end > start and s.start < end]
+    assert left_out == 1 + len(served) - 2

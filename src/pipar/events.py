@@ -55,6 +55,7 @@ class Pictured:
     epoch: int
     spans: tuple[Any, ...]  # of pipar.trace.Span
     is_whole: bool  # nothing of the epoch is left out
+    left_out: int = 0  # spans that were too many between the picture's beginning and its end
 
 
 @dataclass(frozen=True)

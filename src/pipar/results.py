@@ -193,8 +193,8 @@ class RunFolder:
             self.add_epoch(result, spans)
             observe(result)
             if pictures and spans:
-                shown = excerpt(spans)
-                observe(Pictured(result.epoch, tuple(shown), is_whole=len(shown) == len(spans)))
+                shown, left_out = excerpt(spans)
+                observe(Pictured(result.epoch, tuple(shown), len(shown) == len(spans), left_out))
 
         return emit
 

@@ -242,28 +242,55 @@ def by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
     return dict(sorted(lanes.items()))
 
 
-def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> list[Span]:
-    """Return of an epoch's spans what a picture of one iteration needs: all of them, if they are few.
+def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> tuple[list[Span], int]:
+    """Return of an epoch's spans what a picture of one iteration needs, and how many are missing in it.
 
-    Otherwise three iterations in the middle of the epoch, of the slowest device, the fastest and some between, and what
-    the server's cores did for others meanwhile. Never more than twice `most`.
+    All of them, if they are few. Otherwise three iterations in the middle of the slowest device's epoch, what the
+    fastest device and some between did meanwhile, and the server for them; if that is too much one iteration, then of
+    fewer devices, then its last part. What the server's cores did for others is there, too, as far as there is room.
+    Never more than twice `most`.
     """
     if len(spans) <= most:
-        return list(spans)
+        return list(spans), 0
     shown = _slowest_to_fastest(spans, devices)
-    own = [span for span in spans if span.owner in shown or span.device in shown]
-    iterations = sorted({span.iteration for span in own if span.iteration})
-    middle = max(0, (len(iterations) - 1) // 2)
-    numbers = set(iterations[max(0, middle - 1) : middle + 2])
-    own = [span for span in own if span.iteration in numbers]
-    if not own:
-        return []
-    start, end = min(span.start for span in own), max(span.end for span in own)
-    cores = [s for s in spans if s.owner == SERVER and s.device not in shown and s.end > start and s.start < end]
-    return own[:most] + cores[:most]
+    if not shown:
+        return [], 0
+    mine = _middle([span for span in spans if (span.device or span.owner) == shown[0]], 3)
+    meanwhile = _within(spans, mine)
+    own = mine
+    for iterations, count in [(3, len(shown)), *((1, count) for count in range(len(shown), 0, -1))]:
+        mine, shown = _middle(mine, iterations), shown[:count]
+        end = max(span.end for span in mine)
+        others = [span for span in _within(meanwhile, mine) if (span.device or span.owner) in shown[1:]]
+        # Who ends an iteration behind the first one's last would be taken for the slowest.
+        own = mine + [span for span in others if span.kind != "step" or span.end <= end]
+        if len(own) <= most:
+            break
+    kept = _latest(own, most)
+    cores = [span for span in _within(meanwhile, kept) if span.owner == SERVER and span.device not in shown]
+    busy = _latest(cores, 2 * most - len(kept))
+    return kept + busy, len(own) - len(kept) + len(cores) - len(busy)
 
 
-def _slowest_to_fastest(spans: Iterable[Span], most: int) -> set[str]:
+def _middle(spans: Sequence[Span], iterations: int) -> list[Span]:
+    """Return so many iterations in the middle of a device's epoch."""
+    numbers = sorted({span.iteration for span in spans if span.iteration})
+    middle = max(0, (len(numbers) - 1) // 2)
+    around = set(numbers[max(0, middle - iterations // 2) : middle + iterations // 2 + 1])
+    return [span for span in spans if span.iteration in around]
+
+
+def _within(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the spans between the beginning and the end of others."""
+    start, end = min(span.start for span in others), max(span.end for span in others)
+    return [span for span in spans if span.end > start and span.start < end]
+
+
+def _latest(spans: list[Span], most: int) -> list[Span]:
+    return spans if len(spans) <= most else sorted(spans, key=lambda span: span.end)[len(spans) - most :]
+
+
+def _slowest_to_fastest(spans: Iterable[Span], most: int) -> list[str]:
     """Return so many devices, evenly from who ended its last step last to who ended it first."""
     ends: dict[str, float] = {}
     for span in spans:
@@ -271,8 +298,8 @@ def _slowest_to_fastest(spans: Iterable[Span], most: int) -> set[str]:
             ends[span.owner] = max(span.end, ends.get(span.owner, 0.0))
     order = sorted(ends, key=lambda name: (-ends[name], name))
     if len(order) <= most:
-        return set(order)
-    return {order[round(place * (len(order) - 1) / (most - 1))] for place in range(most)}
+        return order
+    return [order[round(place * (len(order) - 1) / (most - 1))] for place in range(most)]
 
 
 def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:

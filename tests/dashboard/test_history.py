@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def test_a_part_of_an_epoch_says_nothing_about_how_busy_a_device_was(run: Starte
     assert rows[0]["busy"]["device"] == 1.0
     rows = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["devices"]["rows"]
     assert [row["busy"] for row in rows] == [{}, {}]
+
+
+def test_the_page_says_how_much_is_left_out_of_a_picture(run: Started) -> None:
+    told = shown(run, result(1), replace(picture(1, is_whole=False), left_out=7))["runs"][0]["timeline"]
+    assert told["iteration"]["left_out"] == 7
 
 
 def test_when_the_next_run_begins_or_all_is_over_the_files_tell(run: Started, tmp_path: Path) -> None:

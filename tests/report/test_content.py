@@ -122,7 +122,9 @@ def test_the_whole_critical_path_is_on_lanes_that_are_drawn(finely_cut: Path) ->
 def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
     spans = [Span("a", "compute", "fc", 1, 1, 1, 0.0, 1.0), Span("a", "uplink", "u", 1, 1, 1, 1.0, 2.0)]
     spans += [Span("server", f"core {core}", "fs", 1, 1, 2, 0.0, 0.5, device="a") for core in range(20)]
-    spans += [Span("server", "core 19", kind, 1, 1, 1, at, at + 1, device="a") for at, kind in ((2.0, "fs"), (3.0, "bs"))]
+    spans += [
+        Span("server", "core 19", kind, 1, 1, 1, at, at + 1, device="a") for at, kind in ((2.0, "fs"), (3.0, "bs"))
+    ]
     spans += [Span("a", "downlink", "d", 1, 1, 1, 4.0, 5.0), Span("a", "compute", "bc", 1, 1, 1, 5.0, 6.0)]
     spans += [Span("a", "compute", "step", 1, 1, 0, 6.0, 7.0)]
     timeline = iteration_timeline(Traced(spans, 1), ["a"])

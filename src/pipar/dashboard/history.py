@@ -55,8 +55,11 @@ class History:
             return None
         shown = content(records)
         if (picture := self._runs[-1].picture) is not None and not picture.is_whole and records[-1].running:
-            for row in shown["runs"][-1]["devices"]["rows"]:
+            run = shown["runs"][-1]
+            for row in run["devices"]["rows"]:
                 row["busy"] = {}  # a part of the epoch says nothing about shares of all of it
+            if run["timeline"]["iteration"] is not None:
+                run["timeline"]["iteration"]["left_out"] += picture.left_out
         return shown
 
     def _record(self, number: int) -> RunRecord | None:

@@ -428,7 +428,7 @@
     const drawn = new Set(shown.lanes.map((lane) => lane.owner).filter((owner) => owner !== "server")).size;
     if (shown.iteration && drawn < run.devices.count) words.push(`Lanes of ${drawn} of ${run.devices.count.toLocaleString("en")} devices.`);
     if (shown.before_us > 0) words.push(`Only this last part is drawn: ${duration(shown.before_us / 1e6)} came before it.`);
-    if (shown.left_out) words.push(`${shown.left_out} spans are left out: all are in trace.json.`);
+    if (shown.left_out) words.push(`${shown.left_out} spans are left out: ${run.running ? "trace.json has all of them when the run is over" : "all are in trace.json"}.`);
     return {
       title: isCompared ? `${run.name} (${run.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
       caption: words.join(" "),
