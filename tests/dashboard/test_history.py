@@ -89,6 +89,13 @@ def test_a_part_of_an_epoch_says_nothing_about_how_busy_a_device_was(run: Starte
     assert [row["busy"] for row in rows] == [{}, {}]
 
 
+def test_a_part_of_an_epoch_is_not_shown_as_the_whole(run: Started) -> None:
+    assert shown(run, result(1), picture(1))["runs"][0]["timeline"]["epoch"] is not None
+    told = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["timeline"]
+    assert told["epoch"] is None
+    assert told["iteration"] is not None
+
+
 def test_the_page_says_how_much_is_left_out_of_a_picture(run: Started) -> None:
     told = shown(run, result(1), replace(picture(1, is_whole=False), left_out=7))["runs"][0]["timeline"]
     assert told["iteration"]["left_out"] == 7

@@ -58,6 +58,7 @@ class History:
             run = shown["runs"][-1]
             for row in run["devices"]["rows"]:
                 row["busy"] = {}  # a part of the epoch says nothing about shares of all of it
+            run["timeline"]["epoch"] = None
             if run["timeline"]["iteration"] is not None:
                 run["timeline"]["iteration"]["left_out"] += picture.left_out
         return shown
