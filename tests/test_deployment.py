@@ -235,6 +235,9 @@ def test_devices_with_data_of_their_own_train_for_a_server_that_has_none(here: P
     assert [program.ends() for program in (server, *devices)] == [0, 0, 0]
     assert [entry["counted"] for entry in here.rounds()] == [{"nobody": 25, "pi-1": 30}] * 2
     assert here.result()["test_accuracy"] is None
+    outlook = json.loads((here.run_folder / "outlook.json").read_text())
+    has_doubled = any(one["change"] == "twice the bandwidth" for one in outlook["changes"])
+    assert has_doubled != ("to measure the links" in outlook["note"])
     homeless = here.device("nobody", address)
     assert homeless.ends() == 2
     assert "'nobody' is not in the configuration" in homeless.lines()[-1]

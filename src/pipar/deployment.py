@@ -34,6 +34,7 @@ from pipar.link.security import DeviceSecurity, ServerSecurity
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
+from pipar.planner.fleet import Fleet
 from pipar.prepare import check_given_plans, measured_profile
 from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
@@ -104,13 +105,14 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
             leave_report(folder_path, observe)
         return 0  # there is nothing left to train, and nobody will come
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
-    stopped = _until_signal(_ServerProgram(workload, learner, folder, options, observe, kept).run(job, found))
+    program = _ServerProgram(workload, learner, folder, options, observe, kept)
+    stopped = _until_signal(program.run(job, found))
     with uninterrupted():
         result = folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         if stopped is None:
             result = folder.add_test_accuracy(_test_accuracy(learner, workload))
     if folder.epochs:
-        leave_report(folder_path, observe, job=folder.job if stopped is None else None)
+        leave_report(folder_path, observe, job=folder.job if stopped is None else None, fleet=program.fleet)
     tracking.end(result if stopped is None else None)
     return 130 if stopped == signal.SIGINT else 0
 
@@ -134,6 +136,7 @@ class _ServerProgram:
         self._observe = folder.watching(observe)
         self._checkpoints = checkpoints
         self._has_begun = False
+        self.fleet: Fleet | None = None  # as the training has shown it, when it is over
 
     async def run(self, job: Job, found: Checkpoint | None) -> None:
         config, done = job.config, 0 if found is None else found.round
@@ -181,6 +184,7 @@ class _ServerProgram:
             self._observe(Resumed(done))
         try:
             await server.train(done)
+            self.fleet = server.fleet()
             await server.farewell()
         except asyncio.CancelledError:
             self._observe(Stopping("The server was asked to stop."))

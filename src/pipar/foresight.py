@@ -85,6 +85,11 @@ class Foresight:
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
         return refitted(self.fleet, replace(_at(self._fits, epoch), links=links))
 
+    def now(self) -> Fleet:
+        """Return the fleet as it is known now: machines as slow as they were, links as last measured."""
+        links = self._links[max(self._links)] if self._links else {}
+        return refitted(self.fleet, replace(self._fits[max(self._fits)], links=links))
+
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]

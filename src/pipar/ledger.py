@@ -11,6 +11,7 @@ from pipar.config import Link
 from pipar.events import EpochResult
 from pipar.foresight import Foresight, since
 from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
 from pipar.replanning import MeasuredLink
 from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 
@@ -128,6 +129,10 @@ class Ledger:
         """Take what an epoch's traffic said of the links."""
         if self._foresight is not None:
             self._foresight.measure_links(epoch, measured)
+
+    def fleet(self) -> Fleet | None:
+        """Return the fleet as the training has shown it; None where nothing is foreseen."""
+        return None if self._foresight is None else self._foresight.now()
 
     def fail(self, failure: Exception) -> None:
         """Nothing more will come: whoever waits is told why."""

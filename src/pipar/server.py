@@ -27,6 +27,7 @@ from pipar.events import BegunAnew, Dropped, Observer, Progress, Replanned, Roun
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
+from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
 from pipar.protocol.orders import Orders, Returned, plan_body
@@ -203,6 +204,10 @@ class Server:
     def plan_of(self, device: str) -> Plan:
         """Return the plan that is in force for a device."""
         return self._orders[device].plan
+
+    def fleet(self) -> Fleet | None:
+        """Return the fleet as the training has shown it; None where nothing is foreseen."""
+        return self._ledger.fleet()
 
     def close(self) -> None:
         """Let running work end, so that nobody changes the model any more."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleets import measured
 from small_runs import SETTINGS
 
 from pipar.config import load_config
 from pipar.explain import explain
+from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
@@ -58,6 +61,18 @@ def test_methods_that_share_a_server_model_say_that_nothing_is_predicted() -> No
 def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
     found = outlook(job('devices.link="unlimited"'))
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
+
+
+def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were() -> None:
+    made = replace(job('devices.link="unlimited"'), real_links=True)
+    assert "to measure the links" in outlook(made)["note"]
+    foresight = Foresight(made.fleet(), made.plans)
+    slow = {name: measured(1e6, 2e6) for name in made.sizes}
+    foresight.measure_links(1, slow)
+    found = outlook(made, fleet=foresight.now())
+    assert "to measure the links" not in found["note"]
+    assert found["changes"][0]["change"] == "twice the bandwidth"
+    assert found["epoch_s"] > 2 * outlook(made)["epoch_s"]
 
 
 @pytest.mark.slow

@@ -32,9 +32,10 @@ _LOOKED_AT = 6
 _NEIGHBOURS = 2
 
 
-def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
+def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) -> dict[str, Any]:
     """Return what the planner predicts for the job as it is, `plans` being those in force, and as it might be.
 
+    `fleet` is what the training has shown of machines and links; without it they are those of the configuration.
     Every question is planned for anew, also where the configuration gives P or N.
     """
     plans = job.plans if plans is None else plans
@@ -42,7 +43,7 @@ def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
         words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
         return {"note": f"{words}: there is no prediction of what would make it faster."}
     until = time.process_time() + _PATIENCE_S
-    fleet = job.fleet()
+    fleet = fleet or job.fleet()
     few = fleet.sampled(_EFFORT.devices)
     timing = simulate(few, plans, _LOOKED_AT)
     document: dict[str, Any] = {
@@ -61,7 +62,10 @@ def outlook(job: Job, plans: Plans | None = None) -> dict[str, Any]:
     for kind, words, changed, start in questions:
         if time.process_time() < until:
             document[kind] += _answer(words, changed, start)
-    document["note"] = "" if time.process_time() < until else "Not every question was asked: planning took too long."
+    notes = [] if time.process_time() < until else ["Not every question was asked: planning took too long."]
+    if fleet.real_links and not _has_rates(fleet):
+        notes.append("Too little has travelled to measure the links: nothing is predicted for twice the bandwidth.")
+    document["note"] = " ".join(notes)
     return document
 
 
@@ -100,10 +104,14 @@ def _changes(fleet: Fleet) -> list[tuple[str, Fleet]]:
         ("the server twice as fast", fleet.slower(server=0.5)),
         ("devices twice as fast", fleet.slower(devices=0.5)),
     ]
-    if any(member.link.up_bps or member.link.down_bps for member in fleet.members):
+    if _has_rates(fleet):
         members = tuple(replace(member, link=_doubled(member.link)) for member in fleet.members)
         changes.insert(0, ("twice the bandwidth", replace(fleet, members=members)))
     return changes
+
+
+def _has_rates(fleet: Fleet) -> bool:
+    return any(member.link.up_bps or member.link.down_bps for member in fleet.members)
 
 
 def _doubled(link: Link) -> Link:

@@ -11,6 +11,7 @@ from pipar.errors import InputError, PiparError
 from pipar.events import Observer, ReportFailed, ReportWritten
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
 from pipar.report.content import content
 from pipar.report.outlook import outlook
 from pipar.report.page import render
@@ -20,19 +21,23 @@ from pipar.results import comparison_name, new_folder, strict_json, write_atomic
 REPORT = "report.html"
 
 
-def write_report(folder: Path | str, *, job: Job | None = None, output: Path | None = None) -> Path:
+def write_report(
+    folder: Path | str, *, job: Job | None = None, fleet: Fleet | None = None, output: Path | None = None
+) -> Path:
     """Write a run's page into its folder, or to `output`, and return where it is.
 
-    With its job the run gets an outlook.json, too: what would make it faster. Without, the one that is there counts.
+    With its job the run gets an outlook.json, too: what would make it faster, for `fleet` if the training has shown it
+    to be other than the job says. Without, the one that is there counts.
     """
     if job is not None:
-        _write_outlook(Path(folder), job)
+        _write_outlook(Path(folder), job, fleet)
     return write_comparison([folder], output or Path(folder) / REPORT)
 
 
-def leave_report(folder: Path, observe: Observer, *, job: Job | None = None) -> Path | None:
+def leave_report(folder: Path, observe: Observer, *, job: Job | None = None, fleet: Fleet | None = None) -> Path | None:
     """Write the page of a run that is over; what goes wrong with it is one line, never the run's failure."""
-    return _left(lambda: write_report(folder, job=job), folder, f"`pipar report {folder}` tries again.", observe)
+    again = f"`pipar report {folder}` tries again."
+    return _left(lambda: write_report(folder, job=job, fleet=fleet), folder, again, observe)
 
 
 def leave_comparison(folders: Sequence[Path], config: Config, observe: Observer) -> Path | None:
@@ -68,12 +73,12 @@ def write_comparison(folders: Sequence[Path | str], output: Path) -> Path:
     return output
 
 
-def _write_outlook(folder: Path, job: Job) -> None:
+def _write_outlook(folder: Path, job: Job, fleet: Fleet | None) -> None:
     """Write what the planner says of the plans that the training ended with."""
     result = json.loads((folder / "result.json").read_text("utf-8"))
     entries = (result["replans"] or [result])[-1]["plans"]
     plans = {entry["device"]: Plan(**{key: entry[key] for key in entry if key != "device"}) for entry in entries}
     here = {name: plans[name] for name in job.sizes if name in plans}
     if len(here) == len(job.sizes):
-        written = strict_json(outlook(job, here))
+        written = strict_json(outlook(job, here, fleet))
         write_atomically(folder / "outlook.json", (json.dumps(written, indent=1) + "\n").encode())
