@@ -63,16 +63,30 @@ def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
 
 
-def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were() -> None:
-    made = replace(job('devices.link="unlimited"'), real_links=True)
-    assert "to measure the links" in outlook(made)["note"]
+def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipar.report.outlook._PATIENCE_S", 0.0)
+    found = outlook(job("plan.split_point=2", "plan.micro_batches=4"))
+    assert [one["change"] for one in found["changes"]] == ["twice the bandwidth", "the server twice as fast"]
+    assert [one["change"] for one in found["split_points"]] == ["P=1"]
+    assert found["note"] == "3 of 6 questions were not asked: planning took too long."
+
+
+def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipar.report.outlook._PATIENCE_S", 0.0)
+    made = replace(job('devices.link="unlimited"', "plan.split_point=2", "plan.micro_batches=4"), real_links=True)
+    unknown = outlook(made)
+    assert "to measure the links" in unknown["note"]
     foresight = Foresight(made.fleet(), made.plans)
     slow = {name: measured(1e6, 2e6) for name in made.sizes}
     foresight.measure_links(1, slow)
     found = outlook(made, fleet=foresight.now())
     assert "to measure the links" not in found["note"]
     assert found["changes"][0]["change"] == "twice the bandwidth"
-    assert found["epoch_s"] > 2 * outlook(made)["epoch_s"]
+    assert found["epoch_s"] > 2 * unknown["epoch_s"]
 
 
 @pytest.mark.slow

@@ -21,8 +21,10 @@ from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text
 
 Plans = Mapping[str, Plan]
+#: Where its answer goes, its words, the fleet that it is about, and plans to begin with.
+_Question = tuple[str, str, Fleet, Plans | None]
 
-#: Behind so many seconds of computing no other question is asked: who waits for a page has seen the numbers already.
+#: Behind so many seconds of computing only the first questions are asked: who waits has seen the numbers already.
 _PATIENCE_S = 2.0
 #: A question is about how much, not about which plan of two that are close.
 _EFFORT = Effort(devices=16, pieces=5_000, worlds=0)
@@ -42,7 +44,6 @@ def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
     if job.method.shares_server_model:
         words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
         return {"note": f"{words}: there is no prediction of what would make it faster."}
-    until = time.process_time() + _PATIENCE_S
     fleet = fleet or job.fleet()
     few = fleet.sampled(_EFFORT.devices)
     timing = simulate(few, plans, _LOOKED_AT)
@@ -56,13 +57,18 @@ def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
         "paper": _paper(job, fleet, few),
     }
     free = _free(fleet)
-    questions: list[tuple[str, str, Fleet, Plans | None]]
-    questions = [("changes", words, changed, plans) for words, changed in _changes(free)]
-    questions += [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
-    for kind, words, changed, start in questions:
-        if time.process_time() < until:
+    changes: list[_Question] = [("changes", words, changed, plans) for words, changed in _changes(free)]
+    cuts: list[_Question] = [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
+    always = [*changes[:-1], *cuts[:1]]  # bandwidth, server, another P
+    maybe = [changes[-1], *cuts[1:]]
+    until, unasked = time.process_time() + _PATIENCE_S, 0
+    for place, (kind, words, changed, start) in enumerate([*always, *maybe]):
+        if place < len(always) or time.process_time() < until:
             document[kind] += _answer(words, changed, start)
-    notes = [] if time.process_time() < until else ["Not every question was asked: planning took too long."]
+        else:
+            unasked += 1
+    asked_for = len(always) + len(maybe)
+    notes = [f"{unasked} of {asked_for} questions were not asked: planning took too long."] if unasked else []
     if fleet.real_links and not _has_rates(fleet):
         notes.append("Too little has travelled to measure the links: nothing is predicted for twice the bandwidth.")
     document["note"] = " ".join(notes)
