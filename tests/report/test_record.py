@@ -74,6 +74,21 @@ def _result_of_another_kind(folder: Path) -> Path:
     return folder
 
 
+def _plan_without_numbers(folder: Path) -> Path:
+    (folder / "result.json").write_text('{"plans": [{"device": "a"}]}')
+    return folder
+
+
+def _new_plans_of_no_epoch(folder: Path) -> Path:
+    (folder / "result.json").write_text('{"replans": [{}]}')
+    return folder
+
+
+def _no_list_of_rounds(folder: Path) -> Path:
+    (folder / "result.json").write_text('{"epochs": [], "rounds": 7}')
+    return folder
+
+
 def _cut_trace(folder: Path) -> Path:
     trace = (folder / "trace.json").read_text()
     (folder / "trace.json").write_text(trace[: len(trace) // 2])
@@ -100,6 +115,8 @@ def _broken_outlook(folder: Path) -> Path:
     [
         (_remove, "does not exist"), (_empty, "is not the folder of a run"), (_a_file, "is a file"),
         (_broken_result, "result.json is damaged"), (_result_of_another_kind, "holds no record"),
+        (_plan_without_numbers, "a plan needs split_point"), (_new_plans_of_no_epoch, "new plans need their epoch"),
+        (_no_list_of_rounds, "lists of records"),
         (_cut_trace, "trace.json is damaged"), (_foreign_trace, "trace.json is damaged"),
         (_broken_config, "config.toml is not valid TOML"), (_broken_outlook, "outlook.json is damaged"),
     ],

@@ -15,8 +15,9 @@ from small_runs import SETTINGS
 import pipar
 from pipar import virtual
 from pipar.cli import cli, main
+from pipar.config import load_config
 from pipar.events import Event, ReportFailed, ReportWritten
-from pipar.report import writing
+from pipar.report import leave_comparison, writing
 
 #: A method with nothing to plan.
 QUICK = (*SETTINGS, 'run.method="fl"')
@@ -84,6 +85,8 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
     assert "ZeroDivisionError: in the page" in failed.reason
     assert result.report is None
     assert len(result.epochs) == 2
+    assert leave_comparison([result.folder], load_config(None, QUICK), events.append) is None
+    assert not list(tmp_path.glob("*-comparison")), "an empty folder is left"
 
 
 def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

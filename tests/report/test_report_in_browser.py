@@ -170,6 +170,21 @@ def test_charts_are_drawn_anew_for_the_dark_and_for_paper(opened: Open, url: str
         assert seen.run(ink) == dark
 
 
+def test_an_idle_time_that_is_not_known_is_not_nothing(desktop: Seen) -> None:
+    script = """() => {
+        const before = window.pipar.state.content;
+        const content = structuredClone(before);
+        for (const run of content.runs) run.server_idle_s = run.device_idle_s = null;
+        window.pipar.draw(content);
+        const cards = [...document.querySelectorAll("#cards .card")].map((card) => card.textContent);
+        window.pipar.draw(before);
+        return cards;
+    }"""
+    cards = [text for text in desktop.run(script) if " idle" in text]
+    assert len(cards) == 2
+    assert all(text.startswith("–") for text in cards)
+
+
 def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:
     assert desktop.violations() == []
     assert (desktop.errors, desktop.astray) == ([], [])

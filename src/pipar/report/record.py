@@ -17,6 +17,7 @@ from pipar.methods import METHODS, Plan
 from pipar.results import plans_as_json
 from pipar.trace import Span
 
+_PLAN_NUMBERS = ("split_point", "micro_batches")
 _EPOCH = re.compile(rb'"epoch": ?(\d+)')
 _NAME = re.compile(r"(?:wait )?([a-z]*?)(\d*)")
 
@@ -45,6 +46,8 @@ class RunRecord:
             raise InputError(f"{path} {what}: give the folder of a run, as in runs/vgg5-digits-pipar.")
         config = _read_config(path)
         result = _read_json(path / "result.json")
+        if result is not None and (odd := _oddity(result)):
+            raise InputError(f"{path / 'result.json'} is not what pipar writes there: {odd}. Run the training again.")
         running = result is None
         if result is None:
             result = _result_so_far(path, config)
@@ -79,6 +82,25 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise InputError(f"{path} is not what pipar writes there: it holds no record. Run the training again.")
     return content
+
+
+def _oddity(result: Mapping[str, Any]) -> str | None:
+    """Return what the page cannot show of a result; what is missing it can."""
+    replans = result.get("replans", [])
+    if not _are_records(replans) or not all(isinstance(one.get("epoch"), int) for one in replans):
+        return "new plans need their epoch"
+    for said in (result, *replans):
+        plans = said.get("plans", [])
+        if not _are_records(plans) or not all(isinstance(p.get(key), int) for p in plans for key in _PLAN_NUMBERS):
+            return f"a plan needs {' and '.join(_PLAN_NUMBERS)}"
+    lists = (result.get("epochs", []), result.get("rounds", []))
+    if not all(map(_are_records, lists)) or not all(isinstance(row.get("counted", {}), dict) for row in lists[1]):
+        return "epochs and rounds are lists of records"
+    return None
+
+
+def _are_records(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

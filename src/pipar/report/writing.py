@@ -44,9 +44,9 @@ def leave_comparison(folders: Sequence[Path], config: Config, observe: Observer)
     """Write one page of runs that are over into a folder of its own beside theirs, as `leave_report` does."""
 
     def write() -> Path:
-        first = RunRecord.read(folders[0]).result
+        page, first = _page(folders), RunRecord.read(folders[0]).result  # without a page there is no folder
         folder = new_folder(comparison_name(config, first["model"], first["dataset"]))
-        return write_comparison(folders, folder / REPORT)
+        return _written(page, folder / REPORT)
 
     again = f"`pipar report {' '.join(map(str, folders))}` tries again."
     return _left(write, Path("the comparison"), again, observe)
@@ -65,9 +65,16 @@ def _left(write: Callable[[], Path], of: Path, again: str, observe: Observer) ->
 
 def write_comparison(folders: Sequence[Path | str], output: Path) -> Path:
     """Write one page of several runs, and return where it is."""
-    page = render(strict_json(content([RunRecord.read(folder) for folder in folders])))
+    return _written(_page(folders), output)
+
+
+def _page(folders: Sequence[Path | str]) -> bytes:
+    return render(strict_json(content([RunRecord.read(folder) for folder in folders]))).encode()
+
+
+def _written(page: bytes, output: Path) -> Path:
     try:
-        write_atomically(output, page.encode())
+        write_atomically(output, page)
     except OSError as error:
         raise InputError(f"Cannot write {output}: {error.strerror}.") from None
     return output

@@ -50,6 +50,7 @@
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
   const digits = (value, count) => (isNumber(value) ? value.toFixed(count) : "–");
   const share = (value, count = 0) => (isNumber(value) ? `${(value * 100).toFixed(count)} %` : "–");
+  const part = (value, whole) => (isNumber(value) && isNumber(whole) && whole > 0 ? value / whole : null);
   const times = (value) => (isNumber(value) ? `${value.toFixed(2)}×` : "–");
   const megabytes = (value) => (isNumber(value) ? `${(value / 1e6).toFixed(2)} MB` : "–");
 
@@ -209,8 +210,8 @@
     if (run && isNumber(run.seconds)) {
       cards.push(card(`per epoch, ${run.name}`, seconds(run.seconds), isNumber(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : null));
       for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up against ${base}`, times(value)));
-      cards.push(card("server idle", share(run.server_idle_s / run.seconds), `${seconds(run.server_idle_s)} of an epoch`));
-      cards.push(card("devices idle", share(run.device_idle_s / run.seconds), `${seconds(run.device_idle_s)} of an epoch`));
+      cards.push(card("server idle", share(part(run.server_idle_s, run.seconds)), `${seconds(run.server_idle_s)} of an epoch`));
+      cards.push(card("devices idle", share(part(run.device_idle_s, run.seconds)), `${seconds(run.device_idle_s)} of an epoch`));
       const tested = isNumber(run.test_accuracy);
       if (tested || isNumber(run.val_accuracy)) {
         cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
