@@ -162,6 +162,14 @@ def test_compared_runs_show_the_same_iteration_of_the_same_device(runs: dict[str
     assert len({lane["owner"] for lane in second["lanes"]} - {"server"}) == 2
 
 
+def test_a_run_that_was_cut_short_shows_the_iteration_of_those_that_it_is_compared_with(runs: dict[str, Path]) -> None:
+    sfl, pipar = (RunRecord.read(runs[name]) for name in ("sfl", "pipar"))
+    last = max(span.iteration for span in sfl.spans)
+    short = replace(pipar, spans=[span for span in pipar.spans if 0 < span.iteration < last - 1])
+    alone, *both = [content(records)["runs"][-1]["timeline"] for records in ([short], [sfl, short], [sfl])]
+    assert both[0]["iteration"]["iteration"] == both[1]["iteration"]["iteration"] > alone["iteration"]["iteration"]
+
+
 def test_the_same_method_twice_is_told_apart_by_its_folder(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     page = content([record, replace(record, folder="elsewhere/other")])

@@ -38,9 +38,12 @@ def content(records: Sequence[RunRecord]) -> dict[str, Any]:
     traced = [_traced(record) for record in records]
     drawn = _drawn_devices(traced, _DRAWN_ALONE if len(records) == 1 else _DRAWN_COMPARED)
     most = min(MOST_SPANS, _MOST_DRAWN // (2 * max(1, len(records))))
-    runs = []
+    runs: list[dict[str, Any]] = []
+    like: int | None = None  # the first run's iteration is that of all, if they have one of its number
     for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
-        runs.append({**_run(name, record, spans), "timeline": _timelines(spans, devices, most)})
+        timelines = _timelines(spans, devices, like, most)
+        like = like or (timelines["iteration"] or {}).get("iteration")
+        runs.append({**_run(name, record, spans), "timeline": timelines})
     for run in runs:
         run["speedups"] = _speedups(run, runs)
     first = runs[0] if runs else None
@@ -202,11 +205,11 @@ def _few(ends: Mapping[str, float], most: int) -> list[str]:
     return [order[place] for place in sorted(places)]
 
 
-def _timelines(traced: Traced | None, devices: Sequence[str], most: int) -> dict[str, Any]:
+def _timelines(traced: Traced | None, devices: Sequence[str], like: int | None, most: int) -> dict[str, Any]:
     if traced is None or not devices:
         return {"iteration": None, "epoch": None}
     return {
-        "iteration": iteration_timeline(traced, devices, most=most),
+        "iteration": iteration_timeline(traced, devices, like=like, most=most),
         "epoch": epoch_timeline(traced, devices, most=most),
         "devices_traced": len(traced.devices),
     }
