@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-#: Stages that are drawn: their colours, which also the colour-blind tell apart, and what they are.
+#: Stages that are drawn: their colours, which also the colour-blind tell apart, that of their names, and what they are.
 STAGES = {
-    "fc": ("#56b4e9", "forward on the device"),
-    "bc": ("#00996f", "backward on the device"),
-    "u": ("#e69f00", "activations up"),
-    "fs": ("#3d8fd1", "forward on the server"),
-    "bs": ("#9fc5e8", "backward on the server"),
-    "d": ("#cc79a7", "gradients down"),
-    "step": ("#8a8a8a", "optimiser's step"),
-    "model": ("#f0e442", "a model on the link"),
-    "aggregate": ("#d55e00", "averaging"),
+    "fc": ("#56b4e9", "#000", "forward on the device"),
+    "bc": ("#009e73", "#fff", "backward on the device"),
+    "u": ("#e69f00", "#000", "activations up"),
+    "fs": ("#0072b2", "#fff", "forward on the server"),
+    "bs": ("#cc79a7", "#000", "backward on the server"),
+    "d": ("#d55e00", "#fff", "gradients down"),
+    "step": ("#5c5c5c", "#fff", "optimiser step"),
+    "model": ("#f0e442", "#000", "model on the link"),
+    "aggregate": ("#7a3e9d", "#fff", "averaging"),
 }
 LANES = ("compute", "uplink", "downlink")
 _LEFT, _RIGHT, _TOP, _ROW, _BLOCK = 150, 20, 34, 20, 15
@@ -118,7 +118,7 @@ def _rows(spans: Sequence[Span]) -> list[str]:
 
 def _block(span: Span, x: float, y: int, scale: float) -> str:
     width = max((span.end - span.start) * scale, 0.6)
-    colour, _ = STAGES[span.kind]
+    colour, ink, _ = STAGES[span.kind]
     tip = f"{span.name}: {span.end - span.start:.3f} s"
     block = (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BLOCK}" fill="{colour}" stroke="#ffffff" '
@@ -127,7 +127,7 @@ def _block(span: Span, x: float, y: int, scale: float) -> str:
     if width < max(_LEAST_LABEL, 6 * len(span.name)):
         return block
     return (
-        f'{block}<text x="{x + width / 2:.2f}" y="{y + 11}" font-size="9" text-anchor="middle" fill="#000000" '
+        f'{block}<text x="{x + width / 2:.2f}" y="{y + 11}" font-size="9" text-anchor="middle" fill="{ink}" '
         f'pointer-events="none">{escape(span.name)}</text>'
     )
 
@@ -144,7 +144,7 @@ def _axis(y: int, length: float, scale: float) -> list[str]:
 def _legend(y: int, kinds: set[str]) -> list[str]:
     parts = []
     for number, kind in enumerate(kind for kind in STAGES if kind in kinds):
-        colour, words = STAGES[kind]
+        colour, _, words = STAGES[kind]
         x, line = 12 + 186 * (number % 5), y + 15 * (number // 5)
         parts.append(f'<rect x="{x}" y="{line - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{x + 15}" y="{line}" font-size="10" fill="#222222">{escape(words)}</text>')

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,16 @@ def test_each_kind_of_device_has_a_plan_of_its_own() -> None:
 
 
 # --- pictures
+
+
+def test_a_stage_has_one_colour_in_pictures_and_on_the_page() -> None:
+    script = (ROOT / "src" / "pipar" / "report" / "static" / "page.js").read_text("utf-8")
+    on_page = {
+        kind: (fill, ink, words)
+        for kind, words, fill, ink in re.findall(r'(\w+): \{ words: "([^"]+)", fill: "(#\w+)", ink: "(#\w+)"', script)
+    }
+    stages = runpy.run_path(str(EXAMPLES / "timeline.py"))["STAGES"]
+    assert stages == {kind: on_page[kind] for kind in stages}
 
 
 @pytest.mark.slow
