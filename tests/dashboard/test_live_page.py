@@ -18,8 +18,9 @@ import pytest
 from pipar.dashboard import serve, web
 from pipar.dashboard.history import History
 from pipar.dashboard.serve import Dashboard, served
+from pipar.dashboard.state import LiveState
 from pipar.errors import InputError, TrainingError
-from pipar.events import Joined, Lost, Progress, Started
+from pipar.events import Event, Joined, Lost, Progress, Started
 
 TOKEN = "correct-horse-battery"
 _PLACE = re.compile(r"http://([^:/]+):(\d+)/")
@@ -332,3 +333,36 @@ def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) ->
         hold.set()
     assert took_s < 1.0
     assert waiting <= 10_001
+
+
+def test_a_page_that_cannot_take_an_event_says_so_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take = LiveState.take
+
+    def take_no_loss(state: LiveState, event: Event, at: float) -> None:
+        if isinstance(event, Lost):
+            raise KeyError(event.device)
+        take(state, event, at)
+
+    monkeypatch.setattr(LiveState, "take", take_no_loss)
+    with opened() as dashboard, watching(dashboard) as watcher:
+        for event in (Lost("a", "gone"), Lost("b", "gone"), Joined("c", 1)):
+            dashboard.observe(event)
+        watcher.until(lambda state: states_of(state) == {"c": "joined"})
+    (said,) = caplog.messages
+    assert said == "The live page does not show everything: it cannot take Lost."
+
+
+def test_of_a_page_that_has_failed_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "REFRESH_S", None)  # nothing sleeps so long
+    with opened() as dashboard:
+        for _ in range(2):
+            dashboard.observe(Joined("a", 1))
+            dashboard._thread.join(10)
+            assert not dashboard._inbox
+        with pytest.raises(ConnectionRefusedError):
+            ask(dashboard)
+    assert caplog.messages == ["The live page has failed; the training goes on without it."]

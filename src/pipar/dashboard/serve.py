@@ -76,6 +76,8 @@ class Dashboard:
 
     def observe(self, event: Event) -> None:
         """Take one event; this is all that a training does for its page."""
+        if not self._thread.is_alive():
+            return  # nobody would ever take it
         if len(self._inbox) < _MOST_WAITING or not isinstance(event, Progress):
             self._inbox.append((time.time(), event))
 
@@ -110,6 +112,7 @@ class _Program:
         self._session = secrets.token_hex(8)  # tells a page that another program has taken this one's place
         self._trouble = ""
         self._end_is_near = threading.Event()
+        self._has_missed = False  # an event that the page does not understand
         self._has_news = False  # for the report
         self._report_again_at = 0.0
 
@@ -119,6 +122,9 @@ class _Program:
             asyncio.run(self._serve(listening))
         except Exception:  # noqa: BLE001 - the thread ends here, and the training goes on
             _log.warning("The live page has failed; the training goes on without it.", exc_info=True)
+        finally:
+            listening.close()  # a browser that comes now is refused, and does not wait for an answer
+            self._inbox.clear()
 
     def end(self, trouble: str) -> None:
         """Ask for the end, from any thread."""
@@ -143,15 +149,24 @@ class _Program:
         """Take in what has happened, and tell who watches."""
         if self._inbox:
             while self._inbox:
-                at, event = self._inbox.popleft()
-                self._state.take(event, at)
-                self._has_news |= self._history.take(event)
+                self._take(*self._inbox.popleft())
             self._feed.renew("state")
         if self._has_news and time.monotonic() >= self._report_again_at:
             began_s = time.thread_time()
             self._feed.renew("content")
             self._has_news = False
             self._report_again_at = time.monotonic() + (time.thread_time() - began_s) / _REPORTING_SHARE
+
+    def _take(self, at: float, event: Event) -> None:
+        """Take one event in; the page goes on without one that it cannot take."""
+        try:
+            self._state.take(event, at)
+            self._has_news |= self._history.take(event)
+        except Exception:  # noqa: BLE001 - a page that lacks something is better than none
+            kind = type(event).__name__
+            if not self._has_missed:
+                _log.warning("The live page does not show everything: it cannot take %s.", kind, exc_info=True)
+            self._has_missed = True
 
     def _say_goodbye(self) -> None:
         self._state.end(time.time(), self._trouble)
