@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from training import Case, make_job
 
 import pipar
 from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
-from pipar.events import EpochResult, Event, Listening, ignore
+from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
-from pipar.processes import Failure, Termination, _Household, plans_of_joined
+from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
+from pipar.trace import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -38,8 +38,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- where they live
 
 
-def tell_surroundings(connection: Connection) -> None:
-    connection.send(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
+def tell_surroundings(teller: Teller) -> None:
+    teller.tell(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
 
 
 @pytest.mark.parametrize("data", ["/one", "/other", None])
@@ -58,12 +58,37 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
     household.end()
 
 
+# --- what they say
+
+
+def picture(epoch: int) -> Pictured:
+    """Return one of more bytes than a pipe holds."""
+    spans = [Span("phone", "compute", "fc", epoch, at, 1, at + 0.25, at + 0.5, at % 2 == 0, "") for at in range(6000)]
+    return Pictured(epoch, tuple(spans), is_whole=False)
+
+
+def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_would_queue() -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    teller = Teller(theirs)
+    began = time.monotonic()
+    for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
+        teller.observe(event)
+    assert time.monotonic() - began < 5  # nobody listens, and a thread that sends is stuck
+    first, *others = [ours.recv() for _ in range(3)]
+    assert isinstance(first, Sketch)
+    assert first.picture() == picture(1)
+    assert others == [Left("phone-1"), Left("phone-2")]
+    teller.observe(picture(3))
+    assert ours.recv().epoch == 3
+    teller.finish()
+
+
 # --- whose word counts
 
 
-def say(connection: Connection, failure: Failure, after_s: float) -> None:
+def say(teller: Teller, failure: Failure, after_s: float) -> None:
     time.sleep(after_s)
-    connection.send(failure)
+    teller.tell(failure)
     sys.exit(1)
 
 

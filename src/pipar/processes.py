@@ -9,23 +9,27 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from operator import attrgetter
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
-from pipar.events import Event, Listening, Observer, Progress
+from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.job import Job
 from pipar.link.security import is_loopback
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
+from pipar.trace import Span
 from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
@@ -34,6 +38,8 @@ _PRELOAD = ["torch", "torch._dynamo", "pipar.workload", "pipar.torchside", "pipa
 _PROGRESS_EVERY_S = 0.2
 _GRACE_S = 20.0
 _LAST_WORDS_S = 1.0
+#: So long a child that ends waits for the parent to take what it has said; a parent that ends it listens no more.
+_FAREWELL_S = 5.0
 _SERVER = "server"
 
 
@@ -61,6 +67,25 @@ class Failure:
 
     def error(self) -> PiparError:
         return (InputError if self.is_input else TrainingError)(self.message)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A picture as it travels to this process: plain rows are pickled ten times as quickly as spans."""
+
+    epoch: int
+    rows: list[tuple[Any, ...]]
+    is_whole: bool
+
+    @classmethod
+    def of(cls, picture: Pictured) -> Sketch:
+        return cls(picture.epoch, [_row_of(span) for span in picture.spans], picture.is_whole)
+
+    def picture(self) -> Pictured:
+        return Pictured(self.epoch, tuple(Span(*row) for row in self.rows), self.is_whole)
+
+
+_row_of: Callable[[Span], tuple[Any, ...]] = attrgetter(*(one.name for one in fields(Span)))
 
 
 @dataclass(frozen=True)
@@ -166,10 +191,12 @@ class _Household:
                 continue
             self._heard(self._connections[connection], said)
 
-    def _heard(self, name: str, said: Event | Failure) -> None:
+    def _heard(self, name: str, said: Event | Sketch | Failure) -> None:
         if isinstance(said, Failure):
             self._failures.setdefault(name, said)
             return
+        if isinstance(said, Sketch):
+            said = said.picture()
         if isinstance(said, Listening):
             self._address = said.address
         self._observe(said)
@@ -219,36 +246,60 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
     surroundings.take_up()
     torch.set_num_threads(1)
     keep_freed_memory()
+    teller = Teller(connection)
     try:
-        target(connection, *arguments)
+        target(teller, *arguments)
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent is told why
-        _say(connection, Failure.of(error))
+        teller.tell(Failure.of(error))
         sys.exit(1)
+    finally:
+        teller.finish()
 
 
-def _say(connection: Connection, said: Event | Failure) -> bool:
-    """Tell the parent; return whether it is still there."""
-    try:
-        connection.send(said)
-    except OSError:
-        return False
-    return True
+class Teller:
+    """Tells the parent what happens, in order, from a thread of its own.
 
+    A picture is more than a pipe holds: a training that sent it itself would wait until the parent has taken it.
+    """
 
-def _observer(connection: Connection) -> Observer:
-    """Return an observer that passes events on to the parent, progress a few times a second at most."""
-    last = 0.0
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._untold: SimpleQueue[Event | Failure | None] = SimpleQueue()
+        self._has_picture = False  # that is not told yet
+        self._last_progress = 0.0
+        self._thread = threading.Thread(target=self._work, name="teller", daemon=True)
+        self._thread.start()
 
-    def observe(event: Event) -> None:
-        nonlocal last
+    def observe(self, event: Event) -> None:
+        """Tell an event: progress a few times a second at most, and one picture at a time. Others follow."""
         now = time.monotonic()
-        if isinstance(event, Progress) and now - last < _PROGRESS_EVERY_S:
-            return
-        last = now if isinstance(event, Progress) else last
-        if not _say(connection, event):
-            os.kill(os.getpid(), signal.SIGTERM)  # the parent was killed: nobody waits for this training any more
+        if isinstance(event, Progress):
+            if now - self._last_progress < _PROGRESS_EVERY_S:
+                return
+            self._last_progress = now
+        elif isinstance(event, Pictured):
+            if self._has_picture:
+                return
+            self._has_picture = True
+        self.tell(event)
 
-    return observe
+    def tell(self, said: Event | Failure) -> None:
+        self._untold.put(said)
+
+    def finish(self) -> None:
+        """Return when everything is told, or nobody takes it."""
+        self._untold.put(None)
+        self._thread.join(_FAREWELL_S)
+
+    def _work(self) -> None:
+        while (said := self._untold.get()) is not None:
+            try:
+                self._connection.send(Sketch.of(said) if isinstance(said, Pictured) else said)
+            except OSError:
+                os.kill(os.getpid(), signal.SIGTERM)  # the parent was killed: nobody waits for this training any more
+                return
+            if isinstance(said, Pictured):
+                self._has_picture = False
 
 
 class Termination:
@@ -288,7 +339,7 @@ class Termination:
             self._cancel = lambda: None
 
 
-def _server_process(connection: Connection, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
+def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
     from pipar.results import RunFolder
     from pipar.torchside import make_learner, measure_test_accuracy, seed_dropout, warm_up
 
@@ -299,9 +350,8 @@ def _server_process(connection: Connection, job: Job, own: Own, folder: Path, co
     run = RunFolder(folder, job, world="real", command=command)
     termination = Termination()
     try:
-        observe = _observer(connection)
-        emit = run.emitting(observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.watching(observe)))
+        emit = run.emitting(teller.observe, pictures=pictures)
+        termination.run(_serve(job, workload, learner, emit, run.watching(teller.observe)))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
@@ -346,9 +396,9 @@ def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, P
     return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought))
 
 
-def _device_process(connection: Connection, job: Job, own: Own, name: str, address: str) -> None:
+def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str) -> None:
     workload = Workload(job.config, own)
-    Termination().run(_live(job, workload, name, address, _observer(connection)))
+    Termination().run(_live(job, workload, name, address, teller.observe))
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
