@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import re
@@ -188,6 +189,14 @@ def test_a_port_that_is_taken_is_one_sentence(page: Dashboard) -> None:
         Dashboard(taken)
 
 
+def test_the_page_is_compressed_for_who_takes_it_so(page: Dashboard) -> None:
+    plain, packed = ask(page), ask(page, Accept_Encoding="gzip, deflate, br")
+    assert (plain.headers["content-encoding"], packed.headers["content-encoding"]) == (None, "gzip")
+    whole, small = plain.read(), packed.read()
+    assert gzip.decompress(small) == whole
+    assert len(small) < len(whole) / 2
+
+
 # --- the stream
 
 
@@ -289,6 +298,20 @@ def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.Mo
         while not ends.poll(2) and time.monotonic() < deadline:  # milliseconds
             dashboard.observe(Joined("a", 1))
         assert ends.poll(0)
+
+
+def test_a_browser_that_takes_a_little_at_a_time_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    html = "x" * 10_000_000  # more than the system's buffers hold
+    monkeypatch.setattr(web, "_rendered", lambda: (html, "default-src 'none'"))
+    monkeypatch.setattr(web, "TAKE_WITHIN_S", 0.2)
+    with opened() as dashboard, hanging(dashboard, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+        client.settimeout(10)
+        slowly_until, size = time.monotonic() + 0.6, 0
+        while said := client.recv(1 << 16):
+            size += len(said)
+            if time.monotonic() < slowly_until:
+                time.sleep(0.02)
+    assert size > len(html)
 
 
 def test_who_connects_and_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

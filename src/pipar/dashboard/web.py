@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
+import gzip
 import hashlib
 import logging
 import re
 import socket
 import struct
+import sys
+import termios
 from functools import cache
 
 import uvicorn
@@ -47,15 +51,24 @@ def application(feed: Feed, access: Access, port: int) -> ASGIApp:
     return _Guard(Starlette(routes=routes), access, cookie=f"pipar-{port}")
 
 
-async def _page(_: Request) -> Response:
+async def _page(request: Request) -> Response:
     html, policy = _rendered()
-    return HTMLResponse(html, headers={"Content-Security-Policy": policy})
+    headers = {"Content-Security-Policy": policy, "Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return HTMLResponse(_compressed(), headers={**headers, "Content-Encoding": "gzip"})
+    return HTMLResponse(html, headers=headers)
 
 
 @cache
 def _rendered() -> tuple[str, str]:
     html = render(None, live=True)
     return html, content_security_policy(html)
+
+
+@cache
+def _compressed() -> bytes:
+    """Return the page in a third of its bytes; it is the same for everybody and at all times."""
+    return gzip.compress(_rendered()[0].encode())
 
 
 async def _no_icon(_: Request) -> Response:
@@ -164,7 +177,16 @@ class _BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, _cut_off, self.transport))
+        self._look_again(_untaken(self.transport))
+
+    def _look_again(self, untaken: int) -> None:
+        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, self._cut_off_if_nothing_went, untaken))
+
+    def _cut_off_if_nothing_went(self, before: int) -> None:
+        if (untaken := _untaken(self.transport)) < before:
+            self._look_again(untaken)  # over a slow link, the page takes a while
+        else:
+            _cut_off(self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -178,6 +200,12 @@ class _BoundedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = deadline
+
+
+def _untaken(transport: asyncio.Transport) -> int:
+    """Return how many bytes the other side has not got: those that wait here, and those that the system offers it."""
+    waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(waiting, sys.byteorder)
 
 
 def _cut_off(transport: asyncio.Transport) -> None:
