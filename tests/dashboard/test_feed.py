@@ -55,6 +55,14 @@ def test_nothing_is_made_while_nobody_watches() -> None:
     assert made == [1, 1]
 
 
+def test_who_comes_later_is_told_the_time_of_then() -> None:
+    times, reports = count(), count()
+    feed = Feed(4, {"state": lambda: next(times), "content": lambda: next(reports)}, dated=("state",))
+    streams = [stream for _ in range(3) if (stream := feed.open())]
+    taken_by_last = asyncio.run(taken(streams[-1], 3))[1:]
+    assert taken_by_last == [b"event: state\ndata: 2\n\n", b"event: content\ndata: 0\n\n"]
+
+
 def test_there_are_so_many_streams_and_no_more_until_one_is_closed() -> None:
     feed = Feed(2, {})
     first, second = feed.open(), feed.open()

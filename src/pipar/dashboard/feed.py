@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 #: A stream on which nothing is said for so long says that it is still there: proxies end what is silent.
@@ -51,11 +51,17 @@ class Stream:
 
 
 class Feed:
-    """All streams, and the latest message of each kind, which is made when there is somebody to take it."""
+    """All streams, and the latest message of each kind, which is made when there is somebody to take it.
 
-    def __init__(self, most_streams: int, makers: Mapping[str, Callable[[], Any]]) -> None:
+    Those of a kind that is `dated` hold the time at which they were made: who comes later gets one of its own.
+    """
+
+    def __init__(
+        self, most_streams: int, makers: Mapping[str, Callable[[], Any]], *, dated: Collection[str] = ()
+    ) -> None:
         self._most = most_streams
         self._makers = makers  # of a document, by kind of message
+        self._dated = dated
         self._made: dict[str, bytes] = {}
         self._streams: set[Stream] = set()
 
@@ -64,6 +70,8 @@ class Feed:
         if len(self._streams) >= self._most:
             return None
         stream = Stream()
+        for kind in self._dated:
+            self._made.pop(kind, None)
         for kind in self._makers:
             stream.put(kind, self._latest(kind))
         self._streams.add(stream)

@@ -108,7 +108,7 @@ class _Program:
         self._inbox = inbox
         self._state = LiveState()
         self._history = History()
-        self._feed = Feed(MOST_STREAMS, {"state": self._stamped_state, "content": self._content})
+        self._feed = Feed(MOST_STREAMS, {"state": self._stamped_state, "content": self._content}, dated=("state",))
         self._session = secrets.token_hex(8)  # tells a page that another program has taken this one's place
         self._trouble = ""
         self._end_is_near = threading.Event()
