@@ -20,7 +20,7 @@ import pytest
 from pipar.cli import main
 from pipar.config import Config, config_from, load_config
 from pipar.errors import ConfigError, InputError
-from pipar.events import EpochResult, Event, Started, TrackerFailed
+from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
 from pipar.trackers import tracker as trackers
 from pipar.trackers.tracker import KNOWN, RunDescription, Tracker, check_installed, describe, make_tracker, scalars
 from pipar.trackers.tracking import TrackerThread, Tracking, tracked
@@ -128,6 +128,16 @@ def test_a_tracker_hears_of_a_run_from_its_first_epoch_to_its_result(tmp_path: P
     assert [what for what, _ in made.heard] == ["begin", "epoch", "end"]
     assert made.heard[-1] == ("end", RESULT)
     assert seen == [_started(tmp_path), EPOCH]
+
+
+def test_a_package_is_not_imported_while_the_machine_is_measured() -> None:
+    before = set(threading.enumerate())
+    with tracked(_with_trackers("wandb"), lambda _: None, make=lambda _: Remembering()) as tracking:
+        tracking.observe(Preparing("the network is measured", 0.5))
+        assert set(threading.enumerate()) <= before
+        tracking.observe(_started(Path("runs/x")))
+        assert [thread.name for thread in set(threading.enumerate()) - before] == ["tracker wandb"]
+        tracking.observe(EPOCH)
 
 
 @pytest.mark.parametrize("epochs", [0, 1])

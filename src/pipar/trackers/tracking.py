@@ -20,7 +20,10 @@ Make = Callable[[str], Tracker]
 
 
 class TrackerThread:
-    """Tells one tracker what happens, in order, from a thread of its own; what it fails with ends it."""
+    """Tells one tracker what happens, in order, from a thread of its own; what it fails with ends it.
+
+    It begins when it is started: its package is imported then, for seconds of a core.
+    """
 
     def __init__(self, name: str, make: Make = make_tracker) -> None:
         self.name = name
@@ -29,6 +32,8 @@ class TrackerThread:
         self._failure = ""
         # Whatever a tracker does, it does not keep the program from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def begin(self, run: RunDescription) -> None:
@@ -77,8 +82,9 @@ class Tracking:
     def observe(self, event: Event) -> None:
         """Take one event; it is quick, whatever the trackers do with it."""
         self._pass_on(event)
-        if isinstance(event, Started):
+        if isinstance(event, Started) and self._run is None:
             self._run = describe(self._config, event)
+            self._tell(TrackerThread.start)  # not before: nothing else may compute while a machine is measured
         elif isinstance(event, EpochResult):
             self._begin()
             self._tell(lambda thread: thread.epoch(event.to_dict()))
