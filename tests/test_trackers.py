@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from pipar import doctor
 from pipar.cli import main
 from pipar.config import Config, config_from, load_config
 from pipar.errors import ConfigError, InputError
@@ -25,6 +28,7 @@ from pipar.trackers import tracker as trackers
 from pipar.trackers.tracker import KNOWN, RunDescription, Tracker, check_installed, describe, make_tracker, scalars
 from pipar.trackers.tracking import TrackerThread, Tracking, tracked
 
+ROOT = Path(__file__).parents[1]
 EPOCH = EpochResult(
     epoch=1,
     seconds=4.0,
@@ -214,6 +218,22 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_begins(
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"^The tracker wandb .* run `pip install 'pipar\[wandb\]'`, or leave it out"):
         check_installed(["wandb"])
+
+
+def test_a_folder_with_the_name_of_a_tracker_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder_of_runs").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(trackers.KNOWN, "wandb", trackers.Known(("json", "folder_of_runs"), "wandb", "WandbTracker"))
+    with pytest.raises(InputError, match=r"^The tracker wandb is asked for, but folder_of_runs is not installed"):
+        check_installed(["wandb"])
+    assert doctor.installed("folder-of-runs") is None
+
+
+def test_a_tracker_needs_all_packages_of_its_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for name, known in KNOWN.items():
+        packages = {re.split(r"[^\w-]", line)[0].removesuffix("-skinny") for line in extras[name]}
+        assert set(known.packages) == packages
 
 
 # --- how they are asked for

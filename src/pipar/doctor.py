@@ -26,6 +26,7 @@ from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
 from pipar.planner.cache import cache_folder, usable_cores
 from pipar.planner.memory import BASE_BYTES
 from pipar.results import runs_folder
+from pipar.trackers.tracker import KNOWN, is_package
 from pipar.units import format_bytes, split_address
 
 State = Literal["ok", "advice", "problem"]
@@ -47,9 +48,9 @@ class Extra:
 
 
 EXTRAS = {
-    "tensorboard": Extra(("tensorboard",), "--tracker tensorboard"),
-    "mlflow": Extra(("mlflow",), "--tracker mlflow"),
-    "wandb": Extra(("wandb",), "--tracker wandb, Weights & Biases"),
+    "tensorboard": Extra(KNOWN["tensorboard"].packages, "--tracker tensorboard"),
+    "mlflow": Extra(KNOWN["mlflow"].packages, "--tracker mlflow"),
+    "wandb": Extra(KNOWN["wandb"].packages, "--tracker wandb, Weights & Biases"),
 }
 
 
@@ -106,7 +107,7 @@ def installed(package: str) -> str | None:
     """Return the version of a package, None if it is not here; nothing if a package of another name brought it."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    return "" if importlib.util.find_spec(package.replace("-", "_")) else None
+    return "" if is_package(package.replace("-", "_")) else None
 
 
 def loading_errors(modules: Sequence[str]) -> dict[str, str]:

@@ -46,27 +46,33 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """A tracker that can be named: the package that it needs, the module of pipar.trackers, and its class there."""
+    """A tracker that can be named: the packages that it needs, the module of pipar.trackers, and its class there."""
 
-    package: str
+    packages: tuple[str, ...]
     module: str
     class_name: str
 
 
 #: By the names that `config.TRACKERS` has, which are also those of the extras.
 KNOWN = {
-    "tensorboard": Known("tensorboard", "tensorboard", "TensorBoardTracker"),
-    "mlflow": Known("mlflow", "mlflow", "MlflowTracker"),
-    "wandb": Known("wandb", "wandb", "WandbTracker"),
+    "tensorboard": Known(("tensorboard",), "tensorboard", "TensorBoardTracker"),
+    "mlflow": Known(("mlflow", "alembic", "sqlalchemy"), "mlflow", "MlflowTracker"),
+    "wandb": Known(("wandb",), "wandb", "WandbTracker"),
 }
 
 
+def is_package(name: str) -> bool:
+    """Return whether there is a package of this name: a folder alone, as `wandb` leaves one behind, is none."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
 def check_installed(names: Sequence[str]) -> None:
-    """Raise one sentence about the first tracker whose package is not here: before anything is trained."""
+    """Raise one sentence about the first tracker that lacks a package here: before anything is trained."""
     for name in names:
-        if importlib.util.find_spec(KNOWN[name].package) is None:
+        if missing := [package for package in KNOWN[name].packages if not is_package(package)]:
             raise InputError(
-                f"The tracker {name} is asked for, but {KNOWN[name].package} is not installed: run "
+                f"The tracker {name} is asked for, but {missing[0]} is not installed: run "
                 f"`pip install 'pipar[{name}]'`, or leave it out of run.trackers."
             )
 
