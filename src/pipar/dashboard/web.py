@@ -124,7 +124,8 @@ class _Guard:
             return PlainTextResponse("Not for pages of other sites.\n", 403)
         if request.url.path == "/" and self._access.is_token(request.query_params.get("token", "")):
             welcome = RedirectResponse("/", 303)  # without the token, which would stay in the address line
-            welcome.set_cookie(self._cookie, self._access.session, httponly=True, samesite="strict")
+            # A link in a chat or mail leads through here: a strict cookie would not come along to what it leads to.
+            welcome.set_cookie(self._cookie, self._access.session, httponly=True, samesite="lax")
             return welcome
         if not self._access.is_session(request.cookies.get(self._cookie, "")):
             return PlainTextResponse("Open the address that pipar printed: it has the token of this page.\n", 403)
