@@ -149,7 +149,8 @@ class Reader:
         words = shlex.split(line, comments=True)
         words[0] = words[0].removeprefix(".venv/bin/")
         if words[0] == "make":
-            assert words[1] in make_targets(), line
+            for command in recipe(words[1]):
+                self._type(f"{command} {shlex.join(words[2:])}")
         elif words[0] == "pipar" and not _has_shell_syntax(line):
             self._run(words[1:])
         elif words[0] == "python":
@@ -218,6 +219,13 @@ def _has_shell_syntax(line: str) -> bool:
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def recipe(target: str) -> list[str]:
+    """Return the commands that a target of make runs in an environment that is set up."""
+    command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/ready", target]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=10, check=True)
+    return said.stdout.splitlines()
 
 
 @contextmanager

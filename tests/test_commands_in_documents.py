@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from document_blocks import ROOT, Block, Reader, blocks_of, documents, make_targets, reader
+from document_blocks import ROOT, Block, Reader, blocks_of, documents, make_targets, reader, recipe
 from programs import Place
 
 from pipar.cli import cli
@@ -18,7 +18,7 @@ from pipar.config import config_from
 RUN = ("sh", "python", "toml")
 SHOWN = ("text", "json", "ini")
 #: Why a block is not run. Whoever writes "covered by" names the test that does as much.
-REASONS = ("needs root", "needs two machines", "installs packages", "downloads")
+REASONS = ("needs root", "needs two machines", "needs zsh or fish", "installs packages", "downloads")
 COVERED = re.compile(r"takes long: covered by (tests/\S+\.py)")
 
 BLOCKS = {document: blocks_of(document) for document in documents()}
@@ -182,10 +182,14 @@ def test_a_command_that_does_not_exist_is_found(command: str) -> None:
     assert mistakes(command.split()[1:]) != []
 
 
-def test_blocks_name_targets_of_make_that_exist() -> None:
+def test_blocks_name_targets_of_make_that_exist_and_run_commands_that_do() -> None:
     lines = [line for block in ALL_BLOCKS if block.language == "sh" for line in block.commands]
     named = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert named
     assert named <= make_targets()
+    commands = [command for target in named for command in recipe(target)]
+    words = [shlex.split(command.removeprefix(".venv/bin/")) for command in commands]
+    assert [command for command in words if command[0] != "pipar" or mistakes(command[1:])] == []
 
 
 # --- a reader
