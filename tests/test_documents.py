@@ -116,6 +116,13 @@ def test_files_and_make_targets_that_are_named_exist(document: Path) -> None:
     assert set(re.findall(r"(?:`|^    )make (\w+)", text, re.MULTILINE)) <= targets
 
 
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = {
+        name for path in DOCUMENTS for name in re.findall(r"!\[[^]]+\]\(\S*images/(\S+?)\)", path.read_text("utf-8"))
+    }
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+
+
 def test_architecture_lists_every_module() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     (listing,) = re.findall(r"^## Layers\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
