@@ -86,3 +86,40 @@ def chromium() -> Iterator[Open]:
             yield opened
         finally:
             browser.close()
+
+
+# --- charts
+
+
+def marks_of(seen: Seen) -> dict[str, int]:
+    """Return how many marks each chart has; lines, those of axes among them, are none."""
+    script = """() => Object.fromEntries([...window.pipar.charts.keys()].map((id) =>
+        [id, document.querySelectorAll(`#${id} svg path:not([fill="none"])`).length]))"""
+    marks: dict[str, int] = seen.run(script)
+    return marks
+
+
+def at_the_middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
+    """Return where on the screen the longest block of a kind is."""
+    script = """([id, kind]) => {
+        const chart = window.pipar.charts.get(id);
+        const box = chart.getDom();
+        box.scrollIntoView({ block: "center" });
+        const run = window.pipar.state.content.runs[Number(id.split("-")[1])];
+        const shown = run.timeline[window.pipar.state.view];
+        const span = shown.spans.filter((one) => one[1] === kind && !one[6]).sort((a, b) => b[5] - a[5])[0];
+        const middle = (span[4] + span[5] / 2 - shown.start_us) / 1e6;
+        const at = chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, [middle, span[0]]);
+        const corner = box.getBoundingClientRect();
+        return [corner.left + at[0], corner.top + at[1]];
+    }"""
+    x, y = seen.run(script, [figure, kind])
+    return x, y
+
+
+def zoom(seen: Seen, figure: str) -> tuple[float, float]:
+    script = (
+        "(id) => { const zoom = window.pipar.charts.get(id).getOption().dataZoom[0]; return [zoom.start, zoom.end]; }"
+    )
+    start, end = seen.run(script, figure)
+    return start, end

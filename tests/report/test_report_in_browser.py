@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, Open, Seen, chromium
+from browser import DESKTOP, PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
 from small_runs import SETTINGS
 
 import pipar
@@ -47,36 +47,8 @@ def desktop(opened: Open, url: str) -> Iterator[Seen]:
         yield seen
 
 
-def at_the_middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
-    """Return where on the screen the longest block of a kind is."""
-    script = """([id, kind]) => {
-        const chart = window.pipar.charts.get(id);
-        const box = chart.getDom();
-        box.scrollIntoView({ block: "center" });
-        const run = window.pipar.state.content.runs[Number(id.split("-")[1])];
-        const shown = run.timeline[window.pipar.state.view];
-        const span = shown.spans.filter((one) => one[1] === kind && !one[6]).sort((a, b) => b[5] - a[5])[0];
-        const middle = (span[4] + span[5] / 2 - shown.start_us) / 1e6;
-        const at = chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, [middle, span[0]]);
-        const corner = box.getBoundingClientRect();
-        return [corner.left + at[0], corner.top + at[1]];
-    }"""
-    x, y = seen.run(script, [figure, kind])
-    return x, y
-
-
-def zoom(seen: Seen, figure: str) -> tuple[float, float]:
-    script = (
-        "(id) => { const zoom = window.pipar.charts.get(id).getOption().dataZoom[0]; return [zoom.start, zoom.end]; }"
-    )
-    start, end = seen.run(script, figure)
-    return start, end
-
-
 def test_every_chart_has_marks(desktop: Seen) -> None:
-    script = """() => Object.fromEntries([...window.pipar.charts.keys()].map((id) =>
-        [id, document.querySelectorAll(`#${id} svg path:not([fill="none"])`).length]))"""
-    marks: dict[str, int] = desktop.run(script)
+    marks = marks_of(desktop)
     expected = {"lanes-0", "lanes-1", "lanes-2", "busy-0", "busy-1", "busy-2", "curve-loss", "curve-accuracy"}
     assert set(marks) == expected | {"cost-time", "cost-bytes"}
     content = desktop.run("() => window.pipar.state.content")
