@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.large_model import MOST_IN_DEVICE, MOST_IN_SERVER, copies, model_bytes, peaks
 
 _LAYERS, _SIDE = 4, 2500  # a layer of 2500 x 2500 float32 is 25 MB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,7 @@ CASES = [("Pi 3B", "vgg5", "mnist", link) for link in ("4g", "4g+", "wifi")]
 
 @pytest.fixture(scope="module")
 def selection() -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    try:
-        return importlib.import_module("benchmarks.selection")
-    finally:
-        sys.path.pop(0)
+    return importlib.import_module("benchmarks.selection")
 
 
 class Judge:

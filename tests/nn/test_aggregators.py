@@ -620,7 +620,7 @@ def test_what_is_wrong_with_an_own_aggregator_is_one_sentence(
 
 def test_the_documents_example_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "aggregators.md").read_text("utf-8")
-    (block,) = re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "documented_aggregator.py").write_text(block, "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
