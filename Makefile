@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+DEVELOPING := .venv/developing
 BROWSER := .venv/browser
 
 .PHONY: help demo test check docs bench clean
@@ -12,33 +13,39 @@ help:  ## show this
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pipar needs Python 3.11 or newer; set PYTHON=python3.11 or the like."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing pipar into .venv: a minute or two"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $(READY)
+
+$(DEVELOPING): $(READY)
+	@echo "Installing what tests, documents and measurements need"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(DEVELOPING)
 
 demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, by fl, sfl and pipar (two minutes)
 	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
 
 # Pages are tested in the system's own browser.
-$(BROWSER): $(READY)
+$(BROWSER): $(DEVELOPING)
 	@command -v chromium > /dev/null || { echo "Installing chromium for the tests of pages"; apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium > /dev/null; }
 	@touch $(BROWSER)
 
-test: $(READY) $(BROWSER)  ## everything: format, lint, types, all tests
+test: $(DEVELOPING) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-check: $(READY)  ## format, lint, types, layers and the fast tests, in under a minute
+check: $(DEVELOPING)  ## format, lint, types, layers and the fast tests, in under a minute
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
-docs: $(READY)  ## the documentation as a site, in site/
+docs: $(DEVELOPING)  ## the documentation as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open site/index.html."
 
-bench: $(READY)  ## measure what README quotes; results go to benchmarks/results
+bench: $(DEVELOPING)  ## measure what README quotes; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove what was built

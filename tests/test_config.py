@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.config import Config, DeviceSection, Link, config_from, device_specs, dump_config, load_config, with_settings
+from pipar.deployment import server_workload
 from pipar.errors import ConfigError
 
 
@@ -153,7 +154,10 @@ MISTAKES = [
     ),
     ({"data": {"samples_per_device": 0}}, "data.samples_per_device = 0 is neither a whole number from 1 on nor a list"),
     ({"data": {"samples_per_device": [5, True]}}, "data.samples_per_device = [5, True] is neither"),
-    ({"data": {"shape": [1, 2]}}, "data.shape = [1, 2] is not the shape of an image; write [channels, height, width]"),
+    (
+        {"data": {"shape": [1, 2]}},
+        "data.shape = [1, 2] is not the shape of an image, which digits has; write [channels, height, width]",
+    ),
     ({"data": {"augment": "perhaps"}}, "data.augment = 'perhaps' is not allowed: it should be true or false."),
     ({"data": {"alpha": float("nan")}}, "data.alpha = nan is not allowed"),
     ({"plan": {"split_point": "soon"}}, "plan.split_point = 'soon' is neither 'auto' nor a whole number."),
@@ -374,3 +378,10 @@ def test_only_fedprox_has_a_proximal_term(server: dict[str, Any], proximal: floa
 def test_a_device_with_a_profile_of_its_own_runs_at_the_speed_of_the_profile() -> None:
     groups = config_from({"devices": [{"profile": "board.json"}, {"name": "half", "profile": "b.json", "speed": 0.5}]})
     assert [spec.speed for spec in device_specs(groups)] == [1.0, 0.5]
+
+
+def test_samples_of_a_factory_have_any_shape_and_a_server_without_data_makes_blank_ones() -> None:
+    given = {"factory": "mine:samples", "shape": [2, 64], "classes": 3}
+    config = config_from({"data": given, "model": {"factory": "mine:network"}})
+    assert (config.data.shape, config.data.image_shape) == ((2, 64), None)
+    assert server_workload(config).input_shape == (2, 64)

@@ -49,8 +49,8 @@ def _plan_number(value: Any) -> Any:
 
 def _shape(value: Any) -> Any:
     sides = list(value) if isinstance(value, list | tuple) else []
-    if len(sides) != 3 or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
-        raise ValueError("is not the shape of an image; write [channels, height, width], as in [3, 32, 32]")
+    if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
+        raise ValueError("is not the shape of a sample; write its sides, as in [3, 32, 32]")
     return value
 
 
@@ -288,8 +288,28 @@ class DataSection(_Section):
     validation: NotNegative | None = None
     test: NotNegative | None = None
     augment: bool = False
-    shape: Annotated[tuple[int, int, int], BeforeValidator(_shape)] | None = None  # of synthetic images
+    shape: Annotated[tuple[int, ...], BeforeValidator(_shape)] | None = (
+        None  # of synthetic images or a factory's samples
+    )
     classes: Positive | None = None  # of synthetic images, or what a factory's labels go up to
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """The shape, if it is that of an image."""
+        match self.shape:
+            case (channels, height, width):
+                return (channels, height, width)
+            case _:
+                return None
+
+    @model_validator(mode="after")
+    def _images(self) -> DataSection:
+        if self.factory is None and self.shape is not None and len(self.shape) != 3:
+            raise ValueError(
+                f"data.shape = {list(self.shape)} is not the shape of an image, which {self.name} has; write "
+                "[channels, height, width], or give data.factory for samples of your own"
+            )
+        return self
 
 
 class PlanSection(_Section):

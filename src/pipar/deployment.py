@@ -187,7 +187,7 @@ class _ServerProgram:
             self.fleet = server.fleet()
             await server.farewell()
         except asyncio.CancelledError:
-            self._observe(Stopping("The server was asked to stop."))
+            self._observe(Stopping("The server was asked to stop; `--resume` goes on from here."))
             await server.dismiss("The server stops for now.")
             # In the middle of a round the replicas have moved on, and in split learning the global model has, too.
             if not job.keep_momentum and not job.method.shares_server_model:
@@ -343,6 +343,7 @@ async def _live(
         run_device, options.name, spec.link, equipment, lifeline=lifeline, is_real=True, observe=observe
     )
     await lifeline.live(take_part)
+    observe(Stopping("The training is over."))
 
 
 def device_workload(config: Config, options: DeviceOptions) -> Workload:

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from pipar.addresses import check_listening
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
+from pipar.errors import InputError
 from pipar.planner.cache import cache_folder, usable_cores
 from pipar.planner.memory import BASE_BYTES
 from pipar.results import runs_folder
@@ -297,13 +298,10 @@ def _profiles(folder: Path) -> str:
 
 def why_not_listening(address: str) -> str:
     """Return why nobody can listen on HOST:PORT; nothing if somebody can."""
-    host, port = split_address(address)
     try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(place[:2], family=family).close()
-    except OSError as error:
-        is_name = isinstance(error, socket.gaierror)
-        return "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
+        check_listening(address)
+    except InputError as error:
+        return str(error).rpartition(": ")[2].rstrip(".")
     return ""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import socket
 import socketserver
 import threading
@@ -29,6 +28,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from pipar.addresses import why
 from pipar.errors import InputError
 from pipar.events import (
     Away,
@@ -275,9 +275,7 @@ class Endpoint:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._server = _Server(monitor, family, place[:2], patience_s, places)
         except OSError as error:
-            is_name = isinstance(error, socket.gaierror)
-            why = "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
-            raise InputError(f"Cannot serve metrics on {address}: {why}.") from None
+            raise InputError(f"Cannot serve metrics on {address}: {why(error)}.") from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="monitor", daemon=True

@@ -102,7 +102,7 @@ def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
     from pipar.data.partition import device_sizes  # brings numpy, which `pipar --help` has no time for
 
     data = config.data
-    request = Request(validation=data.validation, test=data.test, classes=data.classes, shape=data.shape)
+    request = Request(validation=data.validation, test=data.test, classes=data.classes, shape=data.image_shape)
     check_request(info, request)
     if info.name == "synthetic":
         return device_sizes(config, SYNTHETIC_SAMPLES * len(device_specs(config)))

@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from pipar.addresses import check_listening
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.job import Job
@@ -125,14 +125,7 @@ def check_address(address: str) -> None:
         raise InputError(
             f"Cannot listen on {address}: `pipar run` has no TLS and is for this machine alone, as 127.0.0.1."
         )
-    host, _, port = address.rpartition(":")
-    try:
-        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        socket.create_server(place[:2], family=family).close()
-    except OSError as error:
-        is_name = isinstance(error, socket.gaierror)
-        why = "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
-        raise InputError(f"Cannot listen on {address}: {why}.") from None
+    check_listening(address)
 
 
 class _Household:

@@ -147,7 +147,7 @@ class Workload:
             test=data.test,
             train_samples=sum(sizes.values()) if data.name == "synthetic" else None,
             classes=data.classes,
-            shape=data.shape,
+            shape=data.image_shape,
         )
 
     @cached_property

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -19,14 +18,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from pipar.addresses import listen_on
 from pipar.dashboard.access import AUTO, Access, shown_host
 from pipar.dashboard.feed import Feed
 from pipar.dashboard.history import History
 from pipar.dashboard.state import LiveState
-from pipar.errors import InputError
 from pipar.events import Event, Progress, Stopping
 from pipar.results import strict_json
-from pipar.units import split_address
 
 #: How often browsers are told what has changed.
 REFRESH_S = 0.25
@@ -64,7 +62,7 @@ class Dashboard:
 
     def __init__(self, address: str, token: str | None = None) -> None:
         access = Access.of(address, token)
-        self._socket = _listen(address)
+        self._socket = listen_on(address, "serve the live page")
         port = self._socket.getsockname()[1]
         # A token that somebody gave is known to who is to know it, and does not belong on a screen or into a log.
         query = "" if access.token is None else f"?token={access.token if token in (None, AUTO) else '...'}"
@@ -86,18 +84,6 @@ class Dashboard:
         self._program.end(trouble)
         self._thread.join(timeout=10 * _LAST_WORDS_S)
         self._socket.close()
-
-
-def _listen(address: str) -> socket.socket:
-    """Return a socket that listens on HOST:PORT, or raise one sentence."""
-    host, port = split_address(address)
-    try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=64)
-    except OSError as error:
-        is_name = isinstance(error, socket.gaierror)
-        why = "there is no such host" if is_name else os.strerror(error.errno or 0).lower()
-        raise InputError(f"Cannot serve the live page on {address}: {why}.") from None
 
 
 class _Program:

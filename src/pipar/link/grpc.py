@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from pipar.addresses import check_listening
 from pipar.errors import CredentialError, InputError, LinkError
 from pipar.link.channel import Transport
 from pipar.link.diagnosis import why_refused
@@ -154,6 +155,7 @@ class Listener:
     async def start(self, address: str) -> int:
         """Listen on HOST:PORT (port 0: any free one) and return the port."""
         material = check_server(self._security, address)
+        check_listening(address)  # gRPC would write lines of its own
         try:
             if material is None:
                 port = self._server.add_insecure_port(address)
