@@ -114,12 +114,12 @@ def test_crashes_cost_the_rounds_of_who_crashed_and_nothing_else(here: Place) ->
 
     here.hold("server")
     here.wait_until_held("server")
-    before = here.rounds()
-    server.says(rf"round {len(before)} is saved")
+    server.says(r"round \d+ is saved")
     server.kill()  # in mid-epoch, too
+    before = here.rounds()  # of the last one that is saved there may be no line yet
     here.let_go("server"), here.hold("pi-1")
     server = here.server("--resume", listen=address)
-    server.says(rf"going on after round {len(before)}")
+    assert int(server.says(r"going on after round (\d+)")[1]) in (len(before), len(before) + 1)
     here.wait_until_held("pi-1")  # found the server by itself
     late = here.device("pi-3", address)
     server.says("pi-3 joined")
