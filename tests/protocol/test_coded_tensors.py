@@ -137,6 +137,12 @@ def test_raw_tensor_is_copied_once_on_its_way_out_and_once_on_its_way_in(labels:
     assert in_peak < 1.02 * tensor.nbytes
 
 
+def test_raw_tensor_lies_in_its_message_without_a_copy() -> None:
+    tensor = torch.randn(6, 16, 32, 32)
+    first = np.frombuffer(message(tensor, "raw", None).body.buffers[0], np.uint8)
+    assert first.ctypes.data == tensor.data_ptr()
+
+
 def test_coded_tensor_needs_no_more_than_its_bytes_and_a_chunk() -> None:
     """Encoding makes the bytes, framing copies them; decoding writes the tensor. Beside it there is work on a chunk."""
     tensor = rectified((60, 16, 32, 32))
