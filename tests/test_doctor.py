@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipar import doctor
+from pipar.addresses import why_not_listening
 from pipar.cli import main
 from pipar.config import Config, config_from
 from pipar.data.catalog import known_datasets
@@ -162,8 +163,8 @@ def test_the_servers_port_must_be_free_and_loopback_must_be_there() -> None:
 def test_a_port_that_somebody_listens_on_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert doctor.why_not_listening(address) == "address already in use"
-    assert doctor.why_not_listening("no-such-host.invalid:1") == "there is no such host"
+        assert why_not_listening(address) == "address already in use"
+    assert why_not_listening("no-such-host.invalid:1") == "there is no such host"
 
 
 def test_the_configurations_dataset_must_be_here_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

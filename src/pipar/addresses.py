@@ -11,10 +11,8 @@ from pipar.units import split_address
 
 def listen_on(address: str, purpose: str) -> socket.socket:
     """Return a socket that listens on HOST:PORT; or raise one sentence, as in "Cannot serve metrics on ...: ..."."""
-    host, port = split_address(address)
     try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=64)
+        return _listening(address)
     except OSError as error:
         raise InputError(f"Cannot {purpose} on {address}: {why(error)}.") from None
 
@@ -22,6 +20,21 @@ def listen_on(address: str, purpose: str) -> socket.socket:
 def check_listening(address: str) -> None:
     """Raise one sentence if nobody can listen on HOST:PORT now."""
     listen_on(address, "listen").close()
+
+
+def why_not_listening(address: str) -> str:
+    """Return why nobody can listen on HOST:PORT; nothing if somebody can."""
+    try:
+        _listening(address).close()
+    except OSError as error:
+        return why(error)
+    return ""
+
+
+def _listening(address: str) -> socket.socket:
+    host, port = split_address(address)
+    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place[:2], family=family, backlog=64)
 
 
 def why(error: OSError) -> str:

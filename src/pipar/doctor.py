@@ -20,10 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pipar.addresses import check_listening
+from pipar.addresses import why_not_listening
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
-from pipar.errors import InputError
 from pipar.planner.cache import cache_folder, usable_cores
 from pipar.planner.memory import BASE_BYTES
 from pipar.results import runs_folder
@@ -294,15 +293,6 @@ def nearest(folder: Path) -> Path:
 def _profiles(folder: Path) -> str:
     count = len(list(folder.glob("*.json")))
     return "no profile yet" if count == 0 else f"{count} profile{'' if count == 1 else 's'}"
-
-
-def why_not_listening(address: str) -> str:
-    """Return why nobody can listen on HOST:PORT; nothing if somebody can."""
-    try:
-        check_listening(address)
-    except InputError as error:
-        return str(error).rpartition(": ")[2].rstrip(".")
-    return ""
 
 
 def check_ports(listen: str, why_not: Callable[[str], str]) -> list[Finding]:

@@ -136,7 +136,7 @@ class RunFolder:
     def go_on(self, found: Checkpoint) -> None:
         """Take up a run behind the round of a checkpoint; whatever the files say of later ones is trained again."""
         done = found.round
-        rows = (*found.metrics, *self._rows_on_disk())
+        rows = (*found.metrics, *rows_on_disk(self.path / "metrics.jsonl"))
         known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
         self.round_log = [dict(counted) for counted in found.round_log[:done]]
         self.partly = {int(number): dict(taught) for number, taught in found.notes.get("partly", {}).items()}
@@ -171,17 +171,6 @@ class RunFolder:
     def job(self) -> Job:
         """The training as far as it is known: the fleet of a deployment grows."""
         return self._job
-
-    def _rows_on_disk(self) -> list[dict[str, Any]]:
-        try:
-            lines = (self.path / "metrics.jsonl").read_text("utf-8").splitlines()
-        except OSError:
-            return []
-        rows = []
-        for line in lines:
-            with suppress(ValueError):  # the last one may have been cut off
-                rows.append(json.loads(line))
-        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
 
     def emitting(self, observe: Observer, *, pictures: bool = False) -> Callable[[EpochResult, list[Span]], None]:
         """Return what takes an epoch's result and spans: they are kept, and the result is passed on.
@@ -273,6 +262,24 @@ def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode())
+
+
+def rows_on_disk(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl or rounds.jsonl, which grow: the last one may be cut off."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
+
+
+def plan_from_json(entry: Mapping[str, Any]) -> Plan:
+    """Return the plan of an entry of `plans`; what an older result does not say is as by default."""
+    return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
 
 
 def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:

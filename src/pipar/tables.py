@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from rich.text import Text
 from pipar.config import Config
 from pipar.events import EpochResult
 from pipar.methods import Plan
+from pipar.results import plan_from_json
 from pipar.units import format_bytes
 from pipar.wording import setting_text
 
@@ -114,8 +114,7 @@ def _range_text(numbers: Sequence[int]) -> str:
 
 
 def _plans(content: Mapping[str, Any]) -> list[Plan]:
-    names = [name.name for name in fields(Plan)]
-    return [Plan(**{name: plan[name] for name in names if name in plan}) for plan in content["plans"]]
+    return [plan_from_json(entry) for entry in content["plans"]]
 
 
 # --- tables

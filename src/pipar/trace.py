@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -252,7 +252,7 @@ def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> tup
     """
     if len(spans) <= most:
         return list(spans), 0
-    shown = _slowest_to_fastest(spans, devices)
+    shown = slowest_to_fastest(_ended_s(spans), devices)
     if not shown:
         return [], 0
     mine = _middle([span for span in spans if (span.device or span.owner) == shown[0]], 3)
@@ -290,12 +290,17 @@ def _latest(spans: list[Span], most: int) -> list[Span]:
     return spans if len(spans) <= most else sorted(spans, key=lambda span: span.end)[len(spans) - most :]
 
 
-def _slowest_to_fastest(spans: Iterable[Span], most: int) -> list[str]:
-    """Return so many devices, evenly from who ended its last step last to who ended it first."""
+def _ended_s(spans: Iterable[Span]) -> dict[str, float]:
+    """Return when each device ended its last step."""
     ends: dict[str, float] = {}
     for span in spans:
         if span.lane == COMPUTE and span.kind == "step":
             ends[span.owner] = max(span.end, ends.get(span.owner, 0.0))
+    return ends
+
+
+def slowest_to_fastest(ends: Mapping[str, float], most: int) -> list[str]:
+    """Return so many devices, evenly from who ended last to who ended first."""
     order = sorted(ends, key=lambda name: (-ends[name], name))
     if len(order) <= most:
         return order

@@ -6,6 +6,9 @@ import re
 
 from pipar.errors import ConfigError, InputError
 
+#: What is faster than this is limited by the machines, not by the link.
+LIMITLESS_BPS = 2e9
+
 _RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}

@@ -10,6 +10,7 @@ from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
 from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
 from pipar.link.channel import Channel
+from pipar.link.limits import MESSAGE_BYTES
 from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import LABEL_BYTES
@@ -18,10 +19,8 @@ from pipar.trace import SERVER
 
 #: The programs are looked at so often.
 LOOK_EVERY_S = 0.25
-#: What a channel counts for a message beside its body.
-_MESSAGE_BYTES = 256
 #: WELCOME, PLAN, STATE, MODEL, ROUND, ABANDON and REPORT, or their answers, and the names and counts in them.
-_ROUND_BYTES = 7 * _MESSAGE_BYTES + 1000
+_ROUND_BYTES = 7 * MESSAGE_BYTES + 1000
 #: Of the trace of one micro-batch: a dozen spans.
 _SPANS_BYTES = 12 * 25
 
@@ -107,7 +106,7 @@ class Holdings:
         rounds = 3 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
         # What does not get shorter by an encoding gets longer, by a little for each chunk.
         coded = activations * OVERHEAD_BYTES // scenario.coded_chunk_bytes
-        said = plan.micro_batches * (_MESSAGE_BYTES + OVERHEAD_BYTES) * splits + coded
+        said = plan.micro_batches * (MESSAGE_BYTES + OVERHEAD_BYTES) * splits + coded
         of_a_round = model + momentum + _ROUND_BYTES
         return Held(
             "",

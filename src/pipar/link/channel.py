@@ -16,7 +16,7 @@ from pipar.clock import sleep_until
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.link.arrivals import Log
-from pipar.link.limits import Allowance, Rate
+from pipar.link.limits import MESSAGE_BYTES, Allowance, Rate
 from pipar.link.shaping import Meter, Pacer, Rates
 from pipar.protocol.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 from pipar.protocol.wire import Assembler, BodyLimit, Frame, check_fits, cut_message
@@ -33,8 +33,6 @@ _SPANS = {
 #: A link that breaks sends again what had come; a model of 100 GB that had is as many frames as this. Who sends
 #: nothing else is up to no good.
 _USELESS = Rate(at_once=100_000, a_second=100.0)
-#: What a message takes beside its body.
-_MESSAGE_BYTES = 256
 #: Who does not take what is left to say within this time does not get it.
 _LAST_WORDS_S = 10.0
 _CONTROL = ("control", "control")
@@ -252,7 +250,7 @@ class Channel:
     @property
     def held_bytes(self) -> int:
         """How many bytes are kept of messages that the peer may not have, and of those that are half received."""
-        kept = sum(posted.message.body.size_bytes + _MESSAGE_BYTES for posted in self._unacknowledged)
+        kept = sum(posted.message.body.size_bytes + MESSAGE_BYTES for posted in self._unacknowledged)
         return kept + self._assembler.held_bytes
 
     @property

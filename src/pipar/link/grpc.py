@@ -18,7 +18,7 @@ from pipar.addresses import check_listening
 from pipar.errors import CredentialError, InputError, LinkError
 from pipar.link.channel import Transport
 from pipar.link.diagnosis import why_refused
-from pipar.link.limits import Allowance, Keepalive, Limits
+from pipar.link.limits import MESSAGE_BYTES, Allowance, Keepalive, Limits
 from pipar.link.security import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
 from pipar.protocol.wire import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
@@ -27,8 +27,6 @@ _SERVICE, _METHOD = "pipar.Link", "Connect"
 _LET_IN = ("pipar", "welcome")
 _CLOSE_TIMEOUT_S = 10.0
 _GONE = "The peer closed the connection."
-#: What a message takes beside its bytes: a peer may send empty ones.
-_MESSAGE_BYTES = 256
 
 #: Tasks that read streams, to their ends.
 _PUMPS: set[asyncio.Future[None]] = set()
@@ -65,7 +63,7 @@ class _Stream:
                 if self._ended:
                     continue  # nobody takes it, but what is behind it is the end
                 self._arrived.append((data, asyncio.get_running_loop().time()))
-                self._held_bytes += len(data) + _MESSAGE_BYTES
+                self._held_bytes += len(data) + MESSAGE_BYTES
                 self._news.set()
                 while self._is_full():
                     self._room.clear()
@@ -100,7 +98,7 @@ class _Stream:
             raise LinkError(f"The peer said nothing for {self._first_frame_s:g} s.") from None
         self.has_spoken = True
         data, came_at = self._arrived.popleft()
-        self._held_bytes -= len(data) + _MESSAGE_BYTES
+        self._held_bytes -= len(data) + MESSAGE_BYTES
         self._room.set()
         return unpack_frame(data, came_at)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: A device has said HELLO, all of it, so long after its stream was taken, or is sent away.
 HELLO_TIMEOUT_S = 20.0
+#: What a message takes beside its body: a peer may send empty ones.
+MESSAGE_BYTES = 256
 
 
 @dataclass(frozen=True)

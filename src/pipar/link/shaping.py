@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pipar.units import LIMITLESS_BPS
+
 #: Less says little about a link: the moments between two frames weigh too much.
 TELLING_BYTES = 64_000
-#: What is faster than this is limited by the machines, not by the link.
-_LIMITLESS_BPS = 2e9
 #: Seconds on the link that a measured rate is made of: a link may change in the middle of a long epoch.
 _LATELY_S = 5.0
 
@@ -78,7 +78,7 @@ class Traffic:
     def rate_bps(self) -> float | None:
         """The measured rate; None is no limit, or one that no link of a device has."""
         rate_bps = self.size_bytes * 8 / self.seconds if self.seconds else math.inf
-        return rate_bps if rate_bps < _LIMITLESS_BPS else None
+        return rate_bps if rate_bps < LIMITLESS_BPS else None
 
     def of_late(self) -> Traffic:
         """Return traffic of the same rate that weighs no more than the latest seconds: what was long ago fades."""

@@ -12,6 +12,7 @@ from pipar.config import Link
 from pipar.methods import Method
 from pipar.planner.costs import Costs
 from pipar.schedule import count_batches, cut_batch, cut_epoch
+from pipar.units import LIMITLESS_BPS
 
 Auto = Literal["auto"]
 
@@ -19,8 +20,6 @@ Auto = Literal["auto"]
 _SAMPLE = 128
 #: Devices whose numbers of samples lie no further apart than this have as much data as each other.
 _ALIKE = 0.05
-#: What is faster than this is limited by the machines, not by the link.
-_LIMITLESS_BPS = 2e9
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Fleet:
         turns = max(1.0, len(self.members) / self.cores)
         up = device.changes_s_per_byte("pack") + turns * server.changes_s_per_byte("install")
         down = server.changes_s_per_byte("pack") + device.changes_s_per_byte("install")
-        return min(_LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
+        return min(LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
 
     def sends_changes(self, member: Member, rate_bps: float | None) -> bool:
         """Return whether models travel over a link of this rate as what has changed in them."""

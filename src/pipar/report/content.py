@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from pipar.config import Config, DeviceSpec, device_specs
@@ -12,7 +11,8 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
-from pipar.trace import COMPUTE, DOWNLINK, UPLINK
+from pipar.results import plan_from_json
+from pipar.trace import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
 from pipar.wording import link_text, plans_text, setting_text
 
 #: Devices whose lanes are drawn: of one run, and of each of several that are compared.
@@ -162,12 +162,8 @@ def _server_text(config: Config | None) -> str | None:
     return f"{cores}, speed {server.speed:g} of {machine}"
 
 
-def _plan(entry: Mapping[str, Any]) -> Plan:
-    return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
-
-
 def _plans_of(said: Mapping[str, Any]) -> str:
-    plans = [str(_plan(entry)) for entry in said.get("plans", ())]
+    plans = [str(plan_from_json(entry)) for entry in said.get("plans", ())]
     if len(Counter(plans)) > 4:
         return f"{len(Counter(plans))} different plans, {Counter(plans).most_common(1)[0][0]} most often"
     return plans_text(plans) if plans else "not planned yet"
@@ -193,16 +189,8 @@ def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]
     if common:  # times of different runs are from different clocks
         firsts = [min(of.values()) for of in known]
         late = {name: sum(of[name] - first for of, first in zip(known, firsts, strict=True)) for name in common}
-        return [_few(late, most)] * len(traced)
-    return [_few(one.ended_s() if one is not None else {}, most) for one in traced]
-
-
-def _few(ends: Mapping[str, float], most: int) -> list[str]:
-    order = sorted(ends, key=lambda name: (-ends[name], name))
-    if len(order) <= most:
-        return order
-    places = {round(number * (len(order) - 1) / (most - 1)) for number in range(most)}
-    return [order[place] for place in sorted(places)]
+        return [slowest_to_fastest(late, most)] * len(traced)
+    return [slowest_to_fastest(one.ended_s() if one is not None else {}, most) for one in traced]
 
 
 def _timelines(traced: Traced | None, devices: Sequence[str], like: int | None, most: int) -> dict[str, Any]:
@@ -226,7 +214,7 @@ def _seconds_of(epochs: Sequence[Mapping[str, Any]], traced: Traced | None) -> f
 
 def _devices(record: RunRecord, config: Config | None, traced: Traced | None, seconds: float | None) -> dict[str, Any]:
     """Return a row for each device, traced ones first if there are too many."""
-    plans = {entry["device"]: _plan(entry) for entry in _plans_in_force(record.result) if "device" in entry}
+    plans = {entry["device"]: plan_from_json(entry) for entry in _plans_in_force(record.result) if "device" in entry}
     specs = {spec.name: spec for spec in device_specs(config)} if config else {}
     samples = _samples(record.result)
     names = sorted({*plans, *samples} or set(specs))

@@ -14,7 +14,7 @@ from typing import Any
 from pipar.config import Config, config_from, device_names, device_specs
 from pipar.errors import InputError
 from pipar.methods import METHODS, Plan
-from pipar.results import plans_as_json
+from pipar.results import plans_as_json, rows_on_disk
 from pipar.trace import Span
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")
@@ -135,8 +135,8 @@ def _result_so_far(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
         "seed": config.run.seed,
         "plans": plans_as_json(_given_plans(config)),
         "replans": [],
-        "epochs": _rows(path / "metrics.jsonl"),
-        "rounds": _rows(path / "rounds.jsonl"),
+        "epochs": rows_on_disk(path / "metrics.jsonl"),
+        "rounds": rows_on_disk(path / "rounds.jsonl"),
         "test_accuracy": None,
     }
 
@@ -149,21 +149,6 @@ def _given_plans(config: Config) -> dict[str, Plan]:
         for spec in device_specs(config)
         if isinstance(spec.split_point, int) and isinstance(spec.micro_batches, int)
     }
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that grows; the last one may be cut off."""
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
 
 
 def configured(record: RunRecord) -> Config | None:

@@ -10,13 +10,12 @@ from pipar.config import Config
 from pipar.errors import InputError, PiparError
 from pipar.events import Observer, ReportFailed, ReportWritten
 from pipar.job import Job
-from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.report.content import content
 from pipar.report.outlook import outlook
 from pipar.report.page import render
 from pipar.report.record import RunRecord
-from pipar.results import comparison_name, new_folder, strict_json, write_atomically
+from pipar.results import comparison_name, new_folder, plan_from_json, strict_json, write_atomically
 
 REPORT = "report.html"
 
@@ -84,7 +83,7 @@ def _write_outlook(folder: Path, job: Job, fleet: Fleet | None) -> None:
     """Write what the planner says of the plans that the training ended with."""
     result = json.loads((folder / "result.json").read_text("utf-8"))
     entries = (result["replans"] or [result])[-1]["plans"]
-    plans = {entry["device"]: Plan(**{key: entry[key] for key in entry if key != "device"}) for entry in entries}
+    plans = {entry["device"]: plan_from_json(entry) for entry in entries}
     here = {name: plans[name] for name in job.sizes if name in plans}
     if len(here) == len(job.sizes):
         written = strict_json(outlook(job, here, fleet))
