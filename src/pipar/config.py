@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,6 +146,8 @@ NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
 Decay = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, lt=1)]
+Share = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
 PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
 
 
@@ -345,6 +348,42 @@ class ServerSection(_Section):
         return float(all_parameters("fedprox", self.aggregation)["proximal"]) if self.aggregator == "fedprox" else 0.0
 
 
+class PrivacySection(_Section):
+    clip: Fraction = 1.0
+    noise_multiplier: Fraction | None = None
+    target_epsilon: Fraction | None = None
+    delta: Probability = 1e-5
+    pixel_epsilon: Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, le=1)] | None = None
+    pixel_delta: Probability = 0.05
+    pixel_bound: Fraction = 0.1
+    pixel_sensitivity: Fraction = 1.0
+    label_epsilon: Fraction | None = None
+    max_leakage: Share | None = None
+    leakage: str | None = None
+
+    @property
+    def clips(self) -> bool:
+        """True if devices clip what a round has changed in their part, and add noise to it."""
+        return self.noise_multiplier is not None or self.target_epsilon is not None
+
+    @property
+    def pixel_scale(self) -> float:
+        """The standard deviation of PixelDP's noise on the inputs, sqrt(2 ln(1.25 / delta)) Delta L / epsilon; or 0."""
+        if self.pixel_epsilon is None:
+            return 0.0
+        spread = math.sqrt(2 * math.log(1.25 / self.pixel_delta))
+        return spread * self.pixel_sensitivity * self.pixel_bound / self.pixel_epsilon
+
+    @model_validator(mode="after")
+    def _measured_leakage(self) -> PrivacySection:
+        if self.max_leakage is not None and self.leakage is None:
+            raise ValueError(
+                f"privacy.max_leakage = {self.max_leakage:g} needs privacy.leakage, the file with what each cut leaks: "
+                "`pipar leakage` writes it"
+            )
+        return self
+
+
 class DeviceSection(_Section):
     name: Annotated[str, AfterValidator(_named("._-"))] = "device"
     count: Positive = 1
@@ -374,6 +413,7 @@ class Config(_Section):
     plan: PlanSection = PlanSection()
     wire: WireSection = WireSection()
     server: ServerSection = ServerSection()
+    privacy: PrivacySection = PrivacySection()
     devices: Annotated[tuple[DeviceSection, ...], BeforeValidator(_groups)] = (DeviceSection(count=4),)
 
     @model_validator(mode="after")
