@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipar.ledger import Ledger
 from pipar.lifeline import Lifeline
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
+from pipar.privacy.spending import Guard, Spending
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
@@ -44,12 +45,14 @@ def assemble_server(
     search: Search | None = None,
     session_numbers: Iterable[int] | None = None,
     keeper: Keeper | None = None,
+    spending: Spending | None = None,
     done: Sequence[float | None] = (),
 ) -> Server:
     """Return the server of a job, ready to admit devices; `enrolment` says which, and by which orders.
 
     `choose` makes new plans when links change; without it, they are those that `search` finds for what the server has
-    learned of the fleet. `done` are the validation losses of the epochs that were trained before.
+    learned of the fleet. `spending` is what the devices have spent of their privacy before, and where it is counted.
+    `done` are the validation losses of the epochs that were trained before.
     """
     config = job.config
     keep = job.traced_devices
@@ -113,6 +116,7 @@ def assemble_server(
         real_links=isinstance(enrolment, Open),
         replanner=replanner,
         keeper=keeper,
+        spending=spending or Spending(job.terms),
         observe=observe,
     )
 
@@ -137,12 +141,16 @@ def can_replan(job: Job) -> bool:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What a device brings along: its data, what builds its part of a network, what it computes on, its own profile."""
+    """What a device brings along: its data, what builds its part of a network, what it computes on, its own profile,
+
+    and what it lets nobody else decide: the noise on what it sends, and how often it sends it.
+    """
 
     samples: Samples
     build_part: Callable[[Orders], DevicePart]
     compute: MakeCompute
     profile: Profile | None = None
+    guard: Guard = field(default_factory=Guard)  # one for all of the device's sessions
 
 
 async def run_device(
@@ -171,6 +179,7 @@ async def run_device(
         io=lanes[1],
         recorder=recorder,
         profile=equipment.profile,
+        guard=equipment.guard,
         observe=observe,
     )
     keeping = None if lifeline is None else asyncio.ensure_future(lifeline.keep(channel))

@@ -429,12 +429,33 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _privacy_fits(self) -> Config:
+        check_private_updates(self)
+        return self
+
+    @model_validator(mode="after")
     def _aggregator_fits(self) -> Config:
         server = self.server
         parameters = all_parameters(server.aggregator, server.aggregation)
         check_method(server.aggregator, METHODS[self.run.method])
         check_devices(server.aggregator, parameters, sum(group.count for group in self.devices))
         return self
+
+
+def check_private_updates(config: Config) -> None:
+    """Raise ValueError if updates are to have noise where something else of a round would leave without any."""
+    if not config.privacy.clips:
+        return
+    if METHODS[config.run.method].shares_server_model:
+        raise ValueError(
+            f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) is for methods in which every device "
+            f"has a round of its own, fl, sfl and pipar, and run.method is '{config.run.method}'"
+        )
+    if config.optimizer.momentum_at_aggregation == "keep":
+        raise ValueError(
+            "optimizer.momentum_at_aggregation = 'keep' goes with no noise on updates (privacy.noise_multiplier, "
+            "privacy.target_epsilon): momentum of layers that change sides would be sent without any. Write 'reset'"
+        )
 
 
 @dataclass(frozen=True)

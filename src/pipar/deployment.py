@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import signal
 from collections.abc import Coroutine, Iterator
@@ -36,6 +37,8 @@ from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.fleet import Fleet
 from pipar.prepare import check_given_plans, measured_profile
+from pipar.privacy import accounting
+from pipar.privacy.spending import Guard, terms_of
 from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
@@ -70,6 +73,7 @@ class DeviceOptions:
     security: DeviceSecurity = field(default_factory=DeviceSecurity)
     data: str | None = None  # a folder with the device's own data
     give_up_after_s: float | None = None
+    noise_seed: int | None = None  # None: drawn from the system, and known to nobody
 
 
 # --- the server
@@ -168,6 +172,7 @@ class _ServerProgram:
             search=chooser,
             session_numbers=_random_numbers(),
             keeper=keeper,
+            spending=self._folder.spending,
             done=[result.val_loss for result in self._folder.epochs][:done] if found is not None else (),
         )
         keepalive = Keepalive.every(config.server.keepalive)
@@ -269,6 +274,7 @@ def _as_given(group: DeviceSection) -> DeviceSection:
 
 def _empty_job(workload: Workload, observe: Observer) -> Job:
     """Return a job without devices: they come."""
+    terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
     config, model = workload.config, workload.checked_model()
     check_given_plans(config, len(model), workload.model_name)
     return Job(
@@ -319,13 +325,13 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     """Take part in a training to its end; return the exit code."""
     _prepare_process()
     spec = next((spec for spec in _listed(config) if spec.name == options.name), unlisted_spec(options.name))
-    workload = device_workload(config, options)
+    guard = own_guard(config, options.noise_seed)
+    workload = device_workload(config, options, guard.noise_seed)
     samples = workload.own_shard(options.name)
     profile = measured_profile(workload, workload.checked_model(), observe, memory_bytes=spec.memory_bytes)
     seed_dropout(config.run.seed, options.name)
-    equipment = Equipment(
-        samples, part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed), profile
-    )
+    build, lanes = part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed)
+    equipment = Equipment(samples, build, lanes, profile, guard)
     stopped = _until_signal(_live(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 
@@ -346,12 +352,21 @@ async def _live(
     observe(Stopping("The training is over."))
 
 
-def device_workload(config: Config, options: DeviceOptions) -> Workload:
+def own_guard(config: Config, noise_seed: int | None = None) -> Guard:
+    """Return what a device allows by its own configuration, whatever its server says."""
+    privacy = config.privacy
+    budget = math.inf
+    if privacy.target_epsilon is not None:
+        budget = accounting.budget(privacy.target_epsilon, privacy.delta)
+    return Guard(noise_seed, least_multiplier=privacy.noise_multiplier or 0.0, budget=budget)
+
+
+def device_workload(config: Config, options: DeviceOptions, noise_seed: int | None = None) -> Workload:
     """Return the workload of one device: its share of a known dataset, or data of its own."""
     names = [spec.name for spec in _listed(config)]
     if config.data.factory is None and options.data is None:
         if options.name in names:
-            return Workload(config)
+            return Workload(config, noise_seed=noise_seed)
         raise ConfigError(
             f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
             "[[devices]], or give its own data with --data."
@@ -364,7 +379,7 @@ def device_workload(config: Config, options: DeviceOptions) -> Workload:
     alone = DeviceSection(name=options.name)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
     own = config.model_copy(update={"devices": (alone,), "data": data})
-    return Workload(own)
+    return Workload(own, noise_seed=noise_seed)
 
 
 # --- both

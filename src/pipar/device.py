@@ -15,11 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 from pipar.clock import clock_machine
 from pipar.compute import Compute
-from pipar.errors import LinkError, ProtocolError, SessionOverError, TrainingError
+from pipar.errors import BudgetSpentError, LinkError, ProtocolError, SessionOverError, TrainingError
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
+from pipar.privacy.mechanisms import Chance
+from pipar.privacy.spending import Guard, Spent
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
@@ -43,6 +45,7 @@ class DevicePart(Protocol):
     def chunk_bytes(self, activation: Any, encoding: str) -> Sequence[int]: ...  # before encoding, chunk by chunk
     def encode(self, activation: Any, piece: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def decode(self, message: Message, encoding: str) -> Any: ...
+    def protect(self, chance: Chance, *, clip: float, multiplier: float) -> None: ...  # the update of this round
     def pack(self, *, changes: bool = False) -> Body: ...  # all of it, or what has changed since the last one came
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
     def take_over(self, before: Any) -> Body: ...
@@ -71,8 +74,10 @@ class Device:
         io: Compute,
         recorder: Recorder,
         profile: Profile | None = None,
+        guard: Guard | None = None,
         observe: Observer = ignore,
     ) -> None:
+        self._guard = guard or Guard()
         self.name = name
         self._samples = samples
         self._build_part = build_part
@@ -101,12 +106,13 @@ class Device:
             return  # the training was over before this device came
         self._orders = Orders.read(welcome)
         self._channel.session = self._orders.session
+        self._guard.accept(self._orders.noise_multiplier, Spent(self._orders.releases, self._orders.spent))
         self._part = self._build_part(self._orders)
         self._observe(Welcomed(self.name, str(self._orders.plan)))
         helpers = [self._loop.create_task(self._receive()), self._loop.create_task(self._upload())]
         try:
             await self._while_running(self._obey(), helpers)
-        except ProtocolError as error:
+        except (ProtocolError, BudgetSpentError) as error:
             self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             raise
         finally:
@@ -116,6 +122,8 @@ class Device:
 
     def _introduction(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "samples": len(self._samples)}
+        if self._guard.spent.releases:  # the server may have been another one then
+            about |= {"releases": self._guard.spent.releases, "spent": self._guard.spent.mu_squared}
         return about if self._profile is None else {**about, "profile": json.loads(self._profile.to_json())}
 
     async def _obey(self) -> None:
@@ -131,6 +139,7 @@ class Device:
                     raise ProtocolError(f"The server sent {command} before there is a model to train.")
                 case Kind.ROUND:
                     self._take_note(command)
+                    self._guard.check(self._orders.noise_multiplier)
                     await self._take_part(command.epoch)
                 case Kind.ABANDON:
                     await self._forget(command.epoch)
@@ -211,7 +220,9 @@ class Device:
         await self._compute.run((step, part.step))
 
     async def _send_model(self, epoch: int) -> None:
-        counted: dict[str, Any] = {"samples": len(self._samples), "loss_sum": self._part.take_loss()}
+        loss = self._part.take_loss()
+        # A loss is computed of the data, too, and has no noise on it.
+        counted: dict[str, Any] = {"samples": len(self._samples), "loss_sum": None if self._orders.protects else loss}
         lost = self._part.take_error()
         if lost is not None:
             counted["error"] = list(lost)
@@ -220,11 +231,24 @@ class Device:
         self._channel.post(
             Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.moments()}))
         )
+        await self._protect(epoch)
         changes = self._orders.sends_changes(self._channel.rate_bps(epoch))
         assert self._model_bytes is not None
         pack = Work("pack", epoch, size_bytes=self._model_bytes, encoding="changes" if changes else "raw")
         body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))
+        if self._orders.protects:
+            self._guard.note(self._orders.noise_multiplier)
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
+
+    async def _protect(self, epoch: int) -> None:
+        """Clip what the round has changed and add noise to it, if that is ordered: the last that is done to it."""
+        orders = self._orders
+        if orders.protects:
+            assert self._model_bytes is not None
+            chance = self._guard.chance(self.name, epoch)
+            protect = Work("protect", epoch, size_bytes=self._model_bytes)
+            how = {"clip": orders.clip, "multiplier": orders.noise_multiplier}
+            await self._compute.run((protect, partial(self._part.protect, chance, **how)))
 
     async def _install(self, message: Message) -> None:
         body, keep = message.body, self._orders.keep_momentum

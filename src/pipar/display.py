@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipar.events import (
+    BudgetSpent,
     EpochResult,
     Event,
     Joined,
@@ -96,6 +97,8 @@ class Display:
         elif isinstance(event, Replanned):
             self._replanned = event
             self._tell_new_plans()
+        elif isinstance(event, BudgetSpent):
+            self._print(Text(event.reason), whole=True, always=True)
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, TrackerFailed):
@@ -139,7 +142,7 @@ class Display:
         title = f"{started.method}: {METHODS[started.method].title}, {plans_text(started.plans.values())}"
         self._print(Text())
         self._print(Text(title, style="bold"))
-        self._print(Text(epoch_header(), style="dim"))
+        self._print(Text(epoch_header(private=started.is_private), style="dim"))
 
     def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:
         """Write a line: all of it to a log; to a terminal as much as fits, or, if it is to be whole, several lines."""

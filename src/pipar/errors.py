@@ -70,6 +70,10 @@ class TrainingError(PiparError):
     """Training could not go on."""
 
 
+class BudgetSpentError(TrainingError):
+    """A device has nothing left of its privacy budget, and sends no more."""
+
+
 class CheckpointError(PiparError):
     """A checkpoint could not be saved or read; the training can go on without it."""
 

@@ -43,6 +43,7 @@ class EpochResult:
     devices: int = 0  # that took part
     error_up: float | None = None  # of lossily coded activations, relative to their norm
     error_down: float | None = None  # of gradients, likewise
+    epsilon: float | None = None  # of the device that has spent most, where updates have noise
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,6 +79,7 @@ class Started:
     samples: dict[str, int]  # by device
     iterations: dict[str, int]  # of one epoch, by device
     world: str = "real"
+    is_private: bool = False  # updates have noise, and each has its price
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class RoundOver:
     epoch: int
     counted: dict[str, int]  # samples by device
     partly: dict[str, int] = field(default_factory=dict)  # of who does not count, but has taught a shared model (sfl2)
+    epsilon: dict[str, float] = field(default_factory=dict)  # by device, up to now, where updates have noise
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,23 @@ class BegunAnew:
 
     epoch: int
     deadline_s: float | None  # within which it is to be ended now
+
+
+@dataclass(frozen=True)
+class BudgetSpent:
+    """The training ends behind an epoch, because in the next one a device would exceed its privacy budget."""
+
+    epoch: int
+    device: str
+    epsilon: float  # that it would come to
+    target: float
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"Training ends behind epoch {self.epoch}: one more would bring {self.device} to epsilon "
+            f"{self.epsilon:.4g}, and privacy.target_epsilon is {self.target:g}."
+        )
 
 
 @dataclass(frozen=True)
@@ -285,6 +305,7 @@ Event = (
     | Waiting
     | RoundOver
     | BegunAnew
+    | BudgetSpent
     | Dropped
     | Away
     | Back

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipar.planner.profile import Profile
+from pipar.privacy.mechanisms import Chance
 from pipar.protocol.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 from pipar.stages import Place
 
@@ -95,6 +96,9 @@ class HollowDevicePart:
 
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
         return None
+
+    def protect(self, chance: Chance, *, clip: float, multiplier: float) -> None:
+        pass
 
     def pack(self, *, changes: bool = False) -> Body:
         return self._changes if changes else self._weights

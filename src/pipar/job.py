@@ -15,6 +15,7 @@ from pipar.planner.cache import usable_cores
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
+from pipar.privacy.spending import Guard, Terms, terms_of
 from pipar.protocol.orders import Orders
 from pipar.schedule import count_batches, count_pieces, cut_batch
 
@@ -59,6 +60,15 @@ class Job:
     def split_points(self) -> dict[str, int]:
         return {name: plan.split_point for name, plan in self.plans.items()}
 
+    @cached_property
+    def terms(self) -> Terms | None:
+        """How updates are protected, with the noise that was chosen; None without noise on them."""
+        return terms_of(self.config)
+
+    def guard(self) -> Guard:
+        """Return what one device of this machine lets be sent of it; its noise can be repeated, as all else here."""
+        return Guard(self.config.run.seed, budget=math.inf if self.terms is None else self.terms.budget)
+
     @property
     def keep_momentum(self) -> bool:
         return self.config.optimizer.momentum_at_aggregation == "keep"
@@ -90,7 +100,7 @@ class Job:
 
     def orders(self) -> dict[str, Orders]:
         """Return what each device is told when it joins."""
-        config, fleet = self.config, self.fleet()
+        config, fleet, terms = self.config, self.fleet(), self.terms
         return {
             member.name: Orders(
                 session=number,
@@ -102,6 +112,8 @@ class Job:
                 keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
                 proximal=config.server.proximal,
                 changes_below_bps=fleet.changes_below_bps(member) if fleet.keeps_base(member) else 0.0,
+                clip=config.privacy.clip,
+                noise_multiplier=0.0 if terms is None else terms.multiplier,
             )
             for number, member in enumerate(fleet.members, start=1)
         }

@@ -66,7 +66,10 @@ class CheckpointKeeper:
             samples=dict(job.sizes),
             metrics=[result.to_dict() for result in self._folder.epochs],
             round_log=list(self._folder.round_log),
-            notes={"partly": {str(number): taught for number, taught in self._folder.partly.items()}},
+            notes={
+                "partly": {str(number): taught for number, taught in self._folder.partly.items()},
+                "spent": self._folder.spending.as_notes(),
+            },
         )
         self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))
 

@@ -36,6 +36,7 @@ class _Epoch:
     seconds: float = 0.0  # on the server's clock, for a round of which no device is left to tell
     train_loss: float | None = None
     errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
+    epsilon: float | None = None
     validated: bool = False
     val_loss: float | None = None
     val_accuracy: float | None = None
@@ -91,11 +92,12 @@ class Ledger:
         reporting: Iterable[str],
         seconds: float,
         errors: tuple[float | None, float | None] = (None, None),
+        epsilon: float | None = None,
     ) -> None:
         """Take what the server knows of a round when it is over; the traces of the `reporting` devices are to come."""
         epoch = self._epoch(number)
         epoch.counted, epoch.train_loss, epoch.seconds = dict(counted), train_loss, seconds
-        epoch.errors = errors
+        epoch.errors, epoch.epsilon = errors, epsilon
         epoch.awaited |= set(reporting)
         epoch.server = self._recorder.take(number)
         self._settle()
@@ -215,6 +217,7 @@ class Ledger:
             devices=len(epoch.counted),
             error_up=epoch.errors[0],
             error_down=epoch.errors[1],
+            epsilon=epoch.epsilon,
             predicted_s=self._foresight.predicted_s(number, epoch.counted) if self._foresight is not None else None,
         )
 

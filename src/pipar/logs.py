@@ -21,6 +21,7 @@ from pipar.events import (
     Back,
     Barred,
     BegunAnew,
+    BudgetSpent,
     Dropped,
     EpochResult,
     Event,
@@ -54,6 +55,9 @@ from pipar.units import format_bytes
 LOGGER = "pipar"
 LogFormat = Literal["text", "json"]
 
+#: A line about a round says of so many devices what they have spent, if that differs.
+_MOST_EPSILONS = 8
+
 #: What is not worth a line of every run, and what somebody may have to look into. All else is for information.
 _LEVELS: dict[type[Event], int] = {
     Progress: logging.DEBUG,
@@ -63,6 +67,7 @@ _LEVELS: dict[type[Event], int] = {
     Lost: logging.WARNING,
     Dropped: logging.WARNING,
     BegunAnew: logging.WARNING,
+    BudgetSpent: logging.WARNING,
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
     ReportFailed: logging.WARNING,
@@ -144,10 +149,13 @@ class Narrator:
                 return f"{event.owner}: round {event.epoch}, iteration {event.iteration}{_loss(event.loss)}"
             case RoundOver():
                 samples = _count(sum(event.counted.values()), "sample")
-                return f"round {event.epoch} is over: {_count(len(event.counted), 'device')}, {samples}{_partly(event)}"
+                devices = _count(len(event.counted), "device")
+                return f"round {event.epoch} is over: {devices}, {samples}{_epsilons(event.epsilon)}{_partly(event)}"
             case BegunAnew():
                 within = "" if event.deadline_s is None else f", within {event.deadline_s:g} s"
                 return f"round {event.epoch} begins anew{within}: nobody counts in it, and the model is that before it"
+            case BudgetSpent():
+                return event.reason
             case EpochResult():
                 return self._result(event)
             case Pictured():
@@ -233,6 +241,16 @@ def _partly(event: RoundOver) -> str:
         return ""
     parts = ", ".join(f"{_count(samples, 'sample')} of {device}" for device, samples in sorted(event.partly.items()))
     return f"; the shared server-side model keeps {parts}"
+
+
+def _epsilons(epsilon: Mapping[str, float]) -> str:
+    """Say what the devices have spent of their privacy: one number if it is the same, the first devices' if not."""
+    by_device = sorted(epsilon.items())
+    if len(set(epsilon.values())) <= 1:
+        return "".join(f", epsilon {one:.4g}" for _, one in by_device[:1])
+    told = ", ".join(f"{one:.4g} of {device}" for device, one in by_device[:_MOST_EPSILONS])
+    more = f" and {len(by_device) - _MOST_EPSILONS} others" if len(by_device) > _MOST_EPSILONS else ""
+    return f", epsilon {told}{more}"
 
 
 def _loss(loss: float | None) -> str:

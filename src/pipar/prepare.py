@@ -25,6 +25,7 @@ from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network
 from pipar.planner.select import check_given
 from pipar.planning import planned
+from pipar.privacy.spending import terms_of
 from pipar.schedule import count_batches
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _LAYERS_SHARE = 0.9
 
 def prepare(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
+    terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
     return planned(unplanned(workload, observe), observe)
 
 
@@ -46,6 +48,7 @@ def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | Non
 
     The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
     """
+    terms_of(config)
     job = unplanned_timing_only(config, observe)
     return None if job is None else planned(job, observe)
 

@@ -29,6 +29,7 @@ from pipar.link.security import is_loopback
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
+from pipar.privacy.spending import Spending
 from pipar.trace import Span
 from pipar.workload import Own, Workload
 
@@ -109,6 +110,7 @@ def train_in_processes(
 ) -> None:
     """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
     household = _Household(observe)
+    _ = job.terms  # chosen here, once: each device would have to import an accountant for it
     try:
         household.start(_SERVER, _server_process, job, own, folder, command, pictures)
         address = household.wait_for_server()
@@ -344,14 +346,14 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
     termination = Termination()
     try:
         emit = run.emitting(teller.observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.watching(teller.observe)))
+        termination.run(_serve(job, workload, learner, emit, run.watching(teller.observe), run.spending))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
         run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
 
 
-async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer) -> None:
+async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
     from pipar.assemble import assemble_server
     from pipar.choosing import Chooser
     from pipar.compute import ThreadCompute
@@ -369,6 +371,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
         observe=observe,
         enrolment=Listed(job, partial(plans_of_joined, job)),
         search=chooser,
+        spending=spending,
     )
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")
@@ -405,5 +408,6 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
-    equipment = Equipment(samples, build, partial(ThreadCompute, speed=speed), job.device_profiles[name])
+    lanes, profile = partial(ThreadCompute, speed=speed), job.device_profiles[name]
+    equipment = Equipment(samples, build, lanes, profile, job.guard())
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

@@ -17,6 +17,7 @@ from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, igno
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
+from pipar.privacy.spending import Spending
 from pipar.protocol.messages import Kind, Message, read_json
 from pipar.protocol.orders import Orders
 from pipar.protocol.wire import Frame, body_limit, cut_message
@@ -54,8 +55,10 @@ class Reception:
         numbers: Iterable[int] | None = None,
         real_links: bool = False,
         keep_spans: frozenset[str] | None = None,
+        spending: Spending | None = None,
         observe: Observer = ignore,
     ) -> None:
+        self._spending = spending or Spending(None)
         self.sessions: dict[str, Session] = {}
         self._doorkeeper = doorkeeper
         self._ledger = ledger
@@ -93,6 +96,7 @@ class Reception:
             raise ProtocolError(f"The first message is to be HELLO, but {hello.message} came.")
         who = read_hello(hello.only(), self._network, peer)
         self._doorkeeper.check(who)
+        self._spending.learn(who.name, who.spent)
         self._replace(who.name, is_proved=peer is not None)
         return self._begin(who, transport)
 
@@ -173,7 +177,9 @@ class Reception:
         """Tell a device its orders."""
         session.is_welcome = True
         session.welcome_at = self._loop.time()
-        session.channel.post(Message(Kind.WELCOME, body=replace(orders, session=session.number).to_body()))
+        spent = self._spending.of(session.device)
+        told = replace(orders, session=session.number, releases=spent.releases, spent=spent.mu_squared)
+        session.channel.post(Message(Kind.WELCOME, body=told.to_body()))
 
     def end(self, session: Session, reason: Exception) -> None:
         """The device takes part no more; if it comes, it comes anew."""
@@ -259,6 +265,8 @@ class Reception:
             raise LinkError("it has said goodbye")
         if not session.is_welcome:
             raise ProtocolError(f"{message} came before the device was welcome.")
+        if message.kind is Kind.END_EPOCH:  # its update follows, and some of it may come even if not all does
+            self._spending.note(session.device)
         if message.kind is Kind.TRACE:
             self._take_trace(session, message)
         elif message.kind is Kind.HELLO:

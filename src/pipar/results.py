@@ -18,9 +18,10 @@ from typing import Any
 from pipar.checkpoint import Checkpoint
 from pipar.config import Config, dump_config
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
+from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.privacy.spending import Spending
 from pipar.protocol.messages import Body
 from pipar.trace import Span, chrome_events, excerpt
 
@@ -102,6 +103,8 @@ class RunFolder:
         self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
         self.partly: dict[int, dict[str, int]] = {}  # by round: who did not count, but taught a shared model
         self.plans: Mapping[str, Plan] = job.plans  # that are in force
+        self.spending = Spending(job.terms)  # where the server counts what the devices send
+        self._stopped: str | None = None
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
@@ -144,6 +147,7 @@ class RunFolder:
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
         ]
         self.plans = dict(found.plans)
+        self.spending.go_on(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
         _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
         _write_lines(self.path / "rounds.jsonl", self._rounds())
@@ -199,6 +203,8 @@ class RunFolder:
                 if event.partly:
                     self.partly[event.epoch] = event.partly
                 self._tell(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
+            elif isinstance(event, BudgetSpent):
+                self._stopped = event.reason
             elif isinstance(event, Saved):
                 self._safe_round = max(self._safe_round, event.epoch)
                 self._write_safe_rows()
@@ -243,6 +249,9 @@ class RunFolder:
             "replans": self._replans(),
             "epochs": [result.to_dict() for result in self.epochs],
             "rounds": self._rounds(),
+            "stopped": self._stopped,
+            "epsilon": self.spending.largest_epsilon(),
+            "privacy": self.spending.as_result(),
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
             "versions": versions(),

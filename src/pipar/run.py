@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.aggregation import check_method
-from pipar.config import Config, device_specs, load_config, with_settings
+from pipar.config import Config, check_private_updates, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.job import Job
@@ -130,9 +130,11 @@ def with_method(config: Config, method: str) -> Config:
     run = config.run.model_copy(update={"method": known.method(method).name, "name": name})
     try:
         check_method(config.server.aggregator, known.method(method))
+        changed = config.model_copy(update={"run": run})
+        check_private_updates(changed)
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
-    return config.model_copy(update={"run": run})
+    return changed
 
 
 def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Config:
@@ -175,7 +177,8 @@ def _run_timing_only(job: Job, told: Told) -> Result:
     with _open_folder(job, told, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=told.command)
         try:
-            train_without_mathematics(job, told.emitting(folder), folder.watching(told.observe))
+            watch = folder.watching(told.observe)
+            train_without_mathematics(job, told.emitting(folder), watch, spending=folder.spending)
         finally:  # whatever ended it, the epochs so far are kept
             with uninterrupted():
                 content = folder.finish()
@@ -204,7 +207,8 @@ def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
     with _open_folder(job, told, "virtual") as path:
         folder = RunFolder(path, job, world="virtual", command=told.command)
         try:
-            train_virtually(job, workload, told.emitting(folder), folder.watching(told.observe), learner)
+            watch = folder.watching(told.observe)
+            train_virtually(job, workload, told.emitting(folder), watch, learner, spending=folder.spending)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with uninterrupted():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
@@ -275,4 +279,5 @@ def started(job: Job, folder: Path, world: World = "real") -> Started:
             name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
         },
         world=world,
+        is_private=job.terms is not None,
     )

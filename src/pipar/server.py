@@ -23,12 +23,13 @@ from pipar.errors import (
     UnusableProfileError,
     forget_frames,
 )
-from pipar.events import BegunAnew, Dropped, Observer, Progress, Replanned, RoundOver, ignore
+from pipar.events import BegunAnew, BudgetSpent, Dropped, Observer, Progress, Replanned, RoundOver, ignore
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
+from pipar.privacy.spending import Spending
 from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
 from pipar.protocol.orders import Orders, Returned, plan_body
 from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
@@ -152,8 +153,10 @@ class Server:
         real_links: bool = False,
         replanner: Replanner | None = None,
         keeper: Keeper | None = None,
+        spending: Spending | None = None,
         observe: Observer = ignore,
     ) -> None:
+        self._spending = spending or Spending(None)
         self._training = training
         self._enrolment = enrolment
         self._orders: dict[str, Orders] = {}  # with the plans that are in force
@@ -176,6 +179,7 @@ class Server:
             numbers=session_numbers,
             real_links=real_links,
             keep_spans=keep_spans,
+            spending=self._spending,
             observe=observe,
         )
         self._turns: Turns | None = None
@@ -271,6 +275,10 @@ class Server:
         epoch = done
         while epoch < self._training.epochs:
             group = await self._assemble_group(epoch)
+            if self._would_exceed_budget(group, epoch):
+                if self._keeper is not None:
+                    await self._keeper.keep(epoch, last=True)
+                break
             if not group or not await self._round(epoch + 1, group):
                 continue  # everybody was lost: the same round again, with who comes
             epoch += 1
@@ -284,6 +292,16 @@ class Server:
             await self._keeper.finish()
         self._reception.stop(epoch)
         await self._results(epoch)
+
+    def _would_exceed_budget(self, group: list[Session], done: int) -> bool:
+        """Return whether somebody has no release left for the next round; whoever watches is told who."""
+        over = self._spending.would_exceed(session.device for session in group)
+        if over is None:
+            return False
+        assert self._spending.terms is not None
+        assert self._spending.terms.target_epsilon is not None
+        self._observe(BudgetSpent(done, *over, self._spending.terms.target_epsilon))
+        return True
 
     async def _results(self, epoch: int) -> None:
         """Return when all results are out; who keeps its last trace to itself is not waited for."""
@@ -387,9 +405,11 @@ class Server:
             reporting=[session.device for session in reporting],
             seconds=seconds,
             errors=(_relative(one.errors[0] for one in in_model), _relative(one.errors[1] for one in in_model)),
+            epsilon=self._spending.largest_epsilon(),
         )
         self.done, self._last_round_s = epoch, seconds
-        self._observe(RoundOver(epoch, counted, {} if one_by_one else self._partly(counted)))
+        partly = {} if one_by_one else self._partly(counted)
+        self._observe(RoundOver(epoch, counted, partly, self._spending.epsilons()))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
 

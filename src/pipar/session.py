@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipar.link.arrivals import Moments, carried, read_moments, read_traffic
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
+from pipar.privacy.spending import Spent
 from pipar.protocol.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 from pipar.replanning import MeasuredLink
 from pipar.stages import Place
@@ -37,6 +38,7 @@ class Introduction:
     name: str
     samples: int
     profile: Profile | None = None
+    spent: Spent = field(default_factory=Spent)  # by updates that it has sent, maybe to another server
 
 
 class Inbox(asyncio.Queue[Message | Exception]):
@@ -270,7 +272,15 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
         raise ProtocolError(f"A device with the credential of '{peer}' says that it is '{name}'.")
     if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
         raise ProtocolError(f"'{name}' says that it has {samples!r} samples; there may be 1 to {_MOST_SAMPLES}.")
-    return Introduction(name, samples, read_profile(content.get("profile"), network))
+    return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
+
+
+def _read_spent(name: str, content: Mapping[str, Any]) -> Spent:
+    """Return what a device says that it has sent: nothing, or as many updates as have cost something."""
+    releases, spent = content.get("releases", 0), content.get("spent", 0.0)
+    if type(releases) is not int or type(spent) is not float or releases < 0 or not 0 <= spent < math.inf:
+        raise ProtocolError(f"'{name}' says that it has sent {releases!r} updates, which have cost {spent!r}.")
+    return Spent(releases, spent)
 
 
 def read_profile(said: Any, network: Profile | None) -> Profile | None:

@@ -91,8 +91,8 @@ Place = tuple[int | str, ...]
 class Work:
     """One piece of work on a lane: what its span is called, and all that its cost can depend on.
 
-    Besides the compute stages there are load, encode, decode, step (optimiser), pack (a model into bytes),
-    install (bytes into a model), aggregate and validate.
+    Besides the compute stages there are load, encode, decode, step (optimiser), protect (clip and noise of an update),
+    pack (a model into bytes), install (bytes into a model), aggregate and validate.
     """
 
     kind: str

@@ -46,9 +46,14 @@ _COLUMNS = (
 )
 
 
-def epoch_header() -> str:
+#: Where updates have noise, its price stands in the place of this one: a line has no room for both.
+_LESS_WANTED = "samples/s"
+
+
+def epoch_header(*, private: bool = False) -> str:
     """Return the titles over the lines of epochs."""
-    return "".join(title.rjust(width) for title, width in _COLUMNS)
+    titles = (("epsilon" if private and title == _LESS_WANTED else title, width) for title, width in _COLUMNS)
+    return "".join(title.rjust(width) for title, width in titles)
 
 
 def epoch_line(result: EpochResult) -> str:
@@ -58,7 +63,7 @@ def epoch_line(result: EpochResult) -> str:
     values = (
         str(result.epoch),
         _number(result.seconds, 2, widths["seconds"]),
-        _number(rate, 1, widths["samples/s"]),
+        _number(*((rate, 1) if result.epsilon is None else (result.epsilon, 4)), widths[_LESS_WANTED]),
         _number(result.train_loss, 4, widths["train loss"]),
         _number(result.val_loss, 4, widths["val loss"]),
         percent(result.val_accuracy),
@@ -154,10 +159,24 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
     if content["test_accuracy"] is not None:
         table.add_row("test accuracy", percent(content["test_accuracy"]))
+    if content.get("privacy") is not None:
+        table.add_row("privacy", _privacy(content["privacy"]))
+    if content.get("stopped") is not None:
+        table.add_row("stopped", content["stopped"])
     table.add_row("equivalence", content["equivalence"])
     table.add_row("folder", f"{result.folder}/")
     table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
     return Group(Text(), table)
+
+
+def _privacy(privacy: Mapping[str, Any]) -> str:
+    """Return what the devices have spent, and by what: "epsilon 3.2 at delta 1e-05 by 5 updates each"."""
+    devices = privacy["devices"]
+    spent, releases = [one["epsilon"] for one in devices] or [0.0], [one["releases"] for one in devices] or [0]
+    least, most = (f"{value:.4g}" for value in (min(spent), max(spent)))
+    each = f"{_range_text(releases)} update{'' if releases == [1] * len(releases) else 's'} of each device"
+    noise = f"clipped to {privacy['clip']:g}, noise {privacy['noise_multiplier']:.4g} times that"
+    return f"epsilon {most if least == most else f'{least} to {most}'} at delta {privacy['delta']:g} by {each}, {noise}"
 
 
 def _world(content: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ COMPUTE, IO, UPLINK, DOWNLINK, CORE = "compute", "io", "uplink", "downlink", "co
 WORK_KINDS = (
     "load", "fc", "encode", "u", "decode", "fs", "bs", "d", "bc", "step",
     "pack", "model", "install", "aggregate", "validate", "control", "trace", "round",
+    "protect",
 )  # fmt: skip
 _KIND_NUMBER = {kind: number for number, kind in enumerate(WORK_KINDS)}
 

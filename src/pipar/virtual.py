@@ -18,6 +18,7 @@ from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
 from pipar.link.memory import memory_pair
 from pipar.planner.costs import Costs
+from pipar.privacy.spending import Spending
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose
 from pipar.server import Learner
@@ -38,24 +39,31 @@ def train_virtually(
     learner: TorchLearner | None = None,
     *,
     choose: Choose | None = None,
+    spending: Spending | None = None,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
     Who passes the learner in has the model as far as it came, even if the training is interrupted. `choose` makes new
-    plans when links change; it may take no virtual time.
+    plans when links change; it may take no virtual time. `spending` is where what the devices send is counted.
     """
     from pipar.torchside import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
     build = partial(part_builder, workload)
     validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose)
+    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose, spending=spending)
     run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
 
 def train_without_mathematics(
-    job: Job, emit: Emit, observe: Observer, *, choose: Choose | None = None, search: Search = search_at_once
+    job: Job,
+    emit: Emit,
+    observe: Observer,
+    *,
+    choose: Choose | None = None,
+    search: Search = search_at_once,
+    spending: Spending | None = None,
 ) -> None:
     """Run the same programs over sizes and costs alone, without torch; new plans come from `choose` or `search`."""
     learner = HollowLearner(job.server_profile, job.split_points)
@@ -67,7 +75,7 @@ def train_without_mathematics(
         profile, share = job.device_profiles[name], job.server_profile.changes_share
         return lambda orders: HollowDevicePart(profile, orders.plan.split_point, share)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search))
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search, spending))
 
 
 async def _train(
@@ -80,6 +88,7 @@ async def _train(
     observe: Observer,
     choose: Choose | None,
     search: Search = search_at_once,
+    spending: Spending | None = None,
 ) -> None:
     server_lanes = _lanes(job.server_costs())
     server = assemble_server(
@@ -93,6 +102,7 @@ async def _train(
         observe=observe,
         choose=choose,
         search=search,
+        spending=spending,
     )
     costs = shared_costs()
     try:
@@ -101,7 +111,7 @@ async def _train(
                 near, far = memory_pair()
                 group.create_task(server.admit(far))
                 device_lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
-                equipment = Equipment(samples(spec.name), builder(spec.name), device_lanes)
+                equipment = Equipment(samples(spec.name), builder(spec.name), device_lanes, guard=job.guard())
                 life = run_device(spec.name, spec.link, equipment, near, keep_spans=job.traced_devices, observe=observe)
                 group.create_task(life)
             group.create_task(server.train())

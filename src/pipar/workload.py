@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import nn
 
+from pipar import keyed
 from pipar.config import Config, device_names, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import device_sizes, partition
-from pipar.data.shard import Shard
+from pipar.data.shard import Disguise, Shard
 from pipar.errors import DataError, ModelError
 from pipar.factory import call_factory
 from pipar.nn.learner import Batches
 from pipar.nn.models import build_model, check_fits, check_sequential
 from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import TORCH_DTYPES
+from pipar.privacy.mechanisms import noisy
 
 _EVALUATION_BATCH = 250
 
@@ -111,8 +114,10 @@ def _partition(config: Config, images: Images) -> dict[str, Any]:
 class Workload:
     """The network and the data of one training; loads what is asked for, once."""
 
-    def __init__(self, config: Config, own: Own | None = None) -> None:
+    def __init__(self, config: Config, own: Own | None = None, *, noise_seed: int | None = None) -> None:
         self.config = config
+        #: Of what is to be noise to everybody else. A simulation repeats it; who really has something to hide does not.
+        self.noise_seed = config.run.seed if noise_seed is None else noise_seed
         self.own = own or Own()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -156,7 +161,16 @@ class Workload:
         return {name: self._shard(images, rows, name) for name, rows in _partition(self.config, images).items()}
 
     def _shard(self, images: Images, rows: Any, name: str) -> Shard:
-        return Shard(images, rows, name, self.config.run.seed, self.config.data.augment, self.dtype)
+        config = self.config
+        return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, self._disguise)
+
+    @property
+    def _disguise(self) -> Disguise | None:
+        privacy = self.config.privacy
+        if privacy.pixel_epsilon is None and privacy.label_epsilon is None:
+            return None
+        # The classes may be those of all shards' labels, of which this one is the first.
+        return Disguise(self.noise_seed, privacy.pixel_scale, privacy.label_epsilon, lambda: self.classes)
 
     def shard(self, device: str) -> Shard:
         """Return the samples of one device."""
@@ -214,8 +228,10 @@ class Workload:
             return []
         starts = range(0, len(images), _EVALUATION_BATCH)
         sizes = [min(_EVALUATION_BATCH, len(images) - start) for start in starts]
+        scale, chance = self.config.privacy.pixel_scale, partial(keyed.generator, self.config.run.seed, "pixel", which)
         return [
-            (size, partial(_rows, images, start, size, self.dtype)) for start, size in zip(starts, sizes, strict=True)
+            (size, _Batch(images, start, size, self.dtype, scale, partial(chance, number)))
+            for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
         ]
 
     def check_samples(self) -> None:
@@ -292,9 +308,23 @@ class Workload:
         return Optimizer(section.learning_rate, section.momentum, section.weight_decay)
 
 
-def _rows(images: Images, start: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = slice(start, start + size)
-    return images.normalised(images.images[rows], dtype), images.labels[rows]
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of a held-out set, with the noise on its inputs that training has: loaded by calling it."""
+
+    images: Images
+    start: int
+    size: int
+    dtype: torch.dtype
+    pixel_scale: float
+    chance: Callable[[], np.random.Generator]
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(self.start, self.start + self.size)
+        inputs = self.images.normalised(self.images.images[rows], self.dtype)
+        if self.pixel_scale:
+            inputs = torch.from_numpy(noisy(inputs.numpy(), self.pixel_scale, self.chance()))
+        return inputs, self.images.labels[rows]
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -119,6 +119,12 @@ def server(
     click.option(
         "--give-up-after", metavar="DURATION", help="Stop trying to reach the server, as in 10min.  [default: never]"
     ),
+    click.option(
+        "--noise-seed",
+        type=int,
+        metavar="N",
+        help="Noise that can be repeated, for tests only: who knows N can take it off.  [default: known to nobody]",
+    ),
     *_LOGS,
     SET,
 )
@@ -132,6 +138,7 @@ def device(
     server_name: str | None,
     insecure: bool,
     give_up_after: str | None,
+    noise_seed: int | None,
     log_format: str,
     metrics: str | None,
     settings: Sequence[str],
@@ -163,7 +170,8 @@ def device(
         from pipar.deployment import DeviceOptions, take_part
 
         try:
-            return take_part(loaded, DeviceOptions(name, address, security, data, give_up_after_s), observe)
+            asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed)
+            return take_part(loaded, asked, observe)
         except CredentialError as error:
             raise InputError(str(error)) from None  # trying again is no use
 

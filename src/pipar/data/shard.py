@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,8 +15,19 @@ from pipar import keyed
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
 from pipar.nn.steps import Piece, cut_pieces
+from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4
+
+
+@dataclass(frozen=True)
+class Disguise:
+    """What a device does to its own samples: noise on the inputs it trains on, and other labels for the server."""
+
+    noise_seed: int
+    pixel_scale: float = 0.0  # of PixelDP; 0 without noise
+    label_epsilon: float | None = None  # of randomised response; None: labels are told as they are
+    classes: Callable[[], int] = lambda: 0  # that there are labels of; asked for when it is needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +40,7 @@ class Shard:
     seed: int = 0
     augment: bool = False
     dtype: torch.dtype = torch.float32
+    disguise: Disguise | None = None
     # The last epoch's draws: an epoch asks for them once a batch.
     _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
 
@@ -56,13 +70,31 @@ class Shard:
         return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
 
     def pieces(self, epoch: int, positions: Indices, sizes: list[int]) -> list[Piece]:
-        """Return the batch at these positions, cut into micro-batches of these sizes."""
-        return cut_pieces(*self.batch(epoch, positions), sizes)
+        """Return the batch at these positions, with its noise, cut into micro-batches of these sizes."""
+        inputs, labels = self.batch(epoch, positions)
+        told = None if self._told is None else self._told[torch.from_numpy(np.asarray(positions, np.int64))]
+        return cut_pieces(self._with_noise(inputs, epoch, int(positions[0])), labels, sizes, told)
+
+    def _with_noise(self, inputs: Tensor, epoch: int, first: int) -> Tensor:
+        """Return a batch with PixelDP's noise, drawn for all of it at once: it does not depend on how it is cut."""
+        if self.disguise is None or self.disguise.pixel_scale == 0.0:
+            return inputs
+        rng = keyed.generator(self.disguise.noise_seed, "pixel", self.device, epoch, first)
+        return torch.from_numpy(noisy(inputs.numpy(), self.disguise.pixel_scale, rng))
+
+    @cached_property
+    def _told(self) -> Tensor | None:
+        """The label of each position that the server is told; drawn once, as asking again would give it away."""
+        if self.disguise is None or self.disguise.label_epsilon is None:
+            return None
+        labels = self.images.labels[torch.from_numpy(np.asarray(self.indices, np.int64))].numpy()
+        rng = keyed.generator(self.disguise.noise_seed, "label", self.device)
+        classes, epsilon = self.disguise.classes(), self.disguise.label_epsilon
+        return torch.from_numpy(randomised_labels(labels, classes=classes, epsilon=epsilon, rng=rng))
 
     def materialised(self) -> Shard:
         """Return the same shard over a copy of its own rows, so that the rest of the dataset can be let go."""
-        own = self.images.take(self.indices)
-        return Shard(own, np.arange(len(self)), self.device, self.seed, self.augment, self.dtype)
+        return replace(self, images=self.images.take(self.indices), indices=np.arange(len(self)))
 
     def _draws(self, epoch: int) -> NDArray[np.int8]:
         """Return rows of (down, right, mirrored), one a position, drawn for the whole epoch at once."""

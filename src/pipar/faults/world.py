@@ -326,6 +326,7 @@ class World:
             choose=self._choose if self.scenario.replans else None,
             session_numbers=iter(lambda: 1 + self._numbers.getrandbits(31), 0),
             keeper=keeper,
+            spending=folder.spending,
             done=[result.val_loss for result in folder.epochs][:done],
         )
         self._network.listen(server.admit, contextvars.copy_context(), self._admitted)

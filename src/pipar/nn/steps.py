@@ -22,6 +22,7 @@ from pipar.errors import InputError, ProtocolError
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.tensors import (
+    arrays,
     changes_body,
     check_finite,
     not_zero,
@@ -31,6 +32,7 @@ from pipar.nn.tensors import (
     state_body,
     tensor_body,
 )
+from pipar.privacy import mechanisms
 from pipar.protocol.messages import ITEM_BYTES, Body, Message, tensor_bytes
 from pipar.stages import Place
 
@@ -64,16 +66,21 @@ class Piece:
     inputs: torch.Tensor
     labels: torch.Tensor
     batch_samples: int
+    told: torch.Tensor | None = None  # the labels that the server gets, if they are others
 
     @property
     def samples(self) -> int:
         return len(self.labels)
 
 
-def cut_pieces(inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int]) -> list[Piece]:
+def cut_pieces(
+    inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int], told: torch.Tensor | None = None
+) -> list[Piece]:
     """Return the micro-batches of a batch, in order, as views."""
     total = len(labels)
-    return [Piece(x, y, total) for x, y in zip(torch.split(inputs, sizes), torch.split(labels, sizes), strict=True)]
+    cut = (torch.split(inputs, sizes), torch.split(labels, sizes))
+    others = [None] * len(sizes) if told is None else torch.split(told, sizes)
+    return [Piece(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
 
 
 #: Gives the random numbers that belong to a place.
@@ -281,7 +288,8 @@ class TorchDevicePart(Part):
 
     def encode(self, activation: torch.Tensor, piece: Piece, encoding: str, place: Place = ()) -> Body:
         lossy = self._losses.of(activation, encoding, place)
-        return tensor_body(activation, piece.labels, encoding=encoding, lossy=lossy)
+        labels = piece.labels if piece.told is None else piece.told
+        return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
 
     def decode(self, message: Message, encoding: str) -> torch.Tensor:
         """Return g(a_n). Behind a ReLU only what is not zero in a_n has come: of the rest nothing gets through it."""
@@ -293,6 +301,32 @@ class TorchDevicePart(Part):
         if output.requires_grad and not is_rectified(output):
             raise ProtocolError(f"{message} is encoded as {encoding}, which is exact behind a ReLU only.")
         return read_tensor(message, encoding, not_zero(output))
+
+    @torch.no_grad()
+    def protect(self, chance: mechanisms.Chance, *, clip: float, multiplier: float) -> None:
+        """Clip what has changed in this part since it came, in one norm over all of it, and add noise to it.
+
+        In place: it is nobody's any more but the server's. Running variances stay at least 0, which says nothing more
+        of the data than they do.
+        """
+        assert self._base is not None
+        learned = self._learned()
+        base = arrays({name: self._base[name] for name in learned})
+        mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, chance=chance)
+        for name, tensor in learned.items():
+            if name.endswith("running_var"):
+                tensor.clamp_(min=0.0)
+
+    def _learned(self) -> dict[str, torch.Tensor]:
+        """Return all that the data have changed, by name: what is learned, and statistics of it.
+
+        A weight that two layers share is in it once, or it would have noise twice, and less of it on average. Weights
+        that are not learned are as they came, and integers count iterations: neither tells of the data.
+        """
+        state = self.state()
+        learned = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
+        buffers = [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
+        return {name: state[name] for name in (*learned, *buffers) if name in state}
 
     def pack(self, *, changes: bool = False) -> Body:
         """Return the trained weights where they lie, or what has changed in them since they came.

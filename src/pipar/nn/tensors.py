@@ -196,11 +196,12 @@ def changes_body(state: Mapping[str, torch.Tensor], base: Mapping[str, torch.Ten
     outlines = [{name: (one.dtype, one.shape) for name, one in tensors.items()} for tensors in (state, base)]
     if outlines[0] != outlines[1] or not {tensor.dtype for tensor in state.values()} <= _DTYPES_OF_NUMPY:
         return whole
-    coded = Body.of(*encode_changes(_arrays(state), _arrays(base)), encoding="changes")
+    coded = Body.of(*encode_changes(arrays(state), arrays(base)), encoding="changes")
     return coded if coded.size_bytes < whole.size_bytes else whole
 
 
-def _arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors as arrays over the same memory."""
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
 
 
@@ -213,7 +214,7 @@ def read_state(body: Body, base: Mapping[str, torch.Tensor] | None = None) -> di
     if body.encoding == "changes":
         if base is None or not {tensor.dtype for tensor in base.values()} <= _DTYPES_OF_NUMPY:
             raise ProtocolError("The peer sent what has changed in a model that this side does not have.")
-        return {name: torch.from_numpy(array) for name, array in decode_changes(view, _arrays(base)).items()}
+        return {name: torch.from_numpy(array) for name, array in decode_changes(view, arrays(base)).items()}
     try:
         return dict(_tensors(memoryview(bytearray(view)) if view.readonly else view))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):  # its header may say anything at all

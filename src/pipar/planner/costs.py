@@ -33,6 +33,7 @@ class Costs:
             (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, 0.0, getattr(profile, f"{kind}_s_per_byte") / speed)
             for kind in ("pack", "install", "aggregate")
         }
+        self._by_size["protect", "raw"] = 0.0, 0.0, 0.0
         changes = profile.coding.get("changes", CodingTimes())
         for kind, of in (("pack", "encode"), ("install", "decode")):
             call, _, byte = self._by_size[kind, "raw"]

@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from pipar.errors import InputError
 
+_PACKAGE = "dp_accounting"
 #: |u - v| <= 2 C for any two clipped updates u and v.
 SENSITIVITY = 2.0
 #: A multiplier is chosen so much above the least one that no rounding of many sums takes it below.
@@ -82,13 +84,17 @@ def event(multiplier: float, releases: int = 1) -> Any:
     return library.SelfComposedDpEvent(one, releases)
 
 
+def require() -> None:
+    """Raise one sentence if the package that computes epsilon is not installed."""
+    if find_spec(_PACKAGE) is None:
+        raise NoAccountantError(
+            "Noise on updates needs the package dp-accounting, which tells epsilon, and it is not installed: "
+            "`pip install 'pipar[privacy]'`, or leave noise_multiplier and target_epsilon out of [privacy]."
+        )
+
+
 @cache
 def _accountant() -> Any:
-    """Return the package that computes epsilon; it is imported when it is needed, because that takes a second."""
-    try:
-        return import_module("dp_accounting")
-    except ImportError:
-        raise NoAccountantError(
-            "Noise on updates needs the package dp-accounting to tell epsilon, and it is not installed: "
-            "`pip install 'pipar[privacy]'`, or leave noise_multiplier and target_epsilon out of [privacy]."
-        ) from None
+    """Return the package; it is imported when it is needed, because that takes a second."""
+    require()
+    return import_module(_PACKAGE)

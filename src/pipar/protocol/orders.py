@@ -25,6 +25,12 @@ class Orders:
     proximal: float = 0.0  # the weight mu of FedProx's term; 0 without one
     #: Over a slower link than this, models travel as what has changed in them; 0: always whole.
     changes_below_bps: float = 0.0
+    #: C and sigma: what a round has changed is clipped to C, and covered with noise of sigma C; sigma 0: neither.
+    clip: float = 1.0
+    noise_multiplier: float = 0.0
+    #: What the server has seen of this device's updates: how many, and the mu^2 that they add up to.
+    releases: int = 0
+    spent: float = 0.0
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
@@ -35,9 +41,9 @@ class Orders:
         content = read_json(message)
         if {key: type(value) for key, value in content.items()} != _CONTENT:
             raise ProtocolError("The server's welcome is not what this version of pipar takes.")
-        if min(content[key] for key in _COUNTS) < 1 or content["window"] < 0:
+        if min(content[key] for key in _COUNTS) < 1 or min(content["window"], content["releases"]) < 0:
             raise ProtocolError("The server's welcome has a count below 1.")
-        for key, what in (("proximal", "proximal weight"), ("changes_below_bps", "rate for changes")):
+        for key, what in _AMOUNTS.items():
             if not (math.isfinite(content[key]) and content[key] >= 0):
                 raise ProtocolError(f"The server's welcome has a {what} of {content[key]}, not a number from 0 on.")
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
@@ -46,8 +52,13 @@ class Orders:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether a device keeps the last model that it was sent, so that its changes can be told."""
-        return self.changes_below_bps > 0
+        """Whether a device keeps the last model that it was sent, so that its changes can be told, or clipped."""
+        return self.changes_below_bps > 0 or self.protects
+
+    @property
+    def protects(self) -> bool:
+        """Whether updates are clipped and covered with noise."""
+        return self.noise_multiplier > 0
 
     def sends_changes(self, rate_bps: float | None) -> bool:
         """Return whether what has changed in a model is there sooner than all of it; None is a link without a limit."""
@@ -67,13 +78,19 @@ class Orders:
 
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _COUNTS = ("split_point", "micro_batches", "layers", "batch_size")
+_AMOUNTS = {
+    "proximal": "proximal weight",
+    "changes_below_bps": "rate for changes",
+    "clip": "norm to clip to",
+    "noise_multiplier": "multiplier of noise",
+    "spent": "sum of releases",
+}
 _CONTENT = {
     **_PLAN,
-    **dict.fromkeys(("session", "layers", "batch_size"), int),
+    **dict.fromkeys(("session", "layers", "batch_size", "releases"), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
-    "proximal": float,
-    "changes_below_bps": float,
+    **dict.fromkeys(_AMOUNTS, float),
 }
 
 
