@@ -24,6 +24,7 @@ from pipar.link.memory import memory_pair
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
+from pipar.privacy.spending import Guard, Spending, Terms
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders, Returned
 from pipar.replanning import Choose, Replanner
@@ -102,6 +103,7 @@ class Outcome:
     learner: ScriptedLearner | None = None
     unacknowledged: list[int] = field(default_factory=list)  # the most of any session, at the end of each round
     left_running: int = 0
+    spending: Spending = field(default_factory=lambda: Spending(None))
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -148,12 +150,14 @@ def train(
     round_deadline_s: float | None = None,
     resume_window_s: float = 0.0,
     keep_spans: frozenset[str] | None = None,
+    terms: Terms | None = None,
     learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
 ) -> Outcome:
     """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined."""
-    outcome = Outcome()
+    outcome = Outcome(spending=Spending(terms))
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
-    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum) for n, name in enumerate(devices, start=1)}
+    noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
+    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum, **noise) for n, name in enumerate(devices, start=1)}
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         outcome.results.append(result)
@@ -195,6 +199,7 @@ def train(
             ledger=ledger,
             keep_spans=keep_spans,
             replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
+            spending=outcome.spending,
             observe=observe,
         )
         world = World(server)
@@ -222,24 +227,31 @@ async def _outcome(life: Awaitable[None]) -> BaseException | None:
 # --- devices that run the real program
 
 
-def _equipment(samples: int, speed: float, profile: Profile | None) -> Equipment:
+def _equipment(samples: int, speed: float, profile: Profile | None, guard: Guard | None = None) -> Equipment:
     costs = Costs(PROFILE, speed)
     return Equipment(
         HollowSamples(samples),
         lambda orders: HollowDevicePart(PROFILE, orders.plan.split_point),
         lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds),
         profile,
+        guard or Guard(),
     )
 
 
 def honest(
-    name: str, samples: int = 20, speed: float = 1.0, profile: Profile | None = None, *, starts_s: float = 0.0
+    name: str,
+    samples: int = 20,
+    speed: float = 1.0,
+    profile: Profile | None = None,
+    *,
+    starts_s: float = 0.0,
+    guard: Guard | None = None,
 ) -> Named:
     """The program that devices really run, over one connection."""
 
     async def live(world: World) -> None:
         await asyncio.sleep(starts_s)
-        await run_device(name, LINK, _equipment(samples, speed, profile), world.dial(), observe=ignore)
+        await run_device(name, LINK, _equipment(samples, speed, profile, guard), world.dial(), observe=ignore)
 
     return name, live
 
@@ -254,6 +266,7 @@ def roaming(
     gives_up_s: float | None = None,
     proved: bool = False,
     starts_s: float = 0.0,
+    guard: Guard | None = None,
 ) -> Named:
     """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
 
@@ -269,7 +282,7 @@ def roaming(
 
         backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, pause_s, pause_s)
         lifeline = Lifeline(name, "the server", dial, backoff, ignore)
-        equipment = _equipment(samples, speed, None)
+        equipment = _equipment(samples, speed, None, guard)
 
         async def take_part(transport: Transport) -> None:
             await run_device(name, LINK, equipment, transport, lifeline=lifeline, observe=ignore)

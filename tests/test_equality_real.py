@@ -71,7 +71,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
 
     async def live(name: str) -> None:
         transport = await connect(f"127.0.0.1:{port}")
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), lanes)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), lanes, guard=job.guard())
         await run_device(name, job.links[name], equipment, transport, observe=ignore)
 
     try:

@@ -60,6 +60,7 @@ class Case:
     aggregator: str = "fedavg"
     aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
     encoding: str = "auto"
+    privacy: tuple[tuple[str, float], ...] = ()  # keys of [privacy]
     even: bool = False  # all devices fast on an unlimited link: what the real world needs to be quick
 
     def __str__(self) -> str:
@@ -90,6 +91,7 @@ class Case:
             },
             "plan": {"schedule": self.schedule},
             "wire": {"encoding": self.encoding},
+            "privacy": dict(self.privacy),
             "server": {"cores": 2, "aggregator": self.aggregator, "aggregation": dict(self.aggregation)},
             "devices": [self._device(number) for number in range(len(self.sizes))],
         }

@@ -1,0 +1,229 @@
+"""Training with noise: the definition once more in plain torch, and nothing in it depends on how batches are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from reference import State
+from test_equality_real import train_over_grpc
+from torch import nn
+from training import EXACT, Case, largest_error, make_job, reference_data, reference_state, train_in_virtual_time
+
+from pipar import keyed
+from pipar.nn.models import uses_batch_statistics
+from pipar.nn.steps import Optimizer, TorchDevicePart
+from pipar.nn.tensors import read_state, state_body
+from pipar.torchside import make_learner, measure_test_accuracy
+
+CLASSIC = (("clip", 0.02), ("noise_multiplier", 0.8))
+#: The norms of the devices' updates in the cases below lie on both sides of 0.02, so some are clipped and some are not.
+ALL = (*CLASSIC, ("pixel_epsilon", 1.0), ("label_epsilon", 2.0))
+SMALL: dict[str, Any] = {"sizes": (130, 57), "epochs": 2}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- one round by definition
+
+
+def private_round(case: Case) -> State:
+    """Return the global model behind one round: clip, noise and the average, with torch and numpy alone."""
+    workload = case.workload()
+    model = workload.build_model()
+    data = reference_data(workload, joins_single=uses_batch_statistics(model))
+    cuts = [len(model)] * len(data) if case.method == "fl" else itertools.cycle(case.split_points)
+    states = []
+    for name, batches, cut in zip(sorted(workload.names), data, cuts, strict=False):
+        trained = reference.federated(copy.deepcopy(model).train(), [batches[:1]], case.rules())
+        states.append(protected(case, name, model, trained, cut))
+    return reference.average(states, [reference.samples(batches[0]) for batches in data])
+
+
+def protected(case: Case, device: str, model: nn.Sequential, trained: State, cut: int) -> State:
+    """Return a device's trained model with clip and noise on what is in front of the cut."""
+    before, settings = model.state_dict(), dict(case.privacy)
+    names = [name for name, tensor in model[:cut].state_dict().items() if tensor.is_floating_point()]
+    update = torch.cat([(trained[name] - before[name]).ravel() for name in names])
+    update *= min(1.0, settings["clip"] / float(update.norm()))
+    after, scale = dict(trained), settings["clip"] * settings["noise_multiplier"]
+    for name, change in zip(names, update.split([before[name].numel() for name in names]), strict=True):
+        noise = keyed.generator(case.seed, "update", device, 1, 0, name).standard_normal(before[name].shape)
+        after[name] = before[name] + change.reshape(before[name].shape) + scale * torch.from_numpy(noise)
+        if name.endswith("running_var"):
+            after[name] = after[name].clamp(min=0)
+    return after
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("pipar", (2,), (3,), epochs=1, privacy=CLASSIC, sizes=(130, 57)), id="pipar"),
+        *(
+            pytest.param(replace(case, epochs=1, privacy=CLASSIC), id=str(case), marks=pytest.mark.slow)
+            for case in (
+                Case("fl"),
+                Case("fl", norm="batch"),
+                Case("sfl", (3,), norm="group"),
+                Case("sfl", (2,), norm="batch"),
+                Case("pipar", (1, 4, 5), (7, 3, 1), seed=3),
+            )
+        ),
+    ],
+)
+def test_a_round_with_noise_is_what_its_definition_says(case: Case) -> None:
+    expected = private_round(case)
+    assert largest_error(train_in_virtual_time(case).state, expected) < EXACT
+    assert largest_error(reference_state(replace(case, privacy=())), expected) > 1e-3  # there is noise on it
+
+
+# --- nothing depends on N
+
+
+def cases(method: str, norm: str, privacy: tuple[tuple[str, float], ...]) -> list[Case]:
+    one = Case(method, (2,), norm=norm, privacy=privacy, **SMALL)
+    if method == "fl":  # P = Q is not cut; links and speeds are what can differ
+        return [one, replace(one, even=True)]
+    if method == "sfl":
+        return [one, replace(one, even=True)]
+    return [one, *(replace(one, micro_batches=(n,), schedule=how) for n, how in ((3, "all-forward"), (7, "1f1b")))]
+
+
+@pytest.mark.parametrize(
+    ("method", "norm", "privacy"),
+    [
+        ("pipar", "group", ALL),
+        *(
+            pytest.param(method, norm, privacy, marks=pytest.mark.slow)
+            for method in ("fl", "sfl", "pipar")
+            for norm in ("none", "group")
+            for privacy in (CLASSIC, ALL)
+            if (method, norm, privacy) != ("pipar", "group", ALL)
+        ),
+    ],
+)
+def test_the_noisy_model_does_not_depend_on_micro_batches_nor_on_who_comes_first(
+    method: str, norm: str, privacy: tuple[tuple[str, float], ...]
+) -> None:
+    first, *others = (train_in_virtual_time(case) for case in cases(method, norm, privacy))
+    for other in others:
+        assert largest_error(other.state, first.state) < EXACT
+        assert [epoch.epsilon for epoch in other.epochs] == [epoch.epsilon for epoch in first.epochs]
+    another_seed = replace(cases(method, norm, privacy)[0], seed=1)
+    assert largest_error(train_in_virtual_time(another_seed).state, first.state) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
+def test_the_real_world_trains_the_same_noisy_model(method: str) -> None:
+    case = Case(method, (2,), (3,), norm="group", privacy=ALL, **SMALL)
+    virtual = train_in_virtual_time(replace(case, micro_batches=(1,)))
+    real = asyncio.run(train_over_grpc(replace(case, even=True)))
+    assert largest_error(real.state, virtual.state) < EXACT
+    assert [epoch.epsilon for epoch in real.epochs] == [epoch.epsilon for epoch in virtual.epochs]
+
+
+# --- inputs and labels
+
+
+def pieces(case: Case, sizes: list[int], epoch: int = 1) -> list[Any]:
+    shard = case.workload().shard("phone-a")
+    return shard.pieces(epoch, shard.order(epoch)[: sum(sizes)], sizes)
+
+
+def test_noise_on_inputs_is_the_same_for_every_cut_and_another_in_every_epoch() -> None:
+    case = Case("pipar", privacy=(("pixel_epsilon", 0.5), ("pixel_bound", 0.2)))
+    whole = pieces(case, [60])[0].inputs
+    for sizes in ([20, 20, 20], [7] * 8 + [4]):
+        assert torch.equal(torch.cat([piece.inputs for piece in pieces(case, sizes)]), whole)
+    plain = pieces(replace(case, privacy=()), [60])[0].inputs
+    scale = case.workload().config.privacy.pixel_scale
+    assert scale == pytest.approx(np.sqrt(2 * np.log(1.25 / 0.05)) * 0.2 / 0.5)
+    noise = (whole - plain).numpy().ravel()
+    assert noise.std() == pytest.approx(scale, rel=0.1)
+    assert not torch.equal(pieces(case, [60], epoch=2)[0].inputs, whole)
+
+
+def test_what_is_evaluated_has_the_same_noise_each_time_and_what_is_measured_has_none() -> None:
+    case = Case("pipar", privacy=(("pixel_epsilon", 1.0),))
+    workload, plain = case.workload(), replace(case, privacy=()).workload()
+    for which in ("validation", "test"):
+        (_, load), (_, load_plain) = workload.held_out_batches(which)[0], plain.held_out_batches(which)[0]
+        assert torch.equal(load()[0], load()[0])
+        assert (load()[0] - load_plain()[0]).std() == pytest.approx(workload.config.privacy.pixel_scale, rel=0.2)
+        assert torch.equal(load()[1], load_plain()[1])
+    shards = workload.shard("phone-a"), plain.shard("phone-a")
+    batches = [shard.batch(1, shard.order(1)[:9])[0] for shard in shards]
+    assert torch.equal(*batches)
+    learner = make_learner(make_job(workload), workload)
+    assert measure_test_accuracy(learner, workload) == measure_test_accuracy(learner, workload)
+
+
+def test_labels_are_drawn_once_for_all_epochs_and_are_told_only_where_they_leave() -> None:
+    case = Case("pipar", privacy=(("label_epsilon", 1.0),))
+    shard = case.workload().shard("phone-a")
+
+    def labels(epoch: int) -> dict[int, tuple[int, int]]:
+        order = shard.order(epoch)
+        piece = shard.pieces(epoch, order, [len(order)])[0]
+        return {int(at): (int(y), int(t)) for at, y, t in zip(order, piece.labels, piece.told, strict=True)}
+
+    first = labels(1)
+    assert labels(2) == first
+    kept = np.mean([true == told for true, told in first.values()])
+    assert 0.1 < kept < 0.4  # e / (e + 9) = 0.23 of 230
+    own = shard.materialised()
+    assert torch.equal(own._told, shard._told)
+    # With all layers on the device nothing is told, and the weights are those of the true labels.
+    fl = Case("fl", privacy=(("label_epsilon", 1.0),), sizes=(57,), epochs=1)
+    assert largest_error(train_in_virtual_time(fl).state, reference_state(replace(fl, privacy=()))) < EXACT
+    split = replace(fl, method="sfl")
+    assert largest_error(train_in_virtual_time(split).state, reference_state(replace(fl, privacy=()))) > 1e-6
+
+
+# --- the part
+
+
+def part(module: nn.Sequential) -> TorchDevicePart:
+    made = TorchDevicePart(module, Optimizer(), has_loss=False, keeps_base=True)
+    made.unpack_and_install(state_body({k: v.clone() for k, v in module.state_dict().items()}), keep_momentum=False)
+    return made
+
+
+def noise(name: str) -> np.random.Generator:
+    return keyed.generator(1, "update", "pi", 1, 0, name)
+
+
+def test_a_weight_that_two_layers_share_has_the_same_noise_in_both() -> None:
+    layer = nn.Linear(4, 4)
+    made = part(nn.Sequential(layer, nn.ReLU(), layer))
+    made.protect(noise, clip=1.0, multiplier=1.0)
+    state = read_state(made.pack())
+    assert torch.equal(state["0.weight"], state["2.weight"])
+
+
+def test_statistics_have_noise_counters_and_frozen_weights_have_none_and_variances_stay_positive() -> None:
+    network = nn.Sequential(nn.Linear(4, 50), nn.BatchNorm1d(50))
+    network[0].bias.requires_grad_(False)
+    made = part(network)
+    before = {name: tensor.clone() for name, tensor in made.state().items()}
+    made.protect(noise, clip=1.0, multiplier=3.0)
+    after = made.state()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var"}
+    assert after["1.running_var"].min() == 0.0
+
+
+def test_a_protected_update_can_be_sent_as_what_has_changed() -> None:
+    made = part(nn.Sequential(nn.Linear(40, 40)))
+    base = {name: tensor.clone() for name, tensor in made.state().items()}
+    made.protect(noise, clip=1.0, multiplier=1e-3)
+    sent = read_state(made.pack(changes=True), base)
+    assert all(torch.equal(sent[name], tensor) for name, tensor in made.state().items())
