@@ -85,7 +85,7 @@ def test_what_cannot_be_private_is_refused_in_one_sentence(tree: dict[str, Any],
 
 
 def test_a_method_that_cannot_be_private_is_refused_in_a_comparison_too() -> None:
-    with pytest.raises(ConfigError, match="run.method is 'sl'"):
+    with pytest.raises(ConfigError, match=r"run\.method is 'sl'"):
         with_method(config_from({"privacy": {"noise_multiplier": 1.0}}), "sl")
 
 
