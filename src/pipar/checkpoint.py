@@ -70,7 +70,9 @@ def identity_of(config: Config) -> dict[str, Any]:
         "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device"}),
         "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
     }
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    identity = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    # Rounds without noise cannot be taken back, and no epsilon is true of them; how much there is of it may change.
+    return {**identity, "noise on updates, by [privacy],": config.privacy.clips}
 
 
 # --- saving
