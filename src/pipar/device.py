@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipar.clock import clock_machine
 from pipar.compute import Compute
@@ -20,13 +20,15 @@ from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
-from pipar.privacy.mechanisms import Chance
 from pipar.privacy.spending import Guard, Spent
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
 from pipar.protocol.orders import Orders
 from pipar.schedule import cut_batch, cut_epoch, device_order
 from pipar.stages import Place, Work
 from pipar.trace import COMPUTE, Clock, Recorder, pack_trace
+
+if TYPE_CHECKING:  # it brings numpy
+    from pipar.privacy.mechanisms import Chance
 
 T = TypeVar("T")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipar.planner.profile import Profile
-from pipar.privacy.mechanisms import Chance
 from pipar.protocol.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 from pipar.stages import Place
+
+if TYPE_CHECKING:  # it brings numpy
+    from pipar.privacy.mechanisms import Chance
 
 
 @dataclass(frozen=True, slots=True)

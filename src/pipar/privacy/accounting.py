@@ -16,8 +16,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
-
 from pipar.errors import InputError
 
 _PACKAGE = "dp_accounting"
@@ -43,8 +41,7 @@ def epsilon(mu_squared: float, delta: float) -> float:
     """Return the least epsilon for which all releases together are (epsilon, delta)-private."""
     if mu_squared == 0.0:
         return 0.0
-    with np.errstate(all="ignore"):
-        return float(_accountant().get_epsilon_gaussian(1.0 / math.sqrt(mu_squared), delta))
+    return _computed("get_epsilon_gaussian", 1.0 / math.sqrt(mu_squared), delta)
 
 
 def epsilon_after(multiplier: float, releases: int, delta: float) -> float:
@@ -55,9 +52,7 @@ def epsilon_after(multiplier: float, releases: int, delta: float) -> float:
 @lru_cache(maxsize=256)
 def budget(target_epsilon: float, delta: float) -> float:
     """Return the largest mu^2 whose epsilon does not exceed the target."""
-    with np.errstate(all="ignore"):
-        multiplier = float(_accountant().get_sigma_gaussian(target_epsilon, delta))
-    most, step = multiplier**-2, 1e-15
+    most, step = _computed("get_sigma_gaussian", target_epsilon, delta) ** -2, 1e-15
     while epsilon(most, delta) > target_epsilon:  # it is exact up to a rounding, which must not be to our favour
         most, step = most * (1.0 - step), 2 * step
     return most
@@ -91,6 +86,14 @@ def require() -> None:
             "Noise on updates needs the package dp-accounting, which tells epsilon, and it is not installed: "
             "`pip install 'pipar[privacy]'`, or leave noise_multiplier and target_epsilon out of [privacy]."
         )
+
+
+def _computed(function: str, *of: float) -> float:
+    """Return what a function of the package gives; on its way to the solution it may look where logarithms end."""
+    import numpy as np  # late, as the package itself: `pipar --help` has no time for either
+
+    with np.errstate(all="ignore"):
+        return float(getattr(_accountant(), function)(*of))
 
 
 @cache

@@ -11,13 +11,14 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipar import keyed
 from pipar.config import Config
 from pipar.errors import BudgetSpentError, ConfigError, TrainingError
 from pipar.privacy import accounting
-from pipar.privacy.mechanisms import Chance
+
+if TYPE_CHECKING:
+    from pipar.privacy.mechanisms import Chance
 
 
 @dataclass(frozen=True)
@@ -185,4 +186,6 @@ class Guard:
         A round that is trained again has other noise when the first try was sent: the difference of two releases with
         the same noise would have none.
         """
+        from pipar import keyed  # brings numpy, which `pipar --help` has no time for
+
         return partial(keyed.generator, self.noise_seed, "update", device, epoch, self.spent.releases)
