@@ -110,6 +110,9 @@ def test_a_new_run_starts_from_nothing() -> None:
 def test_a_line_of_an_epoch_has_its_values_under_their_titles_within_80_columns() -> None:
     assert epoch_header() == "epoch  seconds samples/s train loss val loss val acc idle s: server device  eff."
     assert epoch_line(EPOCH) == "    1     4.00      50.0     2.2500   2.1250  50.0 %           3.50   0.25  75 %"
+    private = "epoch  seconds   epsilon train loss val loss val acc idle s: server device  eff."
+    assert epoch_header(private=True) == private
+    assert epoch_line(replace(EPOCH, epsilon=3.14159)).split()[2] == "3.1416"
     long = replace(EPOCH, epoch=1000, seconds=1234567.89, server_idle_s=1234567.89, device_idle_s=123456.78)
     worse = replace(long, train_loss=1e30, val_loss=-1.5e30, samples=10**15, val_accuracy=1.0, efficiency=1.0)
     for result in (long, worse):

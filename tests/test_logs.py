@@ -18,6 +18,7 @@ from pipar.events import (
     Back,
     Barred,
     BegunAnew,
+    BudgetSpent,
     Dropped,
     EpochResult,
     Event,
@@ -100,6 +101,20 @@ SAID: list[tuple[Event, str]] = [
         "warning: round 7 begins anew, within 60 s: nobody counts in it, and the model is that before it",
     ),
     (RoundOver(7, {"pi-1": 1000, "pi-2": 500}), "round 7 is over: 2 devices, 1,500 samples"),
+    (
+        RoundOver(8, {"pi-1": 1000, "pi-2": 500}, epsilon={"pi-1": 2.34567, "pi-2": 2.34567}),
+        "round 8 is over: 2 devices, 1,500 samples, epsilon 2.346",
+    ),
+    (
+        RoundOver(9, {"pi-1": 1000}, epsilon={f"pi-{number}": float(number) for number in range(1, 10)}),
+        "round 9 is over: 1 device, 1,000 samples, epsilon 1 of pi-1, 2 of pi-2, 3 of pi-3, 4 of pi-4, 5 of pi-5, "
+        "6 of pi-6, 7 of pi-7, 8 of pi-8 and 1 more",
+    ),
+    (
+        BudgetSpent(9, "pi-9", 9.5678, 9.0),
+        "warning: Training ends behind epoch 9: one more would bring pi-9 to epsilon 9.568, and privacy.target_epsilon "
+        "is 9.",
+    ),
     (
         EPOCH,
         "result of round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, "

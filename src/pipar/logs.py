@@ -249,7 +249,7 @@ def _epsilons(epsilon: Mapping[str, float]) -> str:
     if len(set(epsilon.values())) <= 1:
         return "".join(f", epsilon {one:.4g}" for _, one in by_device[:1])
     told = ", ".join(f"{one:.4g} of {device}" for device, one in by_device[:_MOST_EPSILONS])
-    more = f" and {len(by_device) - _MOST_EPSILONS} others" if len(by_device) > _MOST_EPSILONS else ""
+    more = f" and {len(by_device) - _MOST_EPSILONS} more" if len(by_device) > _MOST_EPSILONS else ""
     return f", epsilon {told}{more}"
 
 
