@@ -52,12 +52,28 @@ def test_a_large_update_keeps_its_direction_and_has_the_norm_that_it_is_clipped_
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.3, 0.69999])
-def test_a_small_update_stays_as_it_is_to_the_last_bit(norm: float) -> None:
+def test_a_small_update_stays_as_it_is(norm: float) -> None:
+    """To the last bit in float32; in float64 W0 + (W - W0) is rounded once."""
     received = tensors(1, 1.0)
     after = trained(received, norm)
-    before = {name: values.copy() for name, values in after.items()}
-    clip_and_noise(after, received, clip=0.7, multiplier=0.0, chance=chance)
-    assert all(np.array_equal(after[name], before[name]) for name in before)
+    for dtype, rounding in (("float32", 0.0), ("float64", 2.3e-16)):
+        start, end = ({name: values.astype(dtype) for name, values in one.items()} for one in (received, after))
+        before = {name: values.copy() for name, values in end.items()}
+        clip_and_noise(end, start, clip=0.7, multiplier=0.0, chance=chance)
+        for name, values in end.items():
+            np.testing.assert_allclose(values, before[name], rtol=rounding, atol=0)
+
+
+def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None:
+    """Near 2^53 numbers are 2 apart: an update of 1 behind them, rounded before its noise is added, would be 2 or 0."""
+    start = np.full(100_000, 2.0**53)
+    end = start.copy()
+    end[: len(end) // 2] += 2.0
+    after = {"w": end}
+    clip_and_noise(after, {"w": start}, clip=1.0 * math.sqrt(len(end) / 2), multiplier=0.004, chance=chance)
+    # A change of 1 with a noise of 0.9 (in units of 2: 0.5 and 0.45) is rounded up about as often as down.
+    moved = (after["w"] - start)[: len(end) // 2]
+    assert 0.3 < (moved > 0).mean() < 0.7
 
 
 @given(st.floats(0, 1e300), st.floats(1e-300, 1e300))

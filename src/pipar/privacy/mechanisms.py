@@ -39,8 +39,11 @@ def clip_and_noise(
         rng = chance(name)
         flat = np.ascontiguousarray(trained[name]).reshape(-1)
         for part, before in zip(_chunks(flat), _chunks(_flat(received[name])), strict=True):
-            kept = _clipped(part, before, factor)
-            part[:] = kept + scale * rng.standard_normal(part.size)
+            # Change and noise first: behind W0, which a server may choose as large as it likes, they would be rounded
+            # one by one, and the change to something larger than C.
+            change = _clipped(part, before, factor)
+            change += scale * rng.standard_normal(part.size)
+            part[:] = before + change
         if not np.shares_memory(flat, trained[name]):  # it does not lie in one piece
             trained[name][...] = flat.reshape(trained[name].shape)
     return norm
@@ -66,11 +69,9 @@ def clip_factor(norm: float, clip: float) -> float:
 
 
 def _clipped(part: Array, before: Array, factor: float) -> Array:
-    if factor == 1.0:
-        return part.astype(np.float64)  # as it is: W0 + (W - W0) would be rounded
-    if factor == 0.0:
-        return before.astype(np.float64)
-    return before + factor * np.subtract(part, before, dtype=np.float64)
+    if factor == 0.0:  # of what is no number, nothing is to be left
+        return np.zeros(part.size)
+    return factor * np.subtract(part, before, dtype=np.float64)
 
 
 def _flat(values: Array) -> Array:

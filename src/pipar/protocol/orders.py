@@ -46,6 +46,8 @@ class Orders:
         for key, what in _AMOUNTS.items():
             if not (math.isfinite(content[key]) and content[key] >= 0):
                 raise ProtocolError(f"The server's welcome has a {what} of {content[key]}, not a number from 0 on.")
+        if content["noise_multiplier"] > 0 and content["keep_momentum"]:
+            raise ProtocolError("The server orders noise on updates and momentum that moves with layers, without any.")
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
         _check_encodings(plan)
         return cls(plan=plan, **content)
