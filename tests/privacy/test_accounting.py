@@ -77,7 +77,7 @@ targets = st.floats(0.01, 100)
 deltas = st.sampled_from([1e-2, 1e-5, 1e-10])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0.1, 300), targets, deltas)
 def test_the_most_releases_are_within_the_target_and_one_more_is_not(
     multiplier: float, target: float, delta: float
@@ -87,7 +87,7 @@ def test_the_most_releases_are_within_the_target_and_one_more_is_not(
     assert epsilon_after(multiplier, count + 1, delta) > target * (1 - 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10_000), targets, deltas)
 def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
     releases: int, target: float, delta: float
@@ -98,7 +98,7 @@ def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
     assert most_releases(multiplier, target, delta) == releases
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(targets, deltas)
 def test_a_budget_is_never_worth_more_than_its_target(target: float, delta: float) -> None:
     assert epsilon(budget(target, delta), delta) <= target

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -76,7 +76,8 @@ def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None
     assert 0.3 < (moved > 0).mean() < 0.7
 
 
-@given(st.floats(0, 1e300), st.floats(1e-300, 1e300))
+@settings(deadline=None)
+@given(st.floats(0, 1e150), st.floats(1e-9, 1e9))
 def test_no_norm_is_above_the_clip_behind_its_factor(norm: float, clip: float) -> None:
     factor = clip_factor(norm, clip)
     assert 0 <= factor <= 1
@@ -154,6 +155,7 @@ def test_labels_are_told_right_as_often_as_epsilon_says_and_the_others_are_alike
     assert stats.chisquare(np.bincount(told, minlength=classes), expected * count).pvalue > 0.001
 
 
+@settings(deadline=None)
 @given(st.integers(2, 1000), st.floats(0.001, 50))
 def test_no_answer_is_more_than_e_to_the_epsilon_times_as_likely_as_with_another_label(k: int, epsilon: float) -> None:
     kept = keep_probability(epsilon, k)

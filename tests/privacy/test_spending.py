@@ -100,21 +100,23 @@ def test_a_budget_for_less_than_one_round_is_refused_with_the_noise_that_it_need
 # --- counting
 
 
-@settings(max_examples=100)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 200), min_size=1, max_size=30), st.floats(0.01, 200), st.integers(1, 300))
 def test_whatever_noise_and_rounds_nobody_exceeds_the_target(
     multipliers: list[float], target: float, rounds: int
 ) -> None:
     """Also if the noise changes on the way, as it may when a training is resumed."""
     guard = Guard(1, budget=budget(target, DELTA))
+    refused = math.inf
     for number in range(rounds):
         multiplier = multipliers[number % len(multipliers)]
         try:
             guard.note(multiplier)
         except BudgetSpentError:
-            one_more = guard.spent.mu_squared + cost(multiplier)
-            assert accounting.epsilon(one_more, DELTA) > target * (1 - 1e-9)
+            refused = min(refused, guard.spent.mu_squared + cost(multiplier))
     assert accounting.epsilon(guard.spent.mu_squared, DELTA) <= target
+    if refused < math.inf:
+        assert accounting.epsilon(refused, DELTA) > target * (1 - 1e-9)
 
 
 def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
