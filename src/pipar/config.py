@@ -597,7 +597,9 @@ def _sentence(error: ValidationError) -> str:
         return _unknown_key(first["loc"])
     if kind == "literal_error":
         allowed = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        return f"{where} = {given!r} is not known; allowed are {allowed}."
+        is_name = where.endswith(".name") and isinstance(given, str)  # 'float16' is no misspelt 'float64'
+        hint = _did_you_mean(given, allowed.split(", ")) if is_name else ""
+        return f"{where} = {given!r} is not known{hint}; allowed are {allowed}."
     if kind == "value_error":
         cause = str(first["ctx"]["error"])
         return f"{where} = {given!r} {cause}." if where else f"{cause}."
