@@ -411,7 +411,11 @@ WRONG_SERVERS: dict[str, tuple[Callable[[Path], ServerSecurity], str]] = {
     "an authority without TLS": (lambda f: ServerSecurity(client_ca=f / "ca.pem"), "are checked over TLS only"),
     "a missing file": (
         lambda f: ServerSecurity(f / "no.pem", f / "server.key", tokens=f / "tokens.json"),
-        "no.pem: no such file or directory",
+        "no.pem: `pipar certs server --folder /",
+    ),
+    "a missing authority": (
+        lambda f: ServerSecurity(f / "server.pem", f / "server.key", f / "no.pem"),
+        "no.pem: `pipar certs init` makes the authority",
     ),
     "a missing tokens file": (
         lambda f: ServerSecurity(f / "server.pem", f / "server.key", tokens=f / "no.json"),
@@ -461,6 +465,17 @@ def test_a_device_shows_its_token_over_tls_or_on_this_machine_only() -> None:
         check_device(DeviceSecurity(), "192.168.0.5:7700")
     assert check_device(DeviceSecurity(insecure=True), "192.168.0.5:7700") is None
     assert "secret" not in repr(shown)
+
+
+def test_a_device_without_a_certificate_is_told_what_makes_one(ours: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ours.path.parent)
+    away = DeviceSecurity.from_folder(ours.path, "pi-9")
+    with pytest.raises(InputError) as refused:
+        check_device(away, "192.168.0.5:7700")
+    makes = f"`pipar certs issue pi-9 --folder {ours.path}` makes the device's certificate and key"
+    assert str(refused.value).startswith(f"There is no {ours.path}/devices/pi-9.pem: {makes}")
+    with pytest.raises(InputError, match="`pipar certs issue pi-9` makes"):
+        check_device(DeviceSecurity.from_folder(Path("certs"), "pi-9"), "192.168.0.5:7700")
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\n", "ü"])

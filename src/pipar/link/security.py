@@ -7,6 +7,7 @@ find everything that can be wrong with them before a socket is opened. `Guard` t
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,9 @@ def _material(certificate: Path | None, key: Path | None, authorities: Path | No
     from pipar.link.certificates import check_key, read_certificates
 
     own_pem = key_pem = trusted_pem = None
+    for path in (certificate, key, authorities):
+        if path is not None and not _is_there(path):
+            raise InputError(_missing(path, owner, is_authority=path is authorities))
     if certificate is not None and key is not None:
         own = read_certificates(certificate, f"the {owner}'s certificate")
         own_pem, key_pem = read_bytes(certificate, "a certificate"), check_key(key, own[0], certificate)
@@ -166,6 +170,30 @@ def _material(certificate: Path | None, key: Path | None, authorities: Path | No
         read_certificates(authorities, "an authority's certificate")
         trusted_pem = read_bytes(authorities, "an authority's certificate")
     return Material(own_pem, key_pem, trusted_pem)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass  # reading it says why it cannot be
+    return True
+
+
+def _missing(path: Path, owner: str, *, is_authority: bool) -> str:
+    """Say how to get a file that is not there: who it is made by, and where."""
+    if is_authority:
+        return f"There is no {path}: `pipar certs init` makes the authority, and every machine gets a copy of its ca.pem."
+    in_devices = path.parent.name == "devices"
+    folder = path.parent.parent if in_devices else path.parent
+    command = ["pipar", "certs", *(["issue", path.stem] if owner == "device" else ["server"])]
+    command += ["--folder", str(folder)] if folder != Path("certs") else []
+    return (
+        f"There is no {path}: `{shlex.join(command)}` makes the {owner}'s certificate and key, where the authority's "
+        "ca.key is."
+    )
 
 
 def _read_register(security: ServerSecurity) -> None:
