@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.units import format_bytes, format_rate, parse_duration, parse_rate, parse_size
+from pipar.units import format_bytes, format_percent, format_rate, parse_duration, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,15 @@ def test_no_limit_prints_as_unlimited() -> None:
 )
 def test_a_size_is_written_for_people(size: float, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "text"),
+    [(0.5925, 1, "59.3"), (0.125, 0, "13"), (0.135, 0, "14"), (0.0, 1, "0.0"), (1.0, 1, "100.0"), (0.28125, 2, "28.13")],
+)
+def test_a_half_of_the_last_digit_of_a_percentage_goes_up(share: float, digits: int, text: str) -> None:
+    assert format_percent(share, digits) == text
+
+
+def test_a_share_that_is_no_number_is_written_as_it_is() -> None:
+    assert format_percent(float("nan")) == "nan"

@@ -50,7 +50,7 @@ from pipar.events import (
     Waiting,
     Welcomed,
 )
-from pipar.units import format_bytes
+from pipar.units import format_bytes, format_percent
 
 LOGGER = "pipar"
 LogFormat = Literal["text", "json"]
@@ -174,7 +174,7 @@ class Narrator:
         devices = self._counted.pop(result.epoch, None)
         words = [f"result of round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
         words += [f"validation loss {result.val_loss:.3f}"] if result.val_loss is not None else []
-        words += [f"accuracy {result.val_accuracy:.1%}"] if result.val_accuracy is not None else []
+        words += [f"accuracy {format_percent(result.val_accuracy)}%"] if result.val_accuracy is not None else []
         words += [_count(devices, "device")] if devices is not None else []
         words += [f"{format_bytes(result.bytes_up)} up", f"{format_bytes(result.bytes_down)} down"]
         return ", ".join(words)
@@ -200,7 +200,7 @@ def _about_devices(event: Event) -> str:
 def _about_the_program(event: Event) -> str:
     match event:
         case Preparing():
-            return f"{event.what}: {event.share:.0%}" if event.share else f"{event.what}, for some seconds"
+            return f"{event.what}: {format_percent(event.share, 0)}%" if event.share else f"{event.what}, for some seconds"
         case Listening():
             return f"listening on {event.address}"
         case Barred():

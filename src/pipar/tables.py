@@ -17,7 +17,7 @@ from pipar.config import Config
 from pipar.events import EpochResult
 from pipar.methods import Plan
 from pipar.results import plan_from_json
-from pipar.units import format_bytes
+from pipar.units import format_bytes, format_percent
 from pipar.wording import setting_text
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _number(value: float | None, digits: int, width: int) -> str:
 
 def percent(share: float | None, digits: int = 1) -> str:
     """Return a share in per cent; a dash for one that is not known."""
-    return "-" if share is None else f"{share * 100:.{digits}f} %"
+    return "-" if share is None else f"{format_percent(share, digits)} %"
 
 
 # --- in words

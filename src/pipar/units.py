@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import ROUND_HALF_UP, Decimal
 
 from pipar.errors import ConfigError, InputError
 
@@ -58,6 +60,16 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1000
     raise AssertionError
+
+
+def format_percent(share: float, digits: int = 1) -> str:
+    """Return a share in per cent, "59.3" of 0.5925: a half goes up, as on pages, where a browser rounds.
+
+    Python by itself rounds a half to the even digit.
+    """
+    if not math.isfinite(share):
+        return str(share)
+    return f"{Decimal(share * 100).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):f}"
 
 
 def split_address(address: str) -> tuple[str, int]:

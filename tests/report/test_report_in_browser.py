@@ -13,6 +13,7 @@ from small_runs import SETTINGS
 
 import pipar
 from pipar.report import write_comparison
+from pipar.tables import percent
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +156,21 @@ def test_an_idle_time_that_is_not_known_is_not_nothing(desktop: Seen) -> None:
     cards = [text for text in desktop.run(script) if " idle" in text]
     assert len(cards) == 2
     assert all(text.startswith("–") for text in cards)
+
+
+@pytest.mark.parametrize("accuracy", [0.5925, 0.59251, 0.5935, 0.28125])
+def test_percentages_are_those_of_the_terminal(desktop: Seen, accuracy: float) -> None:
+    script = f"""() => {{
+        const before = window.pipar.state.content;
+        const content = structuredClone(before);
+        for (const run of content.runs) run.test_accuracy = {accuracy};
+        window.pipar.draw(content);
+        const cards = [...document.querySelectorAll("#cards .card")].map((card) => card.textContent);
+        window.pipar.draw(before);
+        return cards;
+    }}"""
+    (card,) = [text for text in desktop.run(script) if "test accuracy" in text]
+    assert card.startswith(percent(accuracy))
 
 
 def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:
