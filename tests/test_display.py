@@ -176,10 +176,11 @@ def test_without_a_terminal_there_are_plain_lines_only() -> None:
 
 def test_new_plans_are_said_in_a_line() -> None:
     plans = {"device-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
-    shown = _shown(*RUN, Replanned(2, plans), ReplanFailed("New plans could not be chosen: no."), terminal=False)
+    new = Replanned(2, plans, "device-1 up from 10 to 4.2 Mbit/s")
+    shown = _shown(*RUN, new, ReplanFailed("New plans could not be chosen: no."), terminal=False)
     assert shown.splitlines()[-3:] == [
         epoch_line(EPOCH),
-        "Planned again: P=1 N=9 1f1b(4) from epoch 2 on",
+        "Planned again: P=1 N=9 1f1b(4) from epoch 2 on (device-1 up from 10 to 4.2 Mbit/s)",
         "New plans could not be chosen: no.",
     ]
 

@@ -123,6 +123,7 @@ SAID: list[tuple[Event, str]] = [
     (Saved(7, "runs/x/checkpoint"), "round 7 is saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
     (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9"),
+    (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9"),
     (ReplanFailed("New plans could not be chosen: no."), "warning: New plans could not be chosen: no."),
     (
         Reconnecting("server:50051", 3, 1.26, "connection refused"),

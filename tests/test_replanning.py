@@ -443,6 +443,30 @@ def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
     assert replan(scenario, choice_s=10.0) == [2e6, 8e6]
 
 
+def test_new_plans_say_what_has_changed() -> None:
+    async def scenario(replanner: Replanner, _: list[float]) -> None:
+        replanner.observe_round(measured(4.2e6))
+        await asyncio.sleep(1.0)
+        assert replanner.take() is not None
+        assert replanner.why == "a up from 1 to 4.2 Mbit/s"
+        replanner.join("b", Link())
+        await asyncio.sleep(1.0)
+        replanner.take()
+        assert replanner.why == "b joined"
+
+    replan(scenario)
+
+
+def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
+    before = {name: Link(up_bps=1e6, down_bps=5e6) for name in "bcdef"}
+    now = {name: Link(up_bps=2e6, down_bps=None) for name in "abcd"}
+    assert replanning.what_changed(before, before) == ""
+    assert replanning.what_changed(before, now) == "a joined, e left, f left, and 6 more"
+    few = {"b": Link(up_bps=2e6, down_bps=None)}
+    said = "b up from 1 to 2 Mbit/s, b down from 5 to unlimited Mbit/s"
+    assert replanning.what_changed({"b": before["b"]}, few) == said
+
+
 def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         replanner.observe_round(measured(2e6))

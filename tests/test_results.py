@@ -170,14 +170,14 @@ def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder
     for number in (1, 2):
         folder.add_epoch(replace(EPOCH, epoch=number), [])
     for first_epoch in (2, 3):
-        watch(Replanned(first_epoch, plans))
+        watch(Replanned(first_epoch, plans, "pi-2 left"))
     result = folder.finish()
     assert [event.epoch for event in seen if isinstance(event, Replanned)] == [2, 3]
     new = [
         {"device": name, "split_point": 2, "micro_batches": 1, "window": 0, "up": "raw", "down": "raw"}
         for name in ("pi-1", "pi-2")
     ]
-    assert result["replans"] == [{"epoch": 2, "plans": new}]
+    assert result["replans"] == [{"epoch": 2, "plans": new, "reason": "pi-2 left"}]
     assert {plan["split_point"] for plan in result["plans"]} == {1}
 
 

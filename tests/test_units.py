@@ -77,7 +77,14 @@ def test_a_size_is_written_for_people(size: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("share", "digits", "text"),
-    [(0.5925, 1, "59.3"), (0.125, 0, "13"), (0.135, 0, "14"), (0.0, 1, "0.0"), (1.0, 1, "100.0"), (0.28125, 2, "28.13")],
+    [
+        (0.5925, 1, "59.3"),
+        (0.125, 0, "13"),
+        (0.135, 0, "14"),
+        (0.0, 1, "0.0"),
+        (1.0, 1, "100.0"),
+        (0.28125, 2, "28.13"),
+    ],
 )
 def test_a_half_of_the_last_digit_of_a_percentage_goes_up(share: float, digits: int, text: str) -> None:
     assert format_percent(share, digits) == text

@@ -132,7 +132,8 @@ class Display:
         new, done = self._replanned, self._gauges.last.epoch if self._gauges.last else 0
         if new is not None and done >= new.epoch - 1:
             plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
-            self._print(Text(f"Planned again: {plans} from epoch {new.epoch} on", style="dim"))
+            why = f" ({one_line(new.reason)})" if new.reason else ""
+            self._print(Text(f"Planned again: {plans} from epoch {new.epoch} on{why}", style="dim"), whole=True)
             self._replanned = None
 
     def _introduce(self, started: Started) -> None:

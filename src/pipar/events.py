@@ -110,6 +110,7 @@ class Replanned:
 
     epoch: int
     plans: dict[str, dict[str, Any]]  # by device: the fields of its Plan
+    reason: str = ""  # what has changed since the plans before; nothing if there were none
 
 
 @dataclass(frozen=True)

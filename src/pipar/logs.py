@@ -161,7 +161,8 @@ class Narrator:
             case Pictured():
                 return f"a picture of round {event.epoch}: {_count(len(event.spans), 'span')}"
             case Replanned():
-                return f"new plans from round {event.epoch} on: {_plans(event.plans)}"
+                why = f" ({event.reason})" if event.reason else ""
+                return f"new plans from round {event.epoch} on{why}: {_plans(event.plans)}"
             case ReplanFailed():
                 return event.reason
             case Joined():
@@ -200,7 +201,9 @@ def _about_devices(event: Event) -> str:
 def _about_the_program(event: Event) -> str:
     match event:
         case Preparing():
-            return f"{event.what}: {format_percent(event.share, 0)}%" if event.share else f"{event.what}, for some seconds"
+            return (
+                f"{event.what}: {format_percent(event.share, 0)}%" if event.share else f"{event.what}, for some seconds"
+            )
         case Listening():
             return f"listening on {event.address}"
         case Barred():

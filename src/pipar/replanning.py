@@ -19,6 +19,9 @@ from pipar.methods import Plan
 #: are no better, and a real link wavers by about as much from round to round without having changed.
 NOTICED = 0.2
 
+#: Of more changes than this it is said how many there are.
+_MOST_REASONS = 3
+
 #: Returns every device's plan for these links.
 Choose = Callable[[Mapping[str, Link]], Awaitable[Mapping[str, Plan]]]
 
@@ -54,7 +57,8 @@ class Replanner:
         self._observe = observe
         self._learned = learned
         self._choosing: asyncio.Task[None] | None = None
-        self._chosen: Mapping[str, Plan] | None = None
+        self._chosen: tuple[Mapping[str, Plan], str] | None = None  # and why there was a choice
+        self.why = ""  # the plans that were taken last were chosen
 
     def begin(self, links: Mapping[str, Link]) -> None:
         """These devices begin, by plans that were made for them."""
@@ -77,9 +81,12 @@ class Replanner:
         self._measured = {name: link for name, link in self._measured.items() if name != device}
 
     def take(self) -> Mapping[str, Plan] | None:
-        """Return new plans if a choice has ended since the last call; never waits for one."""
+        """Return new plans if a choice has ended since the last call, and keep why; never waits for one."""
         chosen, self._chosen = self._chosen, None
-        return chosen
+        if chosen is None:
+            return None
+        plans, self.why = chosen
+        return plans
 
     def close(self) -> None:
         """Choose no more."""
@@ -91,18 +98,15 @@ class Replanner:
 
         If one is under way, its end starts the next.
         """
-        has_changed = (
-            self._learned()
-            or self._measured.keys() != self._planned_for.keys()
-            or any(differs(link, self._planned_for[name]) for name, link in self._measured.items())
-        )
-        if self._choosing is None and has_changed and self._measured:
+        why = "machines are other than profiled" if self._learned() else ""
+        why = what_changed(self._planned_for, self._measured) or why
+        if self._choosing is None and why and self._measured:
             self._planned_for = self._measured
-            self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for))
+            self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for, why))
 
-    async def _run(self, links: Mapping[str, Link]) -> None:
+    async def _run(self, links: Mapping[str, Link], why: str) -> None:
         try:
-            self._chosen = await self._choose(links)
+            self._chosen = await self._choose(links), why
         except Exception as error:  # noqa: BLE001 - the task ends here, and the training goes on by the plans it has
             self._observe(ReplanFailed(f"New plans could not be chosen: {error}"))
         self._choosing = None
@@ -112,6 +116,29 @@ class Replanner:
 
 def _steady(link: Link) -> Link:
     return Link(up_bps=link.up_bps, down_bps=link.down_bps, latency_s=link.latency_s)
+
+
+def what_changed(before: Mapping[str, Link], now: Mapping[str, Link]) -> str:
+    """Return in a few words who has come or gone, and whose link is another one; nothing if all is as it was."""
+    words = [f"{name} joined" for name in sorted(now.keys() - before.keys())]
+    words += [f"{name} left" for name in sorted(before.keys() - now.keys())]
+    for name in sorted(now.keys() & before.keys()):
+        words += _changes(name, before[name], now[name])
+    more = len(words) - _MOST_REASONS
+    return ", ".join([*words[:_MOST_REASONS], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _changes(name: str, before: Link, now: Link) -> list[str]:
+    directions = (("up", before.up_bps, now.up_bps), ("down", before.down_bps, now.down_bps))
+    return [
+        f"{name} {way} from {_rate_text(old)} to {_rate_text(new)} Mbit/s"
+        for way, old, new in directions
+        if _rates_differ(new, old)
+    ]
+
+
+def _rate_text(rate_bps: float | None) -> str:
+    return "unlimited" if rate_bps is None else f"{rate_bps / 1e6:.3g}"
 
 
 def differs(one: Link, other: Link) -> bool:

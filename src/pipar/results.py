@@ -299,7 +299,7 @@ def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
 def replan_as_json(event: Replanned) -> dict[str, Any]:
     """Return new plans as result.json has them."""
     plans = [{"device": name, **plan} for name, plan in sorted(event.plans.items())]
-    return {"epoch": event.epoch, "plans": plans}
+    return {"epoch": event.epoch, "plans": plans, "reason": event.reason}
 
 
 def strict_json(value: Any) -> Any:

@@ -344,7 +344,7 @@ class Server:
         if name not in self._orders:
             self._orders[name] = self._enrolment.join(session.who)
             self._learner.move({name: self._orders[name].plan.split_point})
-            self._put_into_force(done + 1, {name: self._orders[name].plan})
+            self._put_into_force(done + 1, {name: self._orders[name].plan}, f"{name} joined")
         if name not in self._taking_part and self._replanner is not None:  # others were planned for without it
             self._replanner.join(name, self._enrolment.link(name))
         self._taking_part.add(name)
@@ -682,7 +682,7 @@ class Server:
         }
         move = Work("install", epoch, size_bytes=self._learner.model_bytes() * len(moved))
         leaving = await self._pool.run((move, partial(self._learner.move, moved))) if moved else {}
-        self._put_into_force(epoch + 1, changed)
+        self._put_into_force(epoch + 1, changed, self._replanner.why if self._replanner is not None else "")
         for name, plan in changed.items():
             session = self._reception.sessions.get(name)
             if session is None or not session.is_welcome:
@@ -697,12 +697,12 @@ class Server:
         known = {name: plan for name, plan in sorted(plans.items()) if name in self._orders}
         return {name: plan for name, plan in known.items() if plan != self._orders[name].plan}
 
-    def _put_into_force(self, first_epoch: int, changed: Mapping[str, Plan]) -> None:
+    def _put_into_force(self, first_epoch: int, changed: Mapping[str, Plan], why: str = "") -> None:
         for name, plan in changed.items():
             self._orders[name] = replace(self._orders[name], plan=plan)
         plans = {name: orders.plan for name, orders in sorted(self._orders.items())}
         self._ledger.replan(first_epoch, plans)
-        self._observe(Replanned(first_epoch, {name: asdict(plan) for name, plan in plans.items()}))
+        self._observe(Replanned(first_epoch, {name: asdict(plan) for name, plan in plans.items()}, why))
 
     async def _take_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
         """Take the momentum of the layers that a device has handed over, before it trains on without them."""

@@ -70,8 +70,8 @@ def test_a_run_that_goes_on_has_the_epochs_and_the_picture_that_were_told(run: S
 
 def test_new_plans_are_told(run: Started) -> None:
     plan = {"split_point": 3, "micro_batches": 4}
-    (told,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}))["runs"]
-    assert told["replans"] == [{"epoch": 2, "plan": "P=3 N=4"}]
+    (told,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}, "pi-3 left"))["runs"]
+    assert told["replans"] == [{"epoch": 2, "plan": "P=3 N=4", "reason": "pi-3 left"}]
 
 
 def test_a_resumed_run_has_its_earlier_epochs_and_those_that_are_trained_again_anew(run: Started) -> None:

@@ -108,7 +108,10 @@ def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
         "server": _server_text(config),
         "batch_size": config.run.batch_size if config else None,
         "plan": _plans_of(result),
-        "replans": [{"epoch": r["epoch"], "plan": _plans_of(r)} for r in result.get("replans", ())],
+        "replans": [
+            {"epoch": r["epoch"], "plan": _plans_of(r), "reason": str(r.get("reason") or "")}
+            for r in result.get("replans", ())
+        ],
         **_averages(epochs),
         "test_accuracy": result.get("test_accuracy"),
         "val_accuracy": _last(epochs, "val_accuracy"),

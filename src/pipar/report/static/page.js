@@ -589,7 +589,7 @@
     const found = run.outlook;
     const made = element("div", { class: "plan" });
     made.append(element("h3", {}, `${isCompared ? `${run.name}: ` : ""}${run.plan}`));
-    for (const again of run.replans) made.append(element("p", {}, `Planned again: from epoch ${again.epoch} on ${again.plan}.`));
+    for (const again of run.replans) made.append(element("p", {}, `Planned again: from epoch ${again.epoch} on ${again.plan}${again.reason ? ` (${again.reason})` : ""}.`));
     if (run.busiest) made.append(element("p", {}, `The busiest lane was the ${run.busiest}: ${share(run.utilisation[run.busiest])} of an epoch on average.`));
     if (!found || !isNumber(found.epoch_s)) {
       made.append(element("p", { class: "note" }, (found && found.note) || (run.running ? "What would make it faster is asked when the run is over." : "What would make it faster was not asked.")));
