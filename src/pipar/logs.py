@@ -201,9 +201,8 @@ def _about_devices(event: Event) -> str:
 def _about_the_program(event: Event) -> str:
     match event:
         case Preparing():
-            return (
-                f"{event.what}: {format_percent(event.share, 0)}%" if event.share else f"{event.what}, for some seconds"
-            )
+            how_far = f": {format_percent(event.share, 0)}%" if event.share else ", for some seconds"
+            return f"{event.what}{how_far}"
         case Listening():
             return f"listening on {event.address}"
         case Barred():

@@ -185,9 +185,7 @@ def _is_there(path: Path) -> bool:
 def _missing(path: Path, owner: str, *, is_authority: bool) -> str:
     """Say how to get a file that is not there: who it is made by, and where."""
     if is_authority:
-        return (
-            f"There is no {path}: `pipar certs init` makes the authority, and every machine gets a copy of its ca.pem."
-        )
+        return f"There is no {path}: `pipar certs init` makes the authority, and every machine gets its ca.pem."
     in_devices = path.parent.name == "devices"
     folder = path.parent.parent if in_devices else path.parent
     command = ["pipar", "certs", *(["issue", path.stem] if owner == "device" else ["server"])]
