@@ -108,6 +108,7 @@ def test_an_epochs_numbers_are_those_worked_out_by_hand() -> None:
             validation_s=0.75,
             utilisation={"device": 0.5, "uplink": 0.1, "server": 0.25, "downlink": 0.2},
             devices=2,
+            device_bytes={"a": [450, 200], "b": [1000, 2000]},
         )
     ]
     assert sorted((span.owner, span.kind) for span in book.spans[0]) == [

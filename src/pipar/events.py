@@ -44,6 +44,7 @@ class EpochResult:
     error_up: float | None = None  # of lossily coded activations, relative to their norm
     error_down: float | None = None  # of gradients, likewise
     epsilon: float | None = None  # of the device that has spent most, where updates have noise
+    device_bytes: dict[str, list[int]] = field(default_factory=dict)  # by device: up, down
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -218,6 +218,7 @@ class Ledger:
             error_up=epoch.errors[0],
             error_down=epoch.errors[1],
             epsilon=epoch.epsilon,
+            device_bytes={name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)},
             predicted_s=self._foresight.predicted_s(number, epoch.counted) if self._foresight is not None else None,
         )
 

@@ -147,12 +147,22 @@ def test_everything_is_json_and_said_of_each_run(runs: dict[str, Path]) -> None:
         assert [row["device"] for row in run["devices"]["rows"]] == ["device-1", "device-2", "device-3"]
         assert all(row["samples"] == 350 for row in run["devices"]["rows"])
         assert all(0 < row["busy"]["device"] <= 1 for row in run["devices"]["rows"])
+        for way in ("bytes_up", "bytes_down"):
+            assert sum(row[way] for row in run["devices"]["rows"]) == pytest.approx(run[way])
     pipar, fl = by_name["pipar"], by_name["fl"]
     assert pipar["speedups"] == pytest.approx(
         {"fl": fl["seconds"] / pipar["seconds"], "sfl": by_name["sfl"]["seconds"] / pipar["seconds"]}
     )
     assert pipar["speedups"]["fl"] > 1
     assert "fl" not in fl["speedups"]
+
+
+@pytest.mark.parametrize("told", [None, {}, [1, 2], {"device-1": 7}, {"device-1": [1]}, {"device-1": ["a", "b"]}])
+def test_a_result_without_bytes_of_devices_is_shown_without_them(runs: dict[str, Path], told: object) -> None:
+    record = RunRecord.read(runs["pipar"])
+    epochs = [{**epoch, "device_bytes": told} for epoch in record.result["epochs"]]
+    (run,) = content([replace(record, result={**record.result, "epochs": epochs})])["runs"]
+    assert {(row["bytes_up"], row["bytes_down"]) for row in run["devices"]["rows"]} == {(None, None)}
 
 
 def test_compared_runs_show_the_same_iteration_of_the_same_device(runs: dict[str, Path]) -> None:

@@ -219,14 +219,16 @@ def _devices(record: RunRecord, config: Config | None, traced: Traced | None, se
     """Return a row for each device, traced ones first if there are too many."""
     plans = {entry["device"]: plan_from_json(entry) for entry in _plans_in_force(record.result) if "device" in entry}
     specs = {spec.name: spec for spec in device_specs(config)} if config else {}
-    samples = _samples(record.result)
+    samples, traffic = _samples(record.result), _traffic(record.result)
     names = sorted({*plans, *samples} or set(specs))
     is_traced = set(traced.devices) if traced else set()
     shown = sorted(sorted(names, key=lambda name: (name not in is_traced, name))[:_MOST_DEVICES])
     rows = []
     for name in shown:
         busy = traced.busy_s.get(name, {}) if traced else {}
-        rows.append(_device(name, plans.get(name), specs.get(name), samples.get(name), _shares(busy, seconds)))
+        row = _device(name, plans.get(name), specs.get(name), samples.get(name), _shares(busy, seconds))
+        up, down = traffic.get(name, (None, None))
+        rows.append({**row, "bytes_up": up, "bytes_down": down})
     return {"rows": rows, "count": len(names), "epoch": traced.epoch if traced else None}
 
 
@@ -264,3 +266,17 @@ def _samples(result: Mapping[str, Any]) -> dict[str, int]:
     for row in result.get("rounds", ()):
         samples.update(row.get("counted", {}))
     return samples
+
+
+def _traffic(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return how many bytes each device sent and got in an epoch, in the mean over those that it took part in."""
+    counts: dict[str, list[Sequence[float]]] = {}
+    for epoch in result.get("epochs", ()):
+        told = epoch.get("device_bytes")
+        for name, both in told.items() if isinstance(told, Mapping) else ():
+            if isinstance(both, list) and len(both) == 2 and all(isinstance(count, int) for count in both):
+                counts.setdefault(name, []).append(both)
+    return {
+        name: (sum(up for up, _ in both) / len(both), sum(down for _, down in both) / len(both))
+        for name, both in counts.items()
+    }
