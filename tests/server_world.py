@@ -15,7 +15,7 @@ from pipar.clock import run_virtually
 from pipar.compute import VirtualCompute
 from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
-from pipar.events import EpochResult, Event, Joined, RoundOver, ignore
+from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.ledger import Bounds, Ledger
 from pipar.lifeline import Lifeline
@@ -120,12 +120,12 @@ class World:
     def __init__(self, server: Server) -> None:
         self.links: list[CutLink] = []
         self.admissions: list[asyncio.Task[None]] = []
-        self._server = server
+        self.server = server
 
     def dial(self, frames: int | None = None, loss: Loss = Loss.CLEAN, peer: str | None = None) -> CutLink:
         near, far = memory_pair()
         self.links.append(CutLink(near, frames, loss))
-        self.admissions.append(asyncio.create_task(self._server.admit(far, peer)))
+        self.admissions.append(asyncio.create_task(self.server.admit(far, peer)))
         return self.links[-1]
 
 
@@ -267,6 +267,7 @@ def roaming(
     proved: bool = False,
     starts_s: float = 0.0,
     guard: Guard | None = None,
+    observe: Observer = ignore,
 ) -> Named:
     """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
 
@@ -281,7 +282,7 @@ def roaming(
             return world.dial(next(left, None), loss, name if proved else None)
 
         backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, pause_s, pause_s)
-        lifeline = Lifeline(name, "the server", dial, backoff, ignore)
+        lifeline = Lifeline(name, "the server", dial, backoff, observe)
         equipment = _equipment(samples, speed, None, guard)
 
         async def take_part(transport: Transport) -> None:

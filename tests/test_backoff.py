@@ -71,17 +71,33 @@ def test_another_lost_link_begins_with_a_short_pause_but_not_with_the_same() -> 
     assert second != first
 
 
-def test_the_last_attempt_is_made_when_the_time_is_up() -> None:
+def test_the_last_attempt_is_made_a_second_before_the_time_is_up() -> None:
     watch = Watch()
     pauses = _lived_through(Backoff(random.Random(1).random, watch, give_up_after_s=60.0), watch)
-    assert sum(pause.wait_s for pause in pauses) == pytest.approx(60.0)
-    assert watch.now_s == pytest.approx(160.0)
+    assert sum(pause.wait_s for pause in pauses) == pytest.approx(59.0)
+    assert pauses[-1].within_s == pytest.approx(1.0)
+
+
+def test_attempts_that_hang_end_when_the_time_is_up() -> None:
+    for give_up_after_s in (0.5, 5.0, 60.0):
+        watch = Watch()
+        for pause in Backoff(random.Random(1).random, watch, give_up_after_s=give_up_after_s).pauses():
+            assert pause.within_s is not None
+            watch.now_s += pause.wait_s + pause.within_s
+        assert watch.now_s == pytest.approx(100.0 + give_up_after_s)
+
+
+def test_the_time_counts_from_when_pauses_are_asked_for() -> None:
+    watch = Watch()
+    pauses = Backoff(lambda: 1.0, watch, give_up_after_s=10.0).pauses()
+    watch.now_s += 8.0  # the first attempt took so long
+    assert next(pauses) == Pause(1, 0.5, 1.5)
 
 
 def test_time_that_attempts_take_counts() -> None:
     watch = Watch()
     pauses = _lived_through(Backoff(lambda: 1.0, watch, give_up_after_s=10.0), watch, attempt_s=4.0)
-    assert pauses == [Pause(1, 0.5), Pause(2, 1.0), Pause(3, 0.5)]
+    assert pauses == [Pause(1, 0.5, 9.5), Pause(2, 1.0, 4.5)]
 
 
 def test_no_patience_is_no_attempt() -> None:
@@ -105,4 +121,4 @@ def test_it_runs_on_the_virtual_clock() -> None:
             await asyncio.sleep(pause.wait_s)
         return loop.time()
 
-    assert run_virtually(device()) == pytest.approx(600.0)
+    assert run_virtually(device()) == pytest.approx(599.0)

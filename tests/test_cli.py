@@ -115,6 +115,32 @@ def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_starts_is_said_at_once_before_anything_that_takes_a_while() -> None:
+    commands = ["run --virtual", "compare --methods fl,pipar", "server --listen 127.0.0.1:0", "run --json"]
+    commands += ["device --server 127.0.0.1:9 --name device-1", "server --log-format json --listen 127.0.0.1:50051"]
+    script = f"""
+import sys
+from pipar.cli import main
+sys.modules["torch"] = None  # whoever imports it fails
+for command in {commands}:
+    print("-", flush=True, file=sys.stderr)
+    try:
+        main(command.split())
+    except SystemExit:
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    run, compare, server, silent, device, logged = (lines.split("\n") for lines in done.stderr.split("-\n")[1:])
+    assert run[0] == "pipar run: preparing vgg5 on digits by pipar"
+    assert compare[0] == "pipar compare: preparing vgg5 on digits by fl, pipar"
+    assert server[0][10:] == "pipar server: preparing vgg5 on digits; it will listen at any free port of 127.0.0.1"
+    assert "torch" in silent[0]  # a document for machines has no lines beside it
+    assert device[0][10:] == "pipar device: preparing vgg5 on digits as device-1; its server is 127.0.0.1:9"
+    said = json.loads(logged[0])
+    assert (said["event"], said["program"], said["where"]) == ("Starting", "server", "127.0.0.1:50051")
+    assert done.stdout == ""
+
+
 def test_a_live_page_says_where_it_is_and_leaves_the_document_alone(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--dashboard", "127.0.0.1:0", "--dashboard-token=correct-horse-battery"]
     with pytest.raises(SystemExit) as ended:

@@ -177,12 +177,15 @@ def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) ->
     server.signal(signal.SIGTERM)
     assert server.ends() == 0
     server.says("stopping")
+    server.says("pi-2 is let go: The server stops for now")
+    assert "pi-2 is lost" not in server.text()
     saved = here.rounds()
     assert here.result()["rounds"] == saved
     assert set(here.result()) >= {"weights_sha256", "epochs"}
     expected = recomputed(tree, saved)
     assert largest_error({name: final_model(here)[name] for name in expected}, expected) < EXACT
     here.let_go("pi-2")
+    second.says(f"the server at {address} stops for now; attempt 1 in")
 
     here.hold("pi-2")
     server = here.server("--resume", listen=address)

@@ -20,6 +20,7 @@ from pipar.events import (
     ReplanFailed,
     Replanned,
     Started,
+    Starting,
     TrackerFailed,
 )
 from pipar.gauges import Gauges
@@ -198,8 +199,11 @@ def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
     assert "Planned again" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
 
 
-def test_nothing_is_written_before_a_run_begins() -> None:
-    assert _shown(RUN[0], terminal=False) == ""
+def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing() -> None:
+    starting = Starting("run", "vgg5 on digits by pipar")
+    assert _shown(starting, RUN[0], terminal=False) == "pipar run: preparing vgg5 on digits by pipar\n"
+    assert _shown(starting, RUN[0], terminal=False, quiet=True) == ""
+    assert "vgg5" not in _shown(starting, RUN[0], terminal=True)
 
 
 def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipar.backoff import Backoff
 from pipar.clock import run_virtually
 from pipar.errors import InputError, LinkError, PiparError, ProtocolError, SessionOverError, TrainingError, VersionError
-from pipar.events import Event, Reconnecting
+from pipar.events import Connected, Connecting, Event, Reconnecting
 from pipar.lifeline import Lifeline, resume
 from pipar.link.channel import Channel, Transport
 from pipar.link.memory import MemoryTransport, memory_pair
@@ -92,7 +92,58 @@ def test_a_server_that_does_not_come_is_given_up_with_the_last_reason() -> None:
 
     with pytest.raises(LinkError, match=r"Gave up server:1: No server answered\."):
         run_virtually(main())
-    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 10.0]
+    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 9.0]
+
+
+@pytest.mark.parametrize("answers_before", [0, 3])
+def test_an_attempt_that_hangs_is_given_up_with_the_others(answers_before: int) -> None:
+    async def main() -> float:
+        loop, road = asyncio.get_running_loop(), Road([UNREACHABLE] * answers_before)
+
+        async def dial() -> Transport:
+            if road.answers:
+                return await road.dial()
+            await asyncio.sleep(3600.0)
+            raise AssertionError("it was waited for")
+
+        backoff = Backoff(lambda: 1.0, loop.time, 10.0, first_s=1.0, most_s=8.0)
+        with pytest.raises(LinkError, match=r"Gave up server:1: No server answered at server:1 within"):
+            await Lifeline("pi", "server:1", dial, backoff, road.events.append).live(nothing)  # type: ignore[arg-type]
+        return loop.time()
+
+    assert run_virtually(main()) == 10.0
+
+
+def test_who_has_waited_long_for_a_training_to_begin_has_all_its_patience_again() -> None:
+    road = Road([nothing] * 2)
+
+    async def main() -> None:
+        lives = []
+
+        async def take_part(transport: Transport) -> None:
+            lives.append(transport)
+            if len(lives) == 1:
+                await asyncio.sleep(500.0)  # connected, and not let in before others are there
+                raise LinkError("The peer closed the connection.")
+
+        await road.lifeline(gives_up_s=10.0).live(take_part)
+
+    run_virtually(main())
+    assert road.attempts == [(1, 1.0)]
+
+
+def test_that_it_connects_is_said_first_and_that_it_has_whenever_it_does() -> None:
+    road = Road([UNREACHABLE, nothing])
+
+    async def main() -> None:
+        async def take_part(_: Transport) -> None:
+            return
+
+        await road.lifeline().live(take_part)
+
+    run_virtually(main())
+    refused = Reconnecting("server:1", 1, 1.0, str(UNREACHABLE))
+    assert road.events == [Connecting("server:1"), refused, Connected("server:1")]
 
 
 def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() -> None:
@@ -106,7 +157,7 @@ def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() ->
 
     with pytest.raises(LinkError, match="joined already"):
         run_virtually(main())
-    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0, 55.0, 60.0]
+    assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0, 55.0, 59.0]
 
 
 def test_what_is_not_the_links_fault_is_not_tried_again() -> None:
@@ -224,6 +275,7 @@ def test_a_lost_link_is_replaced_and_what_was_posted_meanwhile_goes_over_the_new
     assert with_a_channel(road, scenario) == 3
     assert numbers == [1, 2]
     assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0)]
+    assert road.events[-1] == Connected("server:1")
 
 
 def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew() -> None:
@@ -251,6 +303,31 @@ def test_a_link_that_cannot_be_replaced_is_the_end_of_the_channel(
     error = with_a_channel(Road(answers), failure, gives_up_s=20.0)
     assert reason in str(error)
     assert isinstance(error, SessionOverError) is is_over
+
+
+def test_a_session_that_could_not_be_resumed_in_time_is_not_tried_for_as_long_again() -> None:
+    road = Road([nothing] + [UNREACHABLE] * 99)
+
+    async def main() -> float:
+        lifeline = road.lifeline(gives_up_s=20.0)
+
+        async def take_part(transport: Transport) -> None:
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+            channel.session = 7
+            keeping = asyncio.create_task(lifeline.keep(channel))
+            lifeline.lost(UNREACHABLE)
+            channel._retire()
+            try:
+                await channel.receive()
+            finally:
+                keeping.cancel()
+                await channel.close()
+
+        with pytest.raises(LinkError, match="Gave up server:1"):
+            await lifeline.live(take_part)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) <= 20.0
 
 
 def test_before_a_session_has_begun_there_is_nothing_to_resume() -> None:

@@ -13,6 +13,7 @@ from server_world import (
     EPOCH_BY_HAND,
     Outcome,
     ScriptedLearner,
+    World,
     activation,
     by_hand,
     end_epoch,
@@ -29,7 +30,20 @@ from server_world import (
 from pipar import replanning
 from pipar.config import Link
 from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableModelError
-from pipar.events import Away, Back, BegunAnew, Dropped, Joined, Left, Lost, Replanned, RoundOver, Waiting
+from pipar.events import (
+    Away,
+    Back,
+    BegunAnew,
+    Dropped,
+    Event,
+    Joined,
+    Left,
+    Lost,
+    Reconnecting,
+    Replanned,
+    RoundOver,
+    Waiting,
+)
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
@@ -130,6 +144,23 @@ def test_the_rounds_go_on_without_a_device_that_is_lost(method: str, place: int,
     assert averaged == sorted(chain(*outcome.counted))
     assert outcome.lives == [None, None]
     assert outcome.left_running == 0
+
+
+def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
+    seen: list[Event] = []
+
+    async def stop(world: World) -> None:
+        await asyncio.sleep(5.0)
+        await world.server.dismiss("The server stops for now.")
+
+    outcome = train([roaming("a", observe=seen.append), roaming("b"), ("the operator", stop)], epochs=3)
+    assert outcome.failure is None
+    assert sum(map(len, outcome.counted)) == 6
+    let_go = [(event.device, event.reason) for event in outcome.of(Left) if event.reason]
+    assert let_go == [("a", "The server stops for now."), ("b", "The server stops for now.")]
+    assert not outcome.of(Lost)
+    (tried,) = [event for event in seen if isinstance(event, Reconnecting)]
+    assert tried.is_on_purpose
 
 
 def test_a_device_that_leaves_behind_stop_is_not_lost() -> None:

@@ -230,11 +230,15 @@ def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Pa
     found = Checkpoint(2, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], log, {"partly": partly})
     after = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     after.go_on(found)
+    assert after.trained_again == 0  # as far as anybody was told
     train_rounds(after, 3, 4, saved=3)
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3]
     result = after.finish()
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3, 4]
     assert [row.get("partly") for row in result["rounds"]] == [None, {"pi-3": 4}, None, None]
+    once_more = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    once_more.go_on(found)
+    assert once_more.trained_again == 2
 
 
 def test_a_crash_behind_the_last_round_leaves_a_result_to_be_written(tmp_path: Path) -> None:

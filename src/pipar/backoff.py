@@ -8,12 +8,16 @@ from typing import NamedTuple
 
 from pipar import keyed
 
+#: The last attempt has so long, or half of the time if that is little.
+_LAST_ATTEMPT_S = 1.0
+
 
 class Pause(NamedTuple):
-    """Wait so long, then make this attempt; attempts count from 1."""
+    """Wait so long, then make this attempt, which may take so long; attempts count from 1."""
 
     attempt: int
     wait_s: float
+    within_s: float | None = None  # None: for ever
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,29 @@ class Backoff:
         return cls(keyed.generator(seed, "backoff", name).random, clock, give_up_after_s)
 
     def pauses(self) -> Iterator[Pause]:
-        """Give the pause before each attempt, until the time for giving up has come.
+        """Give the pause before each attempt, until the time for giving up, which counts from this call, has come.
 
         Each call begins anew with the shortest pause. Call it when a link is lost, and not again before the server has
-        answered: a server that accepts and hangs up at once must not be hammered. The last attempt is made at the
-        moment of giving up, not before it.
+        answered: a server that accepts and hangs up at once must not be hammered. Whoever keeps to `within_s` has given
+        up when the time is over, whatever an attempt waits for.
         """
-        began_s = self.clock()
+        ends_s = None if self.give_up_after_s is None else self.clock() + self.give_up_after_s
+        return self._pauses_until(ends_s)
+
+    def _pauses_until(self, ends_s: float | None) -> Iterator[Pause]:
+        last_s = min(_LAST_ATTEMPT_S, (self.give_up_after_s or 0.0) / 2)
         ceiling_s = min(self.first_s, self.most_s)
         attempt = 0
-        while (left_s := self._left_s(began_s)) is None or left_s > 0:
+        while (left_s := _left_s(ends_s, self.clock())) is None or left_s > last_s:
             attempt += 1
             wait_s = self.draw() * ceiling_s
-            yield Pause(attempt, wait_s if left_s is None else min(wait_s, left_s))
+            if left_s is None:
+                yield Pause(attempt, wait_s)
+            else:
+                wait_s = min(wait_s, left_s - last_s)
+                yield Pause(attempt, wait_s, left_s - wait_s)
             ceiling_s = min(2 * ceiling_s, self.most_s)
 
-    def _left_s(self, began_s: float) -> float | None:
-        return None if self.give_up_after_s is None else began_s + self.give_up_after_s - self.clock()
+
+def _left_s(ends_s: float | None, now_s: float) -> float | None:
+    return None if ends_s is None else ends_s - now_s

@@ -103,6 +103,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     folder = _open_folder(folder_path, before, found, options.command)
     if found is not None and found.round >= config.run.epochs:
         observe(Resumed(found.round))
+        observe(Stopping(f"All {found.round} rounds are trained already; a larger run.epochs goes on behind them."))
         if not folder.has_result():
             folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
             folder.add_test_accuracy(_test_accuracy(learner, workload))
@@ -186,7 +187,7 @@ class _ServerProgram:
         port = await listener.start(self._options.listen)
         self._observe(Listening(f"{host}:{port}"))
         if found is not None:
-            self._observe(Resumed(done))
+            self._observe(Resumed(done, self._folder.trained_again))
         try:
             await server.train(done)
             self.fleet = server.fleet()

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipar.clock import clock_machine
 from pipar.compute import Compute
-from pipar.errors import BudgetSpentError, LinkError, ProtocolError, SessionOverError, TrainingError
+from pipar.errors import (
+    BudgetSpentError,
+    LinkError,
+    ProtocolError,
+    ServerStopsError,
+    SessionOverError,
+    TrainingError,
+)
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
@@ -407,4 +414,6 @@ class Device:
 def _fault(message: Message, what: str) -> TrainingError | SessionOverError:
     content = read_json(message)
     text = f"The server {what}: {content.get('reason', 'no reason')}"
-    return SessionOverError(text) if content.get("again") is True else TrainingError(text)
+    if content.get("again") is not True:
+        return TrainingError(text)
+    return (ServerStopsError if content.get("stops") is True else SessionOverError)(text)

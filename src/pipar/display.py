@@ -24,10 +24,11 @@ from pipar.events import (
     Replanned,
     ReportFailed,
     Started,
+    Starting,
     TrackerFailed,
 )
 from pipar.gauges import Gauges
-from pipar.logs import one_line
+from pipar.logs import one_line, starting_text
 from pipar.methods import METHODS, Plan
 from pipar.pace import Pace
 from pipar.tables import epoch_header, epoch_line, percent
@@ -43,9 +44,9 @@ class Display:
     """Watches runs: a live part at the bottom of a terminal, and a line for each finished epoch anywhere.
 
     Without a terminal, on one that cannot move its cursor and in CI only the lines are written; `quiet` writes nothing
-    but what was asked for and is not done. On a terminal no line is longer than it is wide. Nothing is written before a
-    run begins, but a line every ten seconds of a long preparation: a mistake that is found until then is the only line.
-    The folders of the runs are remembered.
+    but what was asked for and is not done. On a terminal no line is longer than it is wide, and before a run begins
+    nothing stays on it: a mistake that is found until then is the only line. Elsewhere a line says at once what starts,
+    and another one every ten seconds how far a long preparation is. The folders of the runs are remembered.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -81,7 +82,9 @@ class Display:
     def observe(self, event: Event) -> None:
         """Take one event; be quick about it."""
         self._gauges.take(event)
-        if isinstance(event, Preparing):
+        if isinstance(event, Starting):
+            self._say_what_starts(event)
+        elif isinstance(event, Preparing):
             self._preparing = event
             self._say_how_far(event)
         elif isinstance(event, Started):
@@ -109,6 +112,11 @@ class Display:
         """Write a line above the live part, as it is: an address in it is to be clicked on."""
         if not self._quiet:
             self._console.print(Text(sentence), soft_wrap=True, highlight=False)
+
+    def _say_what_starts(self, starting: Starting) -> None:
+        """Write the first line of a log at once: who reads it sees no live part, and nothing else for some seconds."""
+        if self._live is None:
+            self._print(Text(one_line(starting_text(starting))))
 
     def _say_how_far(self, preparing: Preparing) -> None:
         """Write how far a preparation is, now and then, where no terminal shows it all the time."""

@@ -62,6 +62,10 @@ class SessionOverError(LinkError):
     """The server does not know this session any more, or has ended it: a device may join anew."""
 
 
+class ServerStopsError(SessionOverError):
+    """The server ends all sessions in good order, and may be back."""
+
+
 class CredentialError(LinkError):
     """The other side does not take what identifies us, or we do not take what identifies it: trying again is no use."""
 

@@ -61,6 +61,15 @@ class Pictured:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """A command has begun, and what it imports, reads and measures first takes some seconds."""
+
+    program: str  # "server", "device", "run" or "compare"
+    what: str  # is trained, and by whom
+    where: str = ""  # the server is to listen, or a device to find it
+
+
+@dataclass(frozen=True)
 class Preparing:
     """Something before the training takes a while; `share` of it is done."""
 
@@ -202,9 +211,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class Left:
-    """A device has said goodbye."""
+    """A device has said goodbye, or the server, in good order and for this reason, to the device."""
 
     device: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,9 +235,10 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The training goes on from a checkpoint; this epoch was the last one in it."""
+    """The training goes on from a checkpoint; this epoch was the last one in it, and so many behind it were over."""
 
     epoch: int
+    again: int = 0  # rounds that are trained once more
 
 
 @dataclass(frozen=True)
@@ -262,6 +273,20 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Connecting:
+    """A device looks for its server, for the first time."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A device has reached its server; it is Welcomed when a training begins or goes on."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class Reconnecting:
     """A device has no connection to its server and tries again in `wait_s` seconds; attempts count from 1."""
 
@@ -269,6 +294,7 @@ class Reconnecting:
     attempt: int
     wait_s: float
     reason: str
+    is_on_purpose: bool = False  # the server said that it stops
 
 
 @dataclass(frozen=True)
@@ -297,6 +323,7 @@ Event = (
     Progress
     | EpochResult
     | Pictured
+    | Starting
     | Preparing
     | Started
     | Listening
@@ -320,6 +347,8 @@ Event = (
     | ReportFailed
     | Welcomed
     | Trained
+    | Connecting
+    | Connected
     | Reconnecting
     | TrackerFailed
     | Stopping

@@ -9,16 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from pipar.backoff import Backoff
-from pipar.errors import CredentialError, LinkError, PiparError, ProtocolError, SessionOverError, VersionError
-from pipar.events import Observer, Reconnecting
+from pipar.backoff import Backoff, Pause
+from pipar.errors import (
+    CredentialError,
+    LinkError,
+    PiparError,
+    ProtocolError,
+    ServerStopsError,
+    SessionOverError,
+    VersionError,
+)
+from pipar.events import Connected, Connecting, Observer, Reconnecting
 from pipar.link.channel import Channel, Transport
 from pipar.protocol.messages import Kind, Message, json_body, read_json
 from pipar.protocol.wire import cut_message
 
 #: An answer to a hello that wants to go on with a session comes at once, or the server is not there.
 _ANSWER_WITHIN_S = 10.0
-#: A session that breaks off sooner, because the server said what it may not, is one more failed attempt.
+#: A session that breaks off sooner, before it has begun or because the server said what it may not, is one more failed
+#: attempt.
 _SETTLED_S = 60.0
 
 
@@ -41,27 +50,44 @@ class Lifeline:
 
         What the server says wrong, as by a damaged frame, ends a session; what it says on purpose ends them all.
         """
-        pauses, clock = self._backoff.pauses(), asyncio.get_running_loop().time
+        clock, pauses = asyncio.get_running_loop().time, self._backoff.pauses()
+        within_s = self._backoff.give_up_after_s or None  # no patience at all is one attempt
         reason: LinkError | ProtocolError
+        self._observe(Connecting(self._address))
         while True:
-            self._lost, self._channel, began = asyncio.Queue(), None, clock()
+            self._lost, self._channel, reached_at = asyncio.Queue(), None, None
             try:
-                return await take_part(await self._dial())
-            except CredentialError:
+                transport = await self._reach(within_s)
+                reached_at = clock()
+                self._observe(Connected(self._address))
+                return await take_part(transport)
+            except (CredentialError, _GaveUpError):
                 raise  # trying again is no use
             except LinkError as error:
-                reason, went_well = error, self._was_let_in
+                reason, went_well = error, self._was_let_in or _is_settled(reached_at, clock())
             except ProtocolError as error:
                 if isinstance(error, VersionError) and not self._was_let_in:
                     raise  # nor is it here
-                reason, went_well = error, self._was_let_in and clock() - began > _SETTLED_S
+                reason, went_well = error, self._was_let_in and _is_settled(reached_at, clock())
             if went_well:  # not one more failed attempt
                 pauses = self._backoff.pauses()
             pause = next(pauses, None)
             if pause is None:
-                raise LinkError(f"Gave up {self._address}: {reason}") from None
-            self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason)))
-            await asyncio.sleep(pause.wait_s)
+                raise _GaveUpError(f"Gave up {self._address}: {reason}") from None
+            within_s = pause.within_s
+            await self._wait(pause, reason)
+
+    async def _wait(self, pause: Pause, reason: Exception) -> None:
+        is_on_purpose = isinstance(reason, ServerStopsError)
+        self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason), is_on_purpose))
+        await asyncio.sleep(pause.wait_s)
+
+    async def _reach(self, within_s: float | None) -> Transport:
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._dial()
+        except TimeoutError:
+            raise LinkError(f"No server answered at {self._address} within {within_s:.3g} s.") from None
 
     @property
     def _was_let_in(self) -> bool:
@@ -85,23 +111,38 @@ class Lifeline:
                 channel.fail(failure if isinstance(failure, LinkError) else LinkError(str(failure)))
 
     async def _resume(self, channel: Channel, reason: LinkError) -> None:
+        clock = asyncio.get_running_loop().time
         for pause in self._backoff.pauses():
-            self._observe(Reconnecting(self._address, pause.attempt, pause.wait_s, str(reason)))
-            await asyncio.sleep(pause.wait_s)
+            await self._wait(pause, reason)
+            began = clock()
             try:
-                return await resume(channel, self._name, await self._dial())
+                transport = await self._reach(pause.within_s)
+                left_s = _ANSWER_WITHIN_S if pause.within_s is None else began + pause.within_s - clock()
+                await resume(channel, self._name, transport, within_s=min(_ANSWER_WITHIN_S, left_s))
             except (SessionOverError, CredentialError):
                 raise
             except LinkError as error:
                 reason = error
-        raise LinkError(f"Gave up {self._address}: {reason}")
+            else:
+                self._observe(Connected(self._address))
+                return
+        raise _GaveUpError(f"Gave up {self._address}: {reason}")
 
 
-async def resume(channel: Channel, name: str, transport: Transport) -> None:
+class _GaveUpError(LinkError):
+    """The time for trying is over."""
+
+
+def _is_settled(reached_at: float | None, now: float) -> bool:
+    """Return whether a connection that is lost now has lasted: who waits for others to join is not failing."""
+    return reached_at is not None and now - reached_at > _SETTLED_S
+
+
+async def resume(channel: Channel, name: str, transport: Transport, *, within_s: float = _ANSWER_WITHIN_S) -> None:
     """Go on with the channel's session over this transport, or raise SessionOverError if the server does not."""
     hello = Message(Kind.HELLO, body=json_body({"name": name}))
     try:
-        async with asyncio.timeout(_ANSWER_WITHIN_S):
+        async with asyncio.timeout(within_s):
             for frame in cut_message(hello, channel.session, 0, channel.received):
                 await transport.write(frame)
             answer = await transport.read()

@@ -22,6 +22,8 @@ from pipar.events import (
     Barred,
     BegunAnew,
     BudgetSpent,
+    Connected,
+    Connecting,
     Dropped,
     EpochResult,
     Event,
@@ -44,6 +46,7 @@ from pipar.events import (
     Saved,
     SaveFailed,
     Started,
+    Starting,
     Stopping,
     TrackerFailed,
     Trained,
@@ -84,11 +87,10 @@ def log_observer(logger: logging.Logger | None = None) -> Observer:
     narrator = Narrator()
 
     def observe(event: Event) -> None:
-        narrator.remember(event)
-        # That something begins which takes seconds is said to everybody: silence looks like a program that hangs.
-        begins = isinstance(event, Preparing) and event.share == 0.0
-        if log.isEnabledFor(level := logging.INFO if begins else level_of(event)):
+        level = logging.INFO if _is_information(event) else level_of(event)
+        if log.isEnabledFor(level):
             log.log(level, "%s", narrator.sentence(event), extra={"event": event})
+        narrator.remember(event)
 
     return observe
 
@@ -116,6 +118,14 @@ def logged(
         log.setLevel(previous_level)
 
 
+def _is_information(event: Event) -> bool:
+    """Return whether an event is neither less nor more than that, although others of its kind are."""
+    # That something begins which takes seconds is said to everybody: silence looks like a program that hangs.
+    begins = isinstance(event, Preparing) and event.share == 0.0
+    # A lost link is one warning, however often it is tried; a server that stops on purpose is none.
+    return begins or (isinstance(event, Reconnecting) and (event.attempt > 1 or event.is_on_purpose))
+
+
 def level_of(event: Event) -> int:
     """Return how much an event matters, as a level of `logging`."""
     return _LEVELS.get(type(event), logging.INFO)
@@ -127,9 +137,12 @@ class Narrator:
     def __init__(self) -> None:
         self._wanted = 0
         self._counted: dict[int, int] = {}  # devices by epoch, until its result is there
+        self._why_away = ""  # there was no connection when that was last said
 
     def sentence(self, event: Event) -> str:
         """Return one line about the event, without control characters: names and reasons may come from a peer."""
+        if isinstance(event, Reconnecting):
+            return one_line(self._reconnecting(event))
         return one_line(self._about_the_training(event) or _about_devices(event) or _about_the_program(event))
 
     def remember(self, event: Event) -> None:
@@ -140,6 +153,8 @@ class Narrator:
             self._wanted = event.wanted
         elif isinstance(event, RoundOver):
             self._counted[event.epoch] = len(event.counted)
+        elif isinstance(event, Reconnecting):
+            self._why_away = event.reason
 
     def _about_the_training(self, event: Event) -> str:
         match event:
@@ -171,6 +186,15 @@ class Narrator:
                 return f"{event.device} joined ({event.devices}{of} device{plural})"
         return ""
 
+    def _reconnecting(self, event: Reconnecting) -> str:
+        """Say why there is no connection, if that is news, and when it is tried again."""
+        when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
+        if event.is_on_purpose:
+            return f"the server at {event.address} stops for now; {when}"
+        if event.attempt > 1 and event.reason == self._why_away:
+            return f"still no connection to {event.address}; {when}"
+        return f"no connection to {event.address} ({event.reason}); {when}"
+
     def _result(self, result: EpochResult) -> str:
         devices = self._counted.pop(result.epoch, None)
         words = [f"result of round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
@@ -192,7 +216,7 @@ def _about_devices(event: Event) -> str:
         case Lost():
             return f"{event.device} is lost: {event.reason}"
         case Left():
-            return f"{event.device} left"
+            return f"{event.device} is let go: {event.reason}" if event.reason else f"{event.device} left"
         case Dropped():
             return f"round {event.epoch} does not count {event.device}: {event.reason}"
     return ""
@@ -200,6 +224,8 @@ def _about_devices(event: Event) -> str:
 
 def _about_the_program(event: Event) -> str:
     match event:
+        case Starting():
+            return starting_text(event)
         case Preparing():
             how_far = f": {format_percent(event.share, 0)}%" if event.share else ", for some seconds"
             return f"{event.what}{how_far}"
@@ -212,7 +238,9 @@ def _about_the_program(event: Event) -> str:
         case SaveFailed():
             return f"round {event.epoch} could not be saved: {event.reason}"
         case Resumed():
-            return f"going on after round {event.epoch}, from its checkpoint; later rounds are trained again"
+            verb = "is" if event.again == 1 else "are"
+            again = f"; {_count(event.again, 'later round')} {verb} trained again" if event.again else ""
+            return f"going on after round {event.epoch}, from its checkpoint{again}"
         case ReportWritten():
             return f"the page of the run is {event.path}"
         case ReportFailed():
@@ -221,9 +249,10 @@ def _about_the_program(event: Event) -> str:
             return f"{event.device} takes part by {event.plan}"
         case Trained():
             return f"{event.device} has trained its part of round {event.epoch}: {_count(event.samples, 'sample')}"
-        case Reconnecting():
-            when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
-            return f"no connection to {event.address} ({event.reason}); {when}"
+        case Connecting():
+            return f"connecting to {event.address}"
+        case Connected():
+            return f"connected to {event.address}"
         case TrackerFailed():
             return f"the tracker {event.tracker} is off, and training goes on without it: {event.reason}"
         case Stopping():
@@ -231,6 +260,12 @@ def _about_the_program(event: Event) -> str:
         case Failed():
             return f"failed: {event.reason}"
     return f"{event}"  # of a newer version of the core
+
+
+def starting_text(event: Starting) -> str:
+    """Return the first line of a command: what it prepares, and where it will be found or look."""
+    where = {"server": f"; it will listen at {event.where}", "device": f"; its server is {event.where}"}
+    return f"pipar {event.program}: preparing {event.what}{where.get(event.program, '') if event.where else ''}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -194,7 +194,7 @@ class Reception:
         session.inbox.put_nowait(reason)
         session.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
         self._ledger.lose(session.device)
-        self._observe(Left(session.device) if session.stopped else Lost(session.device, str(reason)))
+        self._observe(_farewell_of(session, reason))
         self._notify()
 
     async def dismiss(self, session: Session, reason: Exception | str, *, again: bool = False) -> None:
@@ -205,6 +205,11 @@ class Reception:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await session.channel.drain()
         self.end(session, session.verdict)
+
+    async def let_go(self, session: Session, reason: str) -> None:
+        """Tell a device that the server stops, in good order; it may come again when there is one."""
+        session.is_let_go = True
+        await self.dismiss(session, reason, again=True)
 
     def stop(self, epoch: int) -> None:
         """Tell everybody, also who still comes, that the training is over."""
@@ -229,6 +234,7 @@ class Reception:
     def close(self) -> None:
         """End all sessions."""
         for session in self.present():
+            session.is_let_go = True
             self.end(session, LinkError("the server has ended"))
 
     def _notify(self) -> None:
@@ -291,6 +297,12 @@ class Reception:
             trace = trace.later(trace.clock.offset_s(clock_machine(), session.hello_at, session.welcome_at))
         downlink = session.recorder.take(trace.epoch)
         self._ledger.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
+
+
+def _farewell_of(session: Session, reason: Exception) -> Left | Lost:
+    if session.stopped:
+        return Left(session.device)
+    return (Left if session.is_let_go else Lost)(session.device, str(reason))
 
 
 def _answers_plan(message: Message, abandoned: int) -> bool:

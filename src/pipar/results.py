@@ -108,6 +108,7 @@ class RunFolder:
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
+        self.trained_again = 0  # rounds behind the checkpoint that the files told of
         self._safe_round = 0 if has_checkpoints else math.inf  # nothing undoes the rounds up to this one
         self._held: list[tuple[int, str, dict[str, Any]]] = []  # rows of rounds that are not safe yet, with their files
         write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
@@ -139,6 +140,7 @@ class RunFolder:
     def go_on(self, found: Checkpoint) -> None:
         """Take up a run behind the round of a checkpoint; whatever the files say of later ones is trained again."""
         done = found.round
+        self.trained_again = sum(row["epoch"] > done for row in rows_on_disk(self.path / "rounds.jsonl"))
         rows = (*found.metrics, *rows_on_disk(self.path / "metrics.jsonl"))
         known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
         self.round_log = [dict(counted) for counted in found.round_log[:done]]

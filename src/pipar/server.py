@@ -223,11 +223,9 @@ class Server:
         """Return when every device has left, after 'stop training'."""
         await self._reception.farewell()
 
-    async def dismiss(self, reason: Exception | str) -> None:
+    async def dismiss(self, reason: str) -> None:
         """Tell all devices why the training does not go on for now; they may come again."""
-        await asyncio.gather(
-            *(self._reception.dismiss(session, reason, again=True) for session in self._reception.present())
-        )
+        await asyncio.gather(*(self._reception.let_go(session, reason) for session in self._reception.present()))
 
     # --- the training
 

@@ -78,6 +78,7 @@ class Session:
         self.hello_at = self.welcome_at = 0.0  # on the server's clock
         self.is_over = False
         self.verdict: Exception | None = None  # why the server ends it, whatever the device does meanwhile
+        self.is_let_go = False  # in good order: the server stops
         self.has_model_of: int | None = None  # the epoch whose global model was sent to it last
         self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.awaits_momentum = False  # of layers that the device has handed over
@@ -172,12 +173,13 @@ class Session:
 
     def refuse(self, reason: Exception | str, *, again: bool = False) -> None:
         """Tell the device why its session is over, and whether it may try `again`."""
-        self.channel.post(fault(reason, again=again))
+        self.channel.post(fault(reason, again=again, stops=self.is_let_go))
 
 
-def fault(reason: Exception | str, *, again: bool = False) -> Message:
-    """Return the message that ends a connection; `again` if joining anew may help."""
-    return Message(Kind.FAULT, body=json_body({"reason": str(reason), "again": again}))
+def fault(reason: Exception | str, *, again: bool = False, stops: bool = False) -> Message:
+    """Return the message that ends a connection; `again` if joining anew may help, `stops` if the server does."""
+    about = {"reason": str(reason), "again": again}
+    return Message(Kind.FAULT, body=json_body({**about, "stops": True} if stops else about))
 
 
 class Answer:

@@ -8,6 +8,11 @@ from collections.abc import Iterable
 from pipar.config import Config, DeviceSection, Link
 
 
+def training_text(config: Config) -> str:
+    """Return what is trained on what: "vgg5 on digits"."""
+    return f"{config.model.factory or config.model.name} on {config.data.factory or config.data.name}"
+
+
 def setting_text(config: Config, between: str = "; ") -> str:
     """Return what is emulated: "4 devices, link 10/25 Mbit/s, speed 0.05 of this machine"."""
     return between.join(_group_text(group) for group in config.devices)

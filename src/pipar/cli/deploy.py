@@ -25,9 +25,10 @@ from pipar.cli.options import (
     options,
 )
 from pipar.errors import ConfigError, CredentialError, InputError, PiparError
-from pipar.events import Failed, Observer, tell_all
+from pipar.events import Failed, Observer, Starting, tell_all
 from pipar.logs import LOGGER
-from pipar.units import parse_duration
+from pipar.units import parse_duration, split_address
+from pipar.wording import training_text
 
 _LOGS = [
     click.option(
@@ -97,6 +98,7 @@ def server(
     check_server(security, address)  # before anything that takes a while
     page = live_page(dashboard, dashboard_token, logging.getLogger(LOGGER).info)
     with _observed(log_format, metrics) as observe, page as observers:
+        observe(Starting("server", training_text(loaded), _place_text(address)))
         from pipar.deployment import ServerOptions, serve
 
         asked = ServerOptions(address, security, resume, command_line(), pictures=bool(observers))
@@ -167,6 +169,7 @@ def device(
         raise InputError(f"--give-up-after {give_up_after} is not a duration: {error}") from None
     check_device(security, address)  # before anything that takes a while
     with _observed(log_format, metrics) as observe:
+        observe(Starting("device", f"{training_text(loaded)} as {name}", address))
         from pipar.deployment import DeviceOptions, take_part
 
         try:
@@ -179,6 +182,12 @@ def device(
 def _check_folder(certs: Path) -> None:
     if not certs.is_dir():
         raise InputError(f"There is no folder {certs}: `pipar certs init` makes one.")
+
+
+def _place_text(address: str) -> str:
+    """Return an address for people: which port is free is not known before one listens."""
+    host, port = split_address(address)
+    return address if port else f"any free port of {host}"
 
 
 @contextmanager

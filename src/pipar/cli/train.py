@@ -27,8 +27,9 @@ from pipar.cli.options import (
     watched,
 )
 from pipar.errors import InputError
-from pipar.events import tell_all
+from pipar.events import Starting, tell_all
 from pipar.methods import METHODS, method
+from pipar.wording import training_text
 
 if TYPE_CHECKING:
     from pipar.config import Config
@@ -59,9 +60,10 @@ def run(
     CONFIG is a TOML file; without it VGG-5 is trained on digits with four devices.
     """
     world, loaded = _world(virtual, timing_only), load(config, settings)
-    from pipar.run import run as train
+    starting = Starting("run", f"{training_text(loaded)} by {loaded.run.method}")
+    with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
+        from pipar.run import run as train
 
-    with _watched(loaded, dashboard, dashboard_token, quiet=as_json) as watching:
         result = train(loaded, world=world, command=command_line(), report=True, **watching)
     if as_json:
         print_json(_as_json(result))
@@ -101,16 +103,18 @@ def compare(
 ) -> None:
     """Train the same by several methods, and show one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
-    from pipar.report import leave_comparison
-    from pipar.run import compare as train
-    from pipar.tables import comparison_table, console
+    starting = Starting("compare", f"{training_text(loaded)} by {', '.join(names)}")
+    with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
+        from pipar.report import leave_comparison
+        from pipar.run import compare as train
 
-    with _watched(loaded, dashboard, dashboard_token, quiet=as_json) as watching:
         results = train(loaded, methods=names, world=world, command=command_line(), report=True, **watching)
         page = leave_comparison([result.folder for result in results.values()], loaded, watching["observe"])
     if as_json:
         print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
         return
+    from pipar.tables import comparison_table, console
+
     console().print(comparison_table(results, loaded))
     _say_where(page)
 
@@ -130,9 +134,12 @@ def _text(page: Path | None) -> str | None:
 
 
 @contextmanager
-def _watched(config: Config, dashboard: str | None, token: str | None, *, quiet: bool) -> Iterator[dict[str, Any]]:
+def _watched(
+    config: Config, starting: Starting, dashboard: str | None, token: str | None, *, quiet: bool
+) -> Iterator[dict[str, Any]]:
     """Give the words with which a training is watched: on the terminal, and on a live page if one is asked for."""
     with watched(config, quiet=quiet) as display:
+        display.observe(starting)
         # Also with --json, whose document is on standard output: nobody could find the page otherwise.
         announce = partial(click.echo, err=True) if quiet else display.say
         with live_page(dashboard, token, announce) as observers:
