@@ -32,8 +32,8 @@ LINES = [
     privacy.*
     link.*
     forecast judge
-    compute lifeline device server turns ledger hollow job results session reception replanning foresight choosing \
-    validation keeper
+    compute lifeline device server turns ledger hollow job results session silence reception replanning foresight \
+    choosing validation keeper
     enrolment assemble torchside workload planning prepare virtual processes explain doctor
     report.*
     run deployment faults.*

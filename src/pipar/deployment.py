@@ -43,6 +43,7 @@ from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
+from pipar.silence import Silence
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.trace import SERVER, Recorder
 from pipar.trackers.tracking import Tracking, tracked
@@ -188,6 +189,8 @@ class _ServerProgram:
         self._observe(Listening(f"{host}:{port}"))
         if found is not None:
             self._observe(Resumed(done, self._folder.trained_again))
+        silence = Silence(lambda: server.sessions, self._observe)
+        listening = asyncio.create_task(silence.watch()) if self._options.pictures else None  # for who looks at a page
         try:
             await server.train(done)
             self.fleet = server.fleet()
@@ -200,6 +203,8 @@ class _ServerProgram:
                 await keeper.keep(server.done, last=True)
             raise
         finally:
+            if listening is not None:
+                listening.cancel()
             await keeper.finish()
             await chooser.close()
             await listener.stop()

@@ -202,6 +202,22 @@ class Back:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A device has to say something and has not for so long; its connection is not known to be lost."""
+
+    device: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A device that was silent for so long has said something."""
+
+    device: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Lost:
     """A device is gone, and its place is no longer kept; it may join anew."""
 
@@ -338,6 +354,8 @@ Event = (
     | Dropped
     | Away
     | Back
+    | Silent
+    | Heard
     | Lost
     | Left
     | Saved

@@ -28,6 +28,7 @@ from pipar.events import (
     EpochResult,
     Event,
     Failed,
+    Heard,
     Joined,
     Left,
     Listening,
@@ -45,6 +46,7 @@ from pipar.events import (
     RoundOver,
     Saved,
     SaveFailed,
+    Silent,
     Started,
     Starting,
     Stopping,
@@ -66,6 +68,8 @@ _LEVELS: dict[type[Event], int] = {
     Progress: logging.DEBUG,
     Pictured: logging.DEBUG,
     Preparing: logging.DEBUG,
+    Silent: logging.DEBUG,  # it may only be slow; that it is away is a warning
+    Heard: logging.DEBUG,
     Away: logging.WARNING,
     Lost: logging.WARNING,
     Dropped: logging.WARNING,
@@ -213,6 +217,10 @@ def _about_devices(event: Event) -> str:
             return f"{event.device} is away: its link is lost, and its place is kept for {event.seconds_allowed:.0f} s"
         case Back():
             return f"{event.device} is back after {event.away_s:.1f} s"
+        case Silent():
+            return f"{event.device} is waited for and has been silent for {event.seconds:.1f} s"
+        case Heard():
+            return f"{event.device} is heard again after {event.seconds:.1f} s"
         case Lost():
             return f"{event.device} is lost: {event.reason}"
         case Left():

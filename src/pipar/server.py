@@ -541,6 +541,7 @@ class Server:
         self._measured_or_gone(session.device, epoch)
         model = await session.next()
         expect(model, Kind.MODEL, epoch)
+        session.is_training = False
         returned = await self._take_model(session, model, end.samples)
         known = [batch for batch in losses if batch is not None]
         return _Served(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))

@@ -89,6 +89,8 @@ class Session:
         self.abandoned = 0  # what still comes of epochs up to this one counts no more
         self.is_late = False  # something of them may still come
         self.asked_for: deque[int] = deque()  # epochs whose traces are to come
+        self.round = 0  # the epoch that it was last told to train
+        self.is_training = False  # and has not brought back its part of
         self.served = (0, 0)  # epoch and iteration of its last whole batch
         self.uplink = Traffic()  # of a real link, as last measured
         self.stopped = False
@@ -98,6 +100,16 @@ class Session:
     def is_awaited(self) -> bool:
         """Whether it is the device that has to say something: nothing of it waits, or is being computed."""
         return self.inbox.empty() and (self.computing is None or self.computing.done())
+
+    def awaited_s(self, now: float) -> float:
+        """Return for how long it is the device that has to say something, and has not; 0 if it does not have to.
+
+        It does not while it is being sent something, or waits for an answer itself.
+        """
+        channel = self.channel
+        has_to = self.is_welcome and (self.is_training or channel.unacknowledged > 0)
+        waits = not self.inbox.empty() or self.outstanding > 0 or channel.has_something_to_send
+        return now - max(channel.heard_at, channel.sent_at) if has_to and not waits and channel.is_attached else 0.0
 
     def take(self, message: Message) -> None:
         """Keep a message until it is asked for, or raise if the device has sent more than a round has room for.
@@ -141,6 +153,7 @@ class Session:
 
     def begin(self, epoch: int) -> None:
         """Let the device train an epoch. How fast a real uplink is shows on this side, and the device is told so."""
+        self.round, self.is_training = epoch, True
         known = self.uplink
         told = json_body({"up_bytes": known.size_bytes, "up_s": known.seconds}) if known.is_telling else EMPTY
         self.channel.post(Message(Kind.ROUND, epoch, body=told))
@@ -161,7 +174,7 @@ class Session:
 
     def abandon(self, epoch: int) -> None:
         """Drop what the device does of an epoch: the round has ended without it."""
-        self.abandoned, self.is_late = epoch, True
+        self.abandoned, self.is_late, self.is_training = epoch, True, False
         self.outstanding = 0
         waiting = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
         for one in waiting:

@@ -16,6 +16,7 @@ from pipar.events import (
     EpochResult,
     Event,
     Failed,
+    Heard,
     Joined,
     Left,
     Lost,
@@ -24,6 +25,7 @@ from pipar.events import (
     Replanned,
     Resumed,
     RoundOver,
+    Silent,
     Started,
     Stopping,
     Waiting,
@@ -182,6 +184,16 @@ def test_a_device_turns_what_its_event_says_and_since_then(event: Event, state: 
     shown = picture(started("a", "b"), Joined("a", 1), Joined("b", 2), progress("a", 1, 1.0), event)
     assert (device(shown, "a")["state"], device(shown, "a")["since"]) == (state, 1004.0)
     assert device(shown, "b")["state"] == "joined"
+
+
+def test_a_device_is_silent_since_it_was_last_heard_and_what_it_was_when_it_is_heard_again() -> None:
+    events: list[Event] = [started("a", "b"), Joined("a", 1), progress("a", 1, 1.0), Silent("a", 1.5)]
+    shown = picture(*events)
+    assert (device(shown, "a")["state"], device(shown, "a")["since"]) == ("silent", 1001.5)
+    assert shown["states"] == {"silent": 1, "expected": 1}
+    again = picture(*events, Heard("a", 3.0))
+    assert (device(again, "a")["state"], device(again, "a")["since"]) == ("training", 1002.0)
+    assert device(picture(*events, Away("a", 30.0)), "a")["state"] == "away"
 
 
 def test_since_is_when_a_device_became_so_and_not_when_it_was_last_heard_of() -> None:

@@ -14,6 +14,7 @@ from pipar.events import (
     Dropped,
     Event,
     Failed,
+    Heard,
     Joined,
     Left,
     Lost,
@@ -22,6 +23,7 @@ from pipar.events import (
     Replanned,
     Resumed,
     RoundOver,
+    Silent,
     Started,
     Stopping,
     Trained,
@@ -41,7 +43,7 @@ _LOG_LINES = 40
 _LOSSES = 120
 
 #: What a device can be, the most worrying first.
-DEVICE_STATES = ("lost", "away", "back", "expected", "joined", "training", "left")
+DEVICE_STATES = ("lost", "away", "silent", "back", "expected", "joined", "training", "left")
 
 
 @dataclass
@@ -54,8 +56,15 @@ class DeviceRow:
     samples: int | None = None
     note: str = ""
     until: float | None = None  # of a device that is away: so long its place is kept
+    silent_since: float | None = None  # it is here, has to say something, and nothing comes
+
+    @property
+    def shown(self) -> tuple[str, float]:
+        """The state to be shown, and since when it is so."""
+        return (self.state, self.since) if self.silent_since is None else ("silent", self.silent_since)
 
     def become(self, state: str, at: float, note: str = "", until: float | None = None) -> None:
+        self.silent_since = None
         if state != self.state:
             self.since = at
         self.state, self.note, self.until = state, note, until
@@ -159,6 +168,10 @@ class LiveState:
                 self._row(event.device, at).become("away", at, until=at + event.seconds_allowed)
             case Back():
                 self._row(event.device, at).become("back", at, f"after {event.away_s:.1f} s")
+            case Silent():
+                self._row(event.device, at).silent_since = at - event.seconds
+            case Heard():
+                self._row(event.device, at).silent_since = None
             case Lost():
                 self._row(event.device, at).become("lost", at, one_line(event.reason))
             case Left():
@@ -216,9 +229,9 @@ class LiveState:
         }
 
     def _device_part(self) -> dict[str, Any]:
-        ordered = sorted(self._rows.items(), key=lambda item: (DEVICE_STATES.index(item[1].state), item[0]))
+        ordered = sorted(self._rows.items(), key=lambda item: (DEVICE_STATES.index(item[1].shown[0]), item[0]))
         shown = sorted(ordered[:MOST_ROWS])
-        states = Counter(row.state for row in self._rows.values())
+        states = Counter(row.shown[0] for row in self._rows.values())
         return {
             "devices": [self._device(name, row) for name, row in shown],
             "unseen": len(ordered) - len(shown),
@@ -228,10 +241,11 @@ class LiveState:
     def _device(self, name: str, row: DeviceRow) -> dict[str, Any]:
         busy, started = self.gauges.busy(name), self.gauges.started
         epoch, iteration = self.gauges.device_place(name) or (None, None)
+        state, since = row.shown
         return {
             "name": one_line(name),
-            "state": row.state,
-            "since": row.since,
+            "state": state,
+            "since": since,
             "until": row.until,
             "note": row.note,
             "plan": row.plan,

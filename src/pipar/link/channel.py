@@ -107,6 +107,7 @@ class Channel:
         self.ready, self.came = Log(), Log()  # of a real link: frames to the peer, and from it
         self._went_before = 0  # messages up to this one may go again
         self._loop = asyncio.get_running_loop()
+        self.heard_at = self.sent_at = self._loop.time()  # of the last frame from the peer, and of the last one to it
         self._pacer = Pacer(free_at=self._loop.time())
         self._latency_s = 0.0
         self._unnumbered: deque[_Posted] = deque()
@@ -205,6 +206,7 @@ class Channel:
                     return message
 
     def _take(self, frame: Frame) -> Message | None:
+        self.heard_at = self._loop.time()
         self._forget_acknowledged(frame.acknowledged)
         if (frame.sequence == 0) != (frame.message.kind in UNNUMBERED):
             raise ProtocolError(f"{frame.message} has number {frame.sequence}; only what opens or ends a link has 0.")
@@ -277,7 +279,7 @@ class Channel:
         self.ready.clear()
         self.came.clear()
         self._went_before = self._sequence
-        now = self._loop.time()
+        self.heard_at = now = self._loop.time()
         self._unnumbered = deque([_Posted(greeting, 0, now)] if greeting is not None else [])
         self._numbered = deque(_Posted(posted.message, posted.sequence, now) for posted in self._unacknowledged)
         self._unacknowledged = deque(self._numbered)
@@ -335,7 +337,7 @@ class Channel:
 
     async def drain(self) -> None:
         """Return when all that was posted has left, as far as it is encoded (or the peer is gone)."""
-        while self._has_something_to_send and self._transport is not None:
+        while self.has_something_to_send and self._transport is not None:
             if self._drained is None or self._drained.done():
                 self._drained = self._loop.create_future()
             changed = self._loop.create_task(self._changed.wait())
@@ -348,7 +350,8 @@ class Channel:
                 return
 
     @property
-    def _has_something_to_send(self) -> bool:
+    def has_something_to_send(self) -> bool:
+        """Whether a frame is being sent, or could be."""
         is_sending = self._posted is None
         return is_sending or any(queue[0].is_ready for queue in (self._unnumbered, self._numbered) if queue)
 
@@ -403,7 +406,7 @@ class Channel:
         except LinkError as error:
             self._lose(transport, error)
             return
-        written_at = self._loop.time()
+        self.sent_at = written_at = self._loop.time()
         self._measure(frame, ready_at, end - start)
         if self._pacer.rates.at(end) is None:
             # Nothing to plan with: the lane is taken for as long as the transport takes the frame.

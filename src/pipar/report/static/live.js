@@ -10,7 +10,7 @@
   };
   const ENDS = new Set(["over", "stopped", "failed"]);
   const STATES = {
-    expected: "not here yet", joined: "joined", training: "training", away: "away", lost: "lost", back: "back", left: "left",
+    expected: "not here yet", joined: "joined", training: "training", away: "away", silent: "silent", lost: "lost", back: "back", left: "left",
   };
   const LANES = { device: "Device compute", uplink: "Uplink", server: "Server cores", downlink: "Downlink" };
   const SVG = "http://www.w3.org/2000/svg";
@@ -153,7 +153,7 @@
     if (state.trouble) return state.trouble;
     if (state.preparing) return `${state.preparing[0]}: ${percent(state.preparing[1])}`;
     if (state.waiting) return `${state.waiting[0]} of ${state.waiting[1]} devices are here.`;
-    const away = state.devices.filter((row) => row.state === "away" || row.state === "lost");
+    const away = state.devices.filter((row) => ["away", "lost", "silent"].includes(row.state));
     return away.length ? away.map((row) => `${row.name} is ${row.state}`).join(", ") + "." : "";
   }
 
@@ -233,7 +233,8 @@
     setText(tiles.left, isOver ? "–" : state.ends_at ? clock(state.ends_at - now) : "–");
     for (const { device, since, note } of rows.values()) {
       setText(since, clock(now - device.since));
-      setText(note, device.until ? `place kept for ${clock(device.until - now)}` : device.note);
+      const silence = device.state === "silent" ? `nothing heard for ${clock(now - device.since)}` : device.note;
+      setText(note, device.until ? `place kept for ${clock(device.until - now)}` : silence);
     }
   }
 
