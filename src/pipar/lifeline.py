@@ -87,7 +87,8 @@ class Lifeline:
             async with asyncio.timeout(within_s):
                 return await self._dial()
         except TimeoutError:
-            raise LinkError(f"No server answered at {self._address} within {within_s:.3g} s.") from None
+            within = "" if within_s is None else f" within {within_s:.3g} s"
+            raise LinkError(f"No server answered at {self._address}{within}.") from None
 
     @property
     def _was_let_in(self) -> bool:

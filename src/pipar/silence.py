@@ -32,10 +32,11 @@ class _Rhythm:
     is_silent: bool = False
 
     def hear(self, at: float, in_round: int) -> None:
-        """Something has come: that was how long it takes."""
+        """Something has come: that was how long it takes. Of what was far too long, only so much is taken for usual."""
+        usual_s = min(self.waited_s, 2 * self.patience_s)
         if in_round != self.round:
             self.round, self.before_s, self.longest_s = in_round, self.longest_s, None
-        self.longest_s = max(self.longest_s or 0.0, self.waited_s)
+        self.longest_s = max(self.longest_s or 0.0, usual_s)
         self.heard_at, self.waited_s, self.is_silent = at, 0.0, False
 
     @property
