@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from interleaving import has_step
 from rich.console import Console
 
 from pipar.config import config_from
@@ -267,3 +269,29 @@ def test_a_terminal_shows_where_the_run_is(events: list[Event], says: list[str])
     for words in says:
         assert words in shown
     assert max(len(line) for line in shown.replace("\r", "\n").splitlines() if "\x1b" not in line) <= 80
+
+
+# --- the screen is drawn by a thread of its own
+
+
+def _look_while_reporting(step: int) -> bool:
+    gauges = _gauges()
+
+    def look() -> None:
+        gauges.place()
+        gauges.samples_per_s()
+        gauges.utilisation()
+
+    return has_step(step, Gauges.take.__code__, lambda: gauges.take(_report("device-1", 1, 10.0)), look)
+
+
+def _begin_while_drawing(step: int) -> bool:
+    display = Display(Console(file=io.StringIO()))
+    display.observe(RUN[0])
+    return has_step(step, Display._picture.__code__, display._picture, lambda: display.observe(STARTED))
+
+
+@pytest.mark.parametrize("run", [_look_while_reporting, _begin_while_drawing])
+def test_events_may_come_at_any_moment_of_a_drawing(run: Callable[[int], bool]) -> None:
+    steps = next(step for step in range(1, 10_000) if not run(step))
+    assert steps > 20

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interleaving import has_step
 
 from pipar import doctor
 from pipar.cli import main
@@ -194,6 +195,21 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_is_off_at_the_end() -> None:
     tracking.close(patience_s=0.01)
     assert seen[2:] == [TrackerFailed("wandb", "it did not write everything down in time")]
     release.set()
+
+
+def _fail_while_asked(step: int) -> bool:
+    thread, heard = TrackerThread("wandb"), list[str]()
+
+    def fail() -> None:
+        thread._failure = "no network"
+
+    has_failed = has_step(step, TrackerThread.take_failure.__code__, lambda: heard.append(thread.take_failure()), fail)
+    assert [*heard, thread.take_failure()].count("no network") == has_failed
+    return has_failed
+
+
+def test_a_failure_that_comes_while_one_is_asked_for_is_not_forgotten() -> None:
+    assert next(step for step in range(1, 1000) if not _fail_while_asked(step)) > 5
 
 
 def test_a_run_that_never_began_does_not_wait_for_a_package_that_is_slow_to_import() -> None:

@@ -161,9 +161,10 @@ class Display:
             self._console.print(text, soft_wrap=self._live is None, highlight=False)
 
     def _picture(self) -> RenderableType:
-        if self._preparing is not None:
-            words = Text(f"{self._preparing.what}  {self._elapsed()}", no_wrap=True, overflow="ellipsis")
-            return Group(words, _bar_line("", self._preparing.share, percent(self._preparing.share, 0)))
+        preparing = self._preparing  # by another thread, it may be over at any moment
+        if preparing is not None:
+            words = Text(f"{preparing.what}  {self._elapsed()}", no_wrap=True, overflow="ellipsis")
+            return Group(words, _bar_line("", preparing.share, percent(preparing.share, 0)))
         if self._gauges.started is None:
             return Text("Preparing", style="dim")
         if not self._gauges.running:

@@ -32,8 +32,8 @@ class Gauges:
         if isinstance(event, Progress):
             if event.owner == SERVER:
                 self._note_epoch(event)
-            self._reports.setdefault(event.owner, deque(maxlen=_WINDOW)).append(event)
             self._first.setdefault(event.owner, event)
+            self._reports.setdefault(event.owner, deque(maxlen=_WINDOW)).append(event)
             self.loss = self.loss if event.loss is None else event.loss
         elif isinstance(event, Started):
             self.started, self.last, self.loss, self.joined = event, None, None, 0
@@ -89,8 +89,9 @@ class Gauges:
 
     def samples_per_s(self) -> float | None:
         """Return the samples that all devices train in a second of their clock, from their first report on."""
-        latest = {report.owner: report for report in self._latest()}
-        rates = [self._rate(self._first[owner], report) for owner, report in latest.items()]
+        # A screen is drawn by another thread: a new run may have begun since its reports were looked up.
+        pairs = [(self._first.get(report.owner), report) for report in self._latest()]
+        rates = [self._rate(first, last) for first, last in pairs if first is not None]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else self._samples_served_per_s()
 
@@ -118,7 +119,7 @@ class Gauges:
         }
 
     def _latest(self) -> list[Progress]:
-        return [reports[-1] for owner, reports in list(self._reports.items()) if owner != SERVER]
+        return [reports[-1] for owner, reports in list(self._reports.items()) if owner != SERVER and reports]
 
     def _iterations(self, report: Progress) -> int:
         return self.started.iterations.get(report.owner, 1) if self.started else 1

@@ -57,7 +57,9 @@ class TrackerThread:
 
     def take_failure(self) -> str:
         """Return why it is off, once; nothing if it is not."""
-        failure, self._failure = self._failure, ""
+        failure = self._failure
+        if failure:  # its thread may fail at this moment: what is not read is not forgotten
+            self._failure = ""
         return failure
 
     def _work(self) -> None:
