@@ -39,7 +39,10 @@ def test_packages_must_be_here_and_load() -> None:
     assert doctor.check_packages({"click": "8.1", "torch": "2.4"}, {}).state == "ok"
     missing = doctor.check_packages({"click": None, "torch": "2.4"}, {})
     assert (missing.state, missing.found) == ("problem", "not here: click")
-    assert "grpc does not load: ImportError: no" in doctor.check_packages({}, {"grpc": "ImportError: no"}).found
+    broken = doctor.check_packages({}, {"grpc": "ImportError: no"})
+    assert "grpc does not load: ImportError: no" in broken.found
+    assert broken.advice.endswith("pip install --force-reinstall grpcio"), "a package grpc is somebody else's"
+    assert set(doctor.MACHINE_CODE.values()) <= set(doctor.required_packages())
 
 
 def test_a_module_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,16 @@ _LEAST_PYTHON = (3, 11)
 #: Below the first a run does not fit; below the second it does if it is small.
 _LEAST_DISK, _GOOD_DISK = 100_000_000, 1_000_000_000
 _GOOD_MEMORY = 2 * 2**30
-#: Packages with machine code, which may be installed and not load.
-_MACHINE_CODE = ("numpy", "grpc", "cryptography", "safetensors", "zstandard")
+#: Modules with machine code, which may be installed and not load, and the packages that bring them.
+MACHINE_CODE = {
+    "numpy": "numpy",
+    "grpc": "grpcio",
+    "cryptography": "cryptography",
+    "safetensors": "safetensors",
+    "zstandard": "zstandard",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ def examine(config: Config) -> list[Finding]:
     """Return what all checks find on this machine, for this configuration."""
     return [
         check_python(sys.version_info[:3]),
-        check_packages(required_packages(), loading_errors(_MACHINE_CODE)),
+        check_packages(required_packages(), loading_errors(list(MACHINE_CODE))),
         check_torch(torch_facts()),
         check_cores(os.cpu_count() or 1, usable_cores(), limits().cores),
         check_memory(available_memory(), limits()),
@@ -135,9 +143,9 @@ def check_packages(versions: Mapping[str, str | None], errors: Mapping[str, str]
         )
     if errors:
         name, why = next(iter(errors.items()))
-        advice = f"Install it again: pip install --force-reinstall {name}"
+        advice = f"Install it again: pip install --force-reinstall {MACHINE_CODE.get(name, name)}"
         return Finding("packages", "problem", f"{name} does not load: {why}", advice)
-    return Finding("packages", "ok", f"all {len(versions)} are here and load")
+    return Finding("packages", "ok", f"all {len(versions)} are here, and those with machine code load")
 
 
 @dataclass(frozen=True)
