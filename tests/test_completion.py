@@ -58,6 +58,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         (["run", "--set", "devices.profile", "=", "raspberry-pi-3"], ["raspberry-pi-3b"]),
         (["run", "--set", "server.aggregator", "=", "kr"], ["krum"]),
         (["run", ""], ["file"]),
+        (["run", "--dashboard", "127.0.0.1", ":", "80", ""], ["file"]),
         (["nonsense", "x"], []),
     ],
 )  # fmt: skip
@@ -84,6 +85,8 @@ def test_runs_are_completed_where_they_are(tmp_path: Path, monkeypatch: pytest.M
         (["pipar", "--set", "a.b", "=", "c"], (["pipar", "--set", "a.b=c"], True)),
         (["pipar", "--set", "a.b", "="], (["pipar", "--set", "a.b="], True)),
         (["pipar", "--set", "a.b", "=", "c", ""], (["pipar", "--set", "a.b=c", ""], False)),
+        (["pipar", "--listen", "[", "::", "1]", ":", "80", "x"], (["pipar", "--listen", "[::1]:80", "x"], False)),
+        (["pipar", "--set", "a.b", "=", "c", ":", "d"], (["pipar", "--set", "a.b=c:d"], True)),
     ],
 )
 def test_words_that_bash_has_split_are_joined(words: list[str], joined: tuple[list[str], bool]) -> None:

@@ -20,6 +20,8 @@ from pipar.cli.options import example
 #: By which a shell asks the program for candidates; click looks it up for a program of this name.
 VARIABLE = "_PIPAR_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
+#: Signs that bash takes for words of their own.
+_BREAKS = "=:"
 
 _BASH = """\
 %(complete_func)s() {
@@ -40,7 +42,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class BashCompletion(BashComplete):
-    """Completion of bash, which takes run.method=fl for three words and asks for candidates of the last one."""
+    """Completion of bash, which takes run.method=fl or 127.0.0.1:80 for three words and asks for the last one."""
 
     source_template = _BASH
 
@@ -54,7 +56,7 @@ class BashCompletion(BashComplete):
         joined, was_split = join_words(words[: current + 1] if current < len(words) else [*words, ""])
         *before, typed = joined
         value = typed.partition("=")[2] if typed.startswith("-") else typed
-        self._done = value[: value.rfind("=") + 1] if was_split else ""
+        self._done = value[: max(map(value.rfind, _BREAKS)) + 1] if was_split else ""
         return before[1:], typed
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
@@ -63,16 +65,17 @@ class BashCompletion(BashComplete):
 
 
 def join_words(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the words with what stands around an "=" as one, and whether the last one was in pieces."""
+    """Return the words with what stands around an "=" or ":" as one, and whether the last one was in pieces."""
     joined: list[str] = []
     goes_on = False
     for word in words:
-        was_split = (goes_on or word == "=") and bool(joined)
+        is_break = bool(word) and set(word) <= set(_BREAKS)
+        was_split = (goes_on or is_break) and bool(joined)
         if was_split:
             joined[-1] += word
         else:
             joined.append(word)
-        goes_on = word == "="
+        goes_on = is_break
     return joined, was_split
 
 
