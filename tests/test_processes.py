@@ -64,7 +64,7 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
 def picture(epoch: int) -> Pictured:
     """Return one of more bytes than a pipe holds."""
     spans = [Span("phone", "compute", "fc", epoch, at, 1, at + 0.25, at + 0.5, at % 2 == 0, "") for at in range(6000)]
-    return Pictured(epoch, tuple(spans), is_whole=False)
+    return Pictured(epoch, tuple(spans), is_whole=False, left_out=7)
 
 
 def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_would_queue() -> None:

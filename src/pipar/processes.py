@@ -77,13 +77,14 @@ class Sketch:
     epoch: int
     rows: list[tuple[Any, ...]]
     is_whole: bool
+    left_out: int
 
     @classmethod
     def of(cls, picture: Pictured) -> Sketch:
-        return cls(picture.epoch, [_row_of(span) for span in picture.spans], picture.is_whole)
+        return cls(picture.epoch, [_row_of(span) for span in picture.spans], picture.is_whole, picture.left_out)
 
     def picture(self) -> Pictured:
-        return Pictured(self.epoch, tuple(Span(*row) for row in self.rows), self.is_whole)
+        return Pictured(self.epoch, tuple(Span(*row) for row in self.rows), self.is_whole, self.left_out)
 
 
 _row_of: Callable[[Span], tuple[Any, ...]] = attrgetter(*(one.name for one in fields(Span)))
