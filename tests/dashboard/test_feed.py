@@ -74,7 +74,7 @@ def test_there_are_so_many_streams_and_no_more_until_one_is_closed() -> None:
 
 
 def test_a_silent_stream_says_that_it_is_there() -> None:
-    assert run_virtually(taken(Stream(), 3))[1:] == [b": still here\n\n"] * 2
+    assert run_virtually(taken(Stream(), 3))[1:] == [b"event: alive\ndata: null\n\n"] * 2
 
 
 def test_an_ended_stream_gives_what_was_said_last_and_ends() -> None:

@@ -82,6 +82,20 @@ def test_a_resumed_run_has_its_earlier_epochs_and_those_that_are_trained_again_a
     assert [epoch["train_loss"] for epoch in content["runs"][0]["epochs"]] == [3.0, 1.0]
 
 
+def test_what_a_resumed_run_ended_with_before_is_not_told_as_its_own(
+    run: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: Path) -> list[Span]:
+        raise AssertionError("a trace that is not shown is read, for seconds if it is long")
+
+    monkeypatch.setattr("pipar.report.record._read_spans", read)
+    before = {"epochs": [result(1).to_dict()], "replans": [], "method": "pipar", "test_accuracy": 0.75}
+    (Path(run.folder) / "result.json").write_text(json.dumps(before))
+    (Path(run.folder) / "outlook.json").write_text(json.dumps({"note": "of before"}))
+    (told,) = shown(run, result(2))["runs"]
+    assert (told["test_accuracy"], told["outlook"]) == (None, None)
+
+
 def test_a_part_of_an_epoch_says_nothing_about_how_busy_a_device_was(run: Started) -> None:
     rows = shown(run, result(1), picture(1))["runs"][0]["devices"]["rows"]
     assert rows[0]["busy"]["device"] == 1.0

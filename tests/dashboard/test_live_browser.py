@@ -13,6 +13,8 @@ import pytest
 from browser import PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
 from programs import Program, address_of, place
 
+from pipar.dashboard.serve import served
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Slow links for a small network: an epoch takes about two seconds, and hardly any of them a core.
@@ -124,3 +126,18 @@ def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be
             seen.page.wait_for_selector(".live-badge[data-phase=stopped]", timeout=30_000)
             assert server.ends() == 0
             assert (seen.errors, seen.astray) == ([], [])
+
+
+def test_a_page_whose_connection_is_silent_looks_for_another_one(open_page: Open) -> None:
+    with served("127.0.0.1:0") as dashboard, open_page(dashboard.url) as seen:
+        asked: list[str] = []
+        seen.page.on("request", lambda request: asked.append(request.url))
+        seen.page.clock.install()
+        seen.page.reload()
+        seen.page.locator(".live-link", has_text="Connected").wait_for(timeout=10_000)
+        before = sum(url.endswith("/events") for url in asked)
+        seen.page.clock.fast_forward(30_000)
+        assert sum(url.endswith("/events") for url in asked) == before, "the server speaks every ten seconds only"
+        with seen.page.expect_request("**/events", timeout=10_000):
+            seen.page.clock.fast_forward(60_000)
+        seen.page.locator(".live-link", has_text="Connected").wait_for(timeout=10_000)

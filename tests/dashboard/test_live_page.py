@@ -246,11 +246,11 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
 
 
 def make_large(dashboard: Dashboard) -> None:
-    """Have a run whose state has many bytes: two kilobytes for each of a hundred devices."""
+    """Have a run whose state has many bytes: three kilobytes for each of a hundred devices."""
     names = [f"device-{number:03}" for number in range(100)]
     dashboard.observe(Started("runs/x", "pipar", 5, 2, dict.fromkeys(names, "P=2 N=4"), dict.fromkeys(names, 1), {}))
     for name in names:
-        dashboard.observe(Lost(name, "x" * 2000))
+        dashboard.observe(Lost(name, "x" * 3000))
 
 
 def is_cut_off(client: socket.socket, within_s: float = 10.0) -> bool:
@@ -380,8 +380,8 @@ def test_a_page_that_cannot_take_an_event_says_so_once_and_goes_on(
 def test_of_a_page_that_has_failed_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serve, "REFRESH_S", None)  # nothing sleeps so long
     with opened() as dashboard:
+        monkeypatch.setattr(dashboard._program, "_keep_up", None)  # of this page alone
         for _ in range(2):
             dashboard.observe(Joined("a", 1))
             dashboard._thread.join(10)

@@ -158,6 +158,18 @@ def test_what_happens_is_told_in_sentences_the_last_ones_only() -> None:
     assert shown["log"][-1] == {"at": 1100.0, "level": "info", "text": "pi-99 joined (99 devices)"}
 
 
+def test_a_sentence_about_a_thousand_devices_is_cut_short() -> None:
+    plan = {"split_point": 3, "micro_batches": 8}
+    (line,) = picture(Replanned(2, {f"device-{number}": plan for number in range(1000)}))["log"]
+    assert line["text"].startswith("new plans from round 2 on")
+    assert len(line["text"]) == 400
+    assert line["text"].endswith("…")
+
+
+def test_a_report_that_comes_behind_the_request_to_stop_does_not_hide_it() -> None:
+    assert picture(started("a"), Stopping("it was asked to"), progress("a", 1, 1.0))["phase"] == "stopping"
+
+
 def test_a_name_with_control_characters_is_shown_escaped() -> None:
     assert [row["name"] for row in picture(Joined("a\nb\x1b[2J", 1))["devices"]] == [r"a\nb\x1b[2J"]
 

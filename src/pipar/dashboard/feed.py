@@ -7,7 +7,8 @@ import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
-#: A stream on which nothing is said for so long says that it is still there: proxies end what is silent.
+#: A stream on which nothing is said for so long says that it is still there: proxies end what is silent, and a page
+#: looks for a new connection when not even that comes.
 KEEP_ALIVE_S = 10.0
 _RETRY_MS = 1000
 
@@ -43,7 +44,7 @@ class Stream:
                 async with asyncio.timeout(keep_alive_s):
                     await self._changed.wait()
             except TimeoutError:
-                yield b": still here\n\n"
+                yield message("alive", None)
                 continue
             self._changed.clear()
             while self._waiting:

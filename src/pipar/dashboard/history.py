@@ -68,7 +68,8 @@ class History:
         if run.finished is not None:
             return run.finished
         try:
-            record = RunRecord.read(run.folder)
+            # A run that goes on is shown by pictures; a trace that is there is that of the training that it resumes.
+            record = RunRecord.read(run.folder, with_spans=not goes_on)
         except InputError:  # nothing is there yet, or no more
             return None
         if goes_on:
@@ -81,7 +82,8 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
     """Return the record of a run that goes on; its files may be those of the training that it resumes."""
     epochs = {row["epoch"]: row for row in record.result["epochs"]}
     epochs |= {number: result.to_dict() for number, result in run.epochs.items()}
-    result = {**record.result, "world": run.world, "epochs": [row for _, row in sorted(epochs.items())]}
+    told = {"world": run.world, "epochs": [row for _, row in sorted(epochs.items())], "test_accuracy": None}
+    result = {**record.result, **told}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
     spans = run.picture.spans if run.picture is not None else ()
-    return replace(record, result=result, spans=spans, running=True)
+    return replace(record, result=result, spans=spans, running=True, outlook=None)

@@ -40,6 +40,8 @@ from pipar.trace import COMPUTE, SERVER, UPLINK
 #: A page with more rows would be no easier to read, and dearer several times a second.
 MOST_ROWS = 100
 _LOG_LINES = 40
+#: A line that names a thousand devices with their plans would be sent four times a second.
+_LONGEST_LINE = 400
 _LOSSES = 120
 
 #: What a device can be, the most worrying first.
@@ -99,7 +101,7 @@ class LiveState:
         self._preparing = self._waiting = None
         if trouble:
             self._phase, self._trouble = "failed", one_line(trouble)
-            self._log.append({"at": at, "level": "error", "text": self._trouble})
+            self._tell(at, "error", self._trouble)
         else:
             self._phase = {"stopping": "stopped", "failed": "failed"}.get(self._phase, "over")
 
@@ -107,7 +109,11 @@ class LiveState:
         self._narrator.remember(event)
         if level_of(event) > logging.DEBUG and not isinstance(event, Trained | Welcomed):
             level = logging.getLevelName(level_of(event)).lower()
-            self._log.append({"at": at, "level": level, "text": self._narrator.sentence(event)})
+            self._tell(at, level, self._narrator.sentence(event))
+
+    def _tell(self, at: float, level: str, text: str) -> None:
+        shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
+        self._log.append({"at": at, "level": level, "text": shown})
 
     # --- the run
 
@@ -125,7 +131,8 @@ class LiveState:
             case Resumed():
                 self._rounds_over = event.epoch
             case Progress():
-                self._phase = "training"
+                if self._phase == "preparing":  # who stops may have reports under way
+                    self._phase = "training"
                 if event.loss is not None:
                     self._losses.append(event.loss)
             case RoundOver():

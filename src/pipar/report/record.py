@@ -38,8 +38,11 @@ class RunRecord:
     outlook: Mapping[str, Any] | None = None
 
     @classmethod
-    def read(cls, folder: Path | str) -> RunRecord:
-        """Return what a run's folder tells, or raise one sentence about what it is instead."""
+    def read(cls, folder: Path | str, *, with_spans: bool = True) -> RunRecord:
+        """Return what a run's folder tells, or raise one sentence about what it is instead.
+
+        A trace may take seconds to read; `with_spans=False` leaves it alone.
+        """
         path = Path(folder)
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
@@ -53,7 +56,7 @@ class RunRecord:
             result = _result_so_far(path, config)
         return cls(
             result=result,
-            spans=_read_spans(path / "trace.json"),
+            spans=_read_spans(path / "trace.json") if with_spans else (),
             config=config,
             folder=str(folder),
             running=running,
@@ -152,7 +155,9 @@ def _given_plans(config: Config) -> dict[str, Plan]:
 
 
 def configured(record: RunRecord) -> Config | None:
-    """Return the run's configuration; None if this version of pipar does not understand it."""
+    """Return the run's configuration; None if it is not known, or this version of pipar does not understand it."""
+    if not record.config:
+        return None  # an empty one would be that of the defaults
     try:
         config = config_from(record.config)
         device_names(config)

@@ -13,6 +13,7 @@
     expected: "not here yet", joined: "joined", training: "training", away: "away", silent: "silent", lost: "lost", back: "back", left: "left",
   };
   const LANES = { device: "Device compute", uplink: "Uplink", server: "Server cores", downlink: "Downlink" };
+  const SILENT_S = 60; // the server says something every ten seconds, but a report may take long over a slow link
   const SVG = "http://www.w3.org/2000/svg";
 
   let state = null; // as the server last told it
@@ -20,6 +21,7 @@
   let session = null;
   let heardAt = Date.now();
   let isConnected = false;
+  let source = null;
 
   // --- small pieces
 
@@ -222,6 +224,8 @@
 
   function tick() {
     const silentS = (Date.now() - heardAt) / 1000;
+    // A laptop that slept, or a network that is gone: nobody tells a browser that its connection is none any more.
+    if (isConnected && silentS > SILENT_S && !(state && ENDS.has(state.phase))) connect();
     if (state && ENDS.has(state.phase)) setText(link, "The program has ended; this is what it said last.");
     else if (isConnected) setText(link, "Connected");
     else setText(link, state ? `No connection for ${clock(silentS)}: what is shown is old.` : "Connecting…");
@@ -251,14 +255,18 @@
   }
 
   function connect() {
-    const source = new EventSource("events");
-    source.onopen = () => { isConnected = true; tick(); };
+    source?.close();
+    isConnected = false;
+    source = new EventSource("events");
+    source.onopen = () => { isConnected = true; heardAt = Date.now(); tick(); };
+    source.addEventListener("alive", () => { heardAt = Date.now(); });
     source.addEventListener("state", (event) => {
       heardAt = Date.now();
       isConnected = true;
       takeState(JSON.parse(event.data));
     });
     source.addEventListener("content", (event) => {
+      heardAt = Date.now();
       const content = JSON.parse(event.data);
       if (content) window.pipar.draw(content);
     });
