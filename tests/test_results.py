@@ -16,6 +16,7 @@ from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.cache import machine_fingerprint
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import EMPTY, Body
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
@@ -132,7 +133,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
     assert untested["test_accuracy"] is None
     result = folder.add_test_accuracy(0.75)
     assert json.loads((folder.path / "result.json").read_text("utf-8")) == result
-    assert {key: value for key, value in result.items() if key not in ("epochs", "versions")} == {
+    assert {key: value for key, value in result.items() if key not in ("epochs", "versions", "machine")} == {
         "method": "pipar",
         "model": "vgg5",
         "dataset": "digits",
@@ -156,6 +157,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "epoch", "seconds", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
         "server_idle_s", "device_idle_s", "bound_s", "efficiency", "validation_s",
     }  # fmt: skip
+    assert result["machine"] == machine_fingerprint()
     assert result["versions"] == versions()
     assert set(versions()) == {"pipar", "torch", "numpy", "grpcio"}
 

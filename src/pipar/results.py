@@ -21,6 +21,7 @@ from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.cache import machine_fingerprint
 from pipar.privacy.spending import Spending
 from pipar.protocol.messages import Body
 from pipar.trace import Span, chrome_events, excerpt
@@ -256,6 +257,7 @@ class RunFolder:
             "privacy": self.spending.as_result(),
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
+            "machine": machine_fingerprint(),
             "versions": versions(),
             "command": self._command,
         }

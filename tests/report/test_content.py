@@ -13,6 +13,7 @@ from small_runs import SETTINGS
 import pipar
 from pipar.report.content import content
 from pipar.report.critical import Window, critical_path
+from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
 from pipar.results import strict_json
@@ -127,6 +128,7 @@ def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
     ]
     spans += [Span("a", "downlink", "d", 1, 1, 1, 4.0, 5.0), Span("a", "compute", "bc", 1, 1, 1, 5.0, 6.0)]
     spans += [Span("a", "compute", "step", 1, 1, 0, 6.0, 7.0)]
+    spans += [Span("server", "core of another program", "validate", 1, 1, 1, 0.0, 1.0)]
     timeline = iteration_timeline(Traced(spans, 1), ["a"])
     assert timeline is not None
     cores = [lane["lane"] for lane in timeline["lanes"] if lane["owner"] == "server"]
@@ -184,6 +186,56 @@ def test_the_same_method_twice_is_told_apart_by_its_folder(runs: dict[str, Path]
     record = RunRecord.read(runs["pipar"])
     page = content([record, replace(record, folder="elsewhere/other")])
     assert [run["name"] for run in page["runs"]] == ["vgg5-digits-pipar", "other"]
+
+
+def test_methods_are_compared_where_all_else_is_the_same(runs: dict[str, Path]) -> None:
+    fl, pipar = (RunRecord.read(runs[name]) for name in ("fl", "pipar"))
+
+    def speedups(base: RunRecord) -> dict[str, float]:
+        found: dict[str, float] = content([base, pipar])["runs"][1]["speedups"]
+        return found
+
+    assert speedups(fl).keys() == {"fl"}
+    assert speedups(replace(fl, result={**fl.result, "model": "vgg16"})) == {}
+    assert speedups(replace(fl, result={**fl.result, "world": "real"})) == {}
+    slower = {**fl.config, "devices": [{**group, "link": "wifi"} for group in fl.config["devices"]]}
+    assert speedups(replace(fl, config=slower)) == {}
+    assert speedups(replace(fl, config={})).keys() == {"fl"}, "what is not known is not held against it"
+
+
+def test_devices_with_plans_of_their_own_are_still_one_group_in_words(runs: dict[str, Path]) -> None:
+    record = RunRecord.read(runs["pipar"])
+    (group,) = record.config["devices"]
+    apart = [{**group, "name": f"device-{n}", "count": 1, "split_point": n} for n in (1, 2, 3)]
+    whole, split = (replace(record, config={**record.config, "devices": groups}) for groups in ([group], apart))
+    assert content([whole])["runs"][0]["setting"] == content([split])["runs"][0]["setting"]
+    other = replace(record, config={**record.config, "devices": [{**group, "name": "pi-7", "count": 1}]})
+    assert content([other])["runs"][0]["setting"].startswith("pi-7: 1 device")
+
+
+def test_the_plans_are_those_that_the_shown_epoch_was_trained_by(runs: dict[str, Path]) -> None:
+    record = RunRecord.read(runs["pipar"])  # its second epoch is shown
+
+    def planned(*epochs: int) -> dict[str, Any]:
+        again = [{"epoch": n, "plans": [{"device": "device-1", "split_point": n, "micro_batches": 1}]} for n in epochs]
+        (run,) = content([replace(record, result={**record.result, "replans": again})])["runs"]
+        return {"first": run["plan"], "shown": run["timeline"]["plan"], "again": [r["epoch"] for r in run["replans"]]}
+
+    chosen = content([record])["runs"][0]["plan"]
+    assert planned() == {"first": chosen, "shown": chosen, "again": []}
+    assert planned(2, 3) == {"first": chosen, "shown": "P=2 N=1", "again": [2, 3]}
+    assert planned(1) == {"first": "P=1 N=1", "shown": "P=1 N=1", "again": []}, "in a deployment, when all have come"
+
+
+def test_a_page_of_many_long_runs_is_below_3_mb(finely_cut: Path) -> None:
+    record = RunRecord.read(finely_cut)
+    (epoch,) = record.result["epochs"]
+    epochs = [{**epoch, "epoch": number, "train_loss": 1 / number, "val_loss": 2 / number} for number in range(1, 2001)]
+    page = content([replace(record, result={**record.result, "epochs": epochs})] * 8)
+    assert len(render(page)) < 3_000_000
+    for run in page["runs"]:
+        assert len(run["epochs"]) + run["epochs_left_out"] == 2000
+        assert run["seconds_left_out"] == pytest.approx(run["epochs_left_out"] * epoch["seconds"])
 
 
 def test_a_large_fleet_is_cut_to_what_a_page_can_show(runs: dict[str, Path]) -> None:

@@ -52,6 +52,15 @@ def test_a_given_plan_is_compared_with_what_would_be_chosen() -> None:
     assert min(one["epoch_s"] for one in found["split_points"]) < found["epoch_s"] * 0.9
 
 
+def test_other_methods_are_predicted_as_they_train(runs: dict[str, Path]) -> None:
+    found = json.loads((runs["pipar"] / "outlook.json").read_text())["methods"]
+    assert found.keys() == {"fl", "sfl"}
+    for method, predicted_s in found.items():
+        epochs = json.loads((runs[method] / "result.json").read_text())["epochs"]
+        assert predicted_s == pytest.approx(epochs[-1]["seconds"], rel=0.05)
+    assert json.loads((runs["fl"] / "outlook.json").read_text())["methods"].keys() == {"sfl"}
+
+
 def test_methods_that_share_a_server_model_say_that_nothing_is_predicted() -> None:
     found = outlook(job('run.method="sl"'))
     assert "sl" in found["note"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from pipar.config import Config, DeviceSpec, device_specs
+from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
@@ -20,7 +22,8 @@ _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
 #: Spans of all timelines of a page: with them it stays below 3 MB.
 _MOST_DRAWN = 16_000
 _MOST_DEVICES = 60
-_MOST_EPOCHS = 400
+#: Epochs of one run, and of all that are compared: a page of many long runs stays below 3 MB, too.
+_MOST_EPOCHS, _MOST_EPOCHS_IN_ALL = 400, 1000
 _WORLDS = {
     "real": "real processes",
     "virtual": "virtual time",
@@ -30,6 +33,8 @@ _EPOCH_KEYS = (
     "epoch", "seconds", "predicted_s", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
     "server_idle_s", "device_idle_s", "bound_s", "efficiency", "devices",
 )  # fmt: skip
+#: Runs that differ in one of these trained something else, or elsewhere: their times say nothing about their methods.
+_SAME_TRAINING = ("model", "dataset", "world", "setting", "server")
 
 
 def content(records: Sequence[RunRecord]) -> dict[str, Any]:
@@ -41,9 +46,9 @@ def content(records: Sequence[RunRecord]) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     like: int | None = None  # the first run's iteration is that of all, if they have one of its number
     for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
-        timelines = _timelines(spans, devices, like, most)
+        timelines = _timelines(record.result, spans, devices, like, most)
         like = like or (timelines["iteration"] or {}).get("iteration")
-        runs.append({**_run(name, record, spans), "timeline": timelines})
+        runs.append({**_run(name, record, spans), **_shown_epochs(record, len(records)), "timeline": timelines})
     for run in runs:
         run["speedups"] = _speedups(run, runs)
     first = runs[0] if runs else None
@@ -87,8 +92,7 @@ def _is_equal(runs: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
-    result, config = record.result, configured(record)
-    epochs = [epoch for epoch in result.get("epochs", ()) if isinstance(epoch, Mapping)]
+    result, config, epochs = record.result, configured(record), _epochs(record)
     method = METHODS.get(str(result.get("method")))
     return {
         "name": name,
@@ -103,23 +107,43 @@ def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
         "seed": result.get("seed"),
         "equivalence": result.get("equivalence"),
         "command": result.get("command"),
+        "machine": result.get("machine"),
         "versions": dict(result.get("versions") or {}),
-        "setting": setting_text(config) if config else None,
+        "setting": setting_text(_regrouped(config)) if config else None,
         "server": _server_text(config),
+        "is_traced": config is None or config.run.trace != "off",
         "batch_size": config.run.batch_size if config else None,
-        "plan": _plans_of(result),
+        "plan": _plans_text(_plans_in_force(result, 1)),
         "replans": [
-            {"epoch": r["epoch"], "plan": _plans_of(r), "reason": str(r.get("reason") or "")}
-            for r in result.get("replans", ())
+            {
+                "epoch": again["epoch"],
+                "plan": _plans_text(again.get("plans", ())),
+                "reason": str(again.get("reason") or ""),
+            }
+            for again in result.get("replans", ())
+            if again["epoch"] > 1  # a deployment is planned for anew when its devices have come
         ],
         **_averages(epochs),
         "test_accuracy": result.get("test_accuracy"),
         "val_accuracy": _last(epochs, "val_accuracy"),
         "train_loss": _last(epochs, "train_loss"),
-        "epochs": [_epoch(epoch) for epoch in epochs[-_MOST_EPOCHS:]],
-        "epochs_left_out": max(0, len(epochs) - _MOST_EPOCHS),
         "devices": _devices(record, config, traced, _seconds_of(epochs, traced)),
         "outlook": dict(record.outlook) if record.outlook else None,
+    }
+
+
+def _epochs(record: RunRecord) -> list[Mapping[str, Any]]:
+    return [epoch for epoch in record.result.get("epochs", ()) if isinstance(epoch, Mapping)]
+
+
+def _shown_epochs(record: RunRecord, runs: int) -> dict[str, Any]:
+    """Return the epochs that are shown, the last ones, and what is to be known of those before."""
+    epochs = _epochs(record)
+    first = max(0, len(epochs) - max(1, min(_MOST_EPOCHS, _MOST_EPOCHS_IN_ALL // runs)))
+    return {
+        "epochs": [_epoch(epoch) for epoch in epochs[first:]],
+        "epochs_left_out": first,
+        "seconds_left_out": sum(_known([epoch.get("seconds") for epoch in epochs[:first]])),
     }
 
 
@@ -140,8 +164,12 @@ def _averages(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _known(values: Sequence[Any]) -> list[float]:
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
 def _mean(values: Sequence[Any]) -> float | None:
-    known = [float(value) for value in values if isinstance(value, int | float)]
+    known = _known(values)
     return sum(known) / len(known) if known else None
 
 
@@ -150,10 +178,35 @@ def _last(epochs: Sequence[Mapping[str, Any]], key: str) -> Any:
 
 
 def _speedups(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how many times as fast as fl and as sfl an epoch of this run is, as far as they are here."""
-    bases = {other["method"]: other["seconds"] for other in runs if other["method"] in ("fl", "sfl")}
+    """Return how many times as fast as fl and as sfl an epoch of this run is, as far as they trained the same here."""
+    alike = [other for other in runs if _trained_alike(run, other)]
+    bases = {other["method"]: other["seconds"] for other in alike if other["method"] in ("fl", "sfl")}
     mine = run["seconds"]
     return {method: seconds / mine for method, seconds in bases.items() if seconds and mine and run["method"] != method}
+
+
+def _trained_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two runs differ in their methods alone, as far as it is known."""
+    pairs = [(one[key], other[key]) for key in _SAME_TRAINING]
+    return all(first == second or None in (first, second) for first, second in pairs)
+
+
+def _regrouped(config: Config) -> Config:
+    """Return the configuration with those as one group again that have groups of their own for their plans' sake."""
+    groups: list[DeviceSection] = []
+    for whole, parts in groupby(config.devices, key=_without_number):
+        first, *others = parts
+        count = sum(group.count for group in (first, *others))
+        groups.append(whole.model_copy(update={"count": count}) if others else first)
+    return config.model_copy(update={"devices": tuple(groups)})
+
+
+def _without_number(group: DeviceSection) -> DeviceSection:
+    """Return the group that a device of the name "pi-3" may have been in, without its plan."""
+    base, dash, number = group.name.rpartition("-")
+    if group.count > 1 or not (dash and number.isdecimal()):
+        return group
+    return group.model_copy(update={"name": base, "split_point": None, "micro_batches": None})
 
 
 def _server_text(config: Config | None) -> str | None:
@@ -165,8 +218,8 @@ def _server_text(config: Config | None) -> str | None:
     return f"{cores}, speed {server.speed:g} of {machine}"
 
 
-def _plans_of(said: Mapping[str, Any]) -> str:
-    plans = [str(plan_from_json(entry)) for entry in said.get("plans", ())]
+def _plans_text(entries: Sequence[Mapping[str, Any]]) -> str:
+    plans = [str(plan_from_json(entry)) for entry in entries]
     if len(Counter(plans)) > 4:
         return f"{len(Counter(plans))} different plans, {Counter(plans).most_common(1)[0][0]} most often"
     return plans_text(plans) if plans else "not planned yet"
@@ -196,10 +249,13 @@ def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]
     return [slowest_to_fastest(one.ended_s() if one is not None else {}, most) for one in traced]
 
 
-def _timelines(traced: Traced | None, devices: Sequence[str], like: int | None, most: int) -> dict[str, Any]:
+def _timelines(
+    result: Mapping[str, Any], traced: Traced | None, devices: Sequence[str], like: int | None, most: int
+) -> dict[str, Any]:
     if traced is None or not devices:
         return {"iteration": None, "epoch": None}
     return {
+        "plan": _plans_text(_plans_in_force(result, traced.epoch)),
         "iteration": iteration_timeline(traced, devices, like=like, most=most),
         "epoch": epoch_timeline(traced, devices, most=most),
         "devices_traced": len(traced.devices),
@@ -253,10 +309,10 @@ def _device(
     }
 
 
-def _plans_in_force(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the plans that the training ended with."""
-    replans = result.get("replans") or ()
-    latest: Sequence[Mapping[str, Any]] = (replans[-1] if replans else result).get("plans", ())
+def _plans_in_force(result: Mapping[str, Any], epoch: float = math.inf) -> Sequence[Mapping[str, Any]]:
+    """Return the plans that an epoch was trained by, or those that the training ended with."""
+    said = [result, *(again for again in result.get("replans") or () if again["epoch"] <= epoch)]
+    latest: Sequence[Mapping[str, Any]] = said[-1].get("plans", ())
     return latest
 
 

@@ -12,7 +12,7 @@ from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.forecast import simulate
 from pipar.job import Job
-from pipar.methods import Plan
+from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import Effort, choose_for
@@ -30,6 +30,8 @@ _PATIENCE_S = 2.0
 _EFFORT = Effort(devices=16, pieces=5_000, worlds=0)
 #: Iterations that show how busy lanes are.
 _LOOKED_AT = 6
+#: Methods that others are compared with.
+_BASES = ("fl", "sfl")
 #: Split points to each side of the chosen one that are tried.
 _NEIGHBOURS = 2
 
@@ -57,6 +59,7 @@ def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
         "paper": _paper(job, fleet, few),
     }
     free = _free(fleet)
+    document["methods"] = _by_other_methods(free)
     changes: list[_Question] = [("changes", words, changed, plans) for words, changed in _changes(free)]
     cuts: list[_Question] = [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
     always = [*changes[:-1], *cuts[:1]]  # bandwidth, server, another P
@@ -73,6 +76,13 @@ def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
         notes.append("Too little has travelled to measure the links: nothing is predicted for twice the bandwidth.")
     document["note"] = " ".join(notes)
     return document
+
+
+def _by_other_methods(fleet: Fleet) -> dict[str, float]:
+    """Return the seconds of an epoch by the methods that others are compared with, by the best plans of each."""
+    names = [name for name in _BASES if name != fleet.method.name]
+    answers = {name: _answer(name, replace(fleet, method=METHODS[name]), None) for name in names}
+    return {name: answer[0]["epoch_s"] for name, answer in answers.items() if answer}
 
 
 def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any]]:

@@ -163,7 +163,8 @@ def _lanes(spans: Sequence[Span], devices: Sequence[str], path: Sequence[Span]) 
 
 
 def _core_number(lane: str) -> int:
-    return int(lane.removeprefix(CORE).strip() or 0)
+    number = lane.removeprefix(CORE).strip()
+    return int(number) if number.isdecimal() else 0
 
 
 def _us(seconds: float) -> float:

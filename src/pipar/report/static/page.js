@@ -210,6 +210,10 @@
     if (run && isNumber(run.seconds)) {
       cards.push(card(`per epoch, ${run.name}`, seconds(run.seconds), isNumber(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : null));
       for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up against ${base}`, times(value)));
+      // Of what did not run there is the planner's word, for both.
+      for (const [base, value] of Object.entries(run.outlook?.methods ?? {})) {
+        if (!(base in run.speedups)) cards.push(card(`speed-up against ${base}`, times(part(value, run.outlook.epoch_s)), "as predicted for both"));
+      }
       cards.push(card("server idle", share(part(run.server_idle_s, run.seconds)), `${seconds(run.server_idle_s)} of an epoch`));
       cards.push(card("devices idle", share(part(run.device_idle_s, run.seconds)), `${seconds(run.device_idle_s)} of an epoch`));
       const tested = isNumber(run.test_accuracy);
@@ -231,7 +235,7 @@
       number("server idle"), number("device idle"), number("accuracy"), number("up"), number("down"), column("plan")];
     const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
-      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), megabytes(run.bytes_up), megabytes(run.bytes_down), run.plan]);
+      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, planned again` : run.plan]);
     const known = runs.map((run, place) => [run.seconds, place]).filter(([value]) => isNumber(value)).sort((a, b) => a[0] - b[0]);
     return table("Means over the epochs; the fastest in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
   }
@@ -248,7 +252,7 @@
     const found = timelines(content);
     byId("timeline-tools").hidden = byId("timeline-legend").hidden = found.length === 0;
     if (!found.length) {
-      replace(byId("timelines"), element("p", { class: "note" }, content.running
+      replace(byId("timelines"), element("p", { class: "note" }, content.runs.some((run) => run.running && run.is_traced)
         ? "There is a timeline when an epoch, and with it its trace, is there." : "The run kept no trace (run.trace = \"off\")."));
       state.charts.forEach((chart, id) => { if (id.startsWith("lanes-")) { chart.dispose(); state.charts.delete(id); } });
       return;
@@ -431,7 +435,7 @@
     if (shown.before_us > 0) words.push(`Only this last part is drawn: ${duration(shown.before_us / 1e6)} came before it.`);
     if (shown.left_out) words.push(`${shown.left_out} spans are left out: ${run.running ? "trace.json has all of them when the run is over" : "all are in trace.json"}.`);
     return {
-      title: isCompared ? `${run.name} (${run.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
+      title: isCompared ? `${run.name} (${run.timeline.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
       caption: words.join(" "),
       label: `Timeline of ${what} by ${run.name}: ${shown.lanes.length} lanes, ${shown.spans.length} spans, ${words.join(" ")}`,
     };
@@ -481,7 +485,7 @@
   }
 
   function along(run) {
-    let passed = 0;
+    let passed = run.seconds_left_out;
     return run.epochs.map((epoch) => {
       passed += epoch.seconds || 0;
       return state.against === "epoch" ? epoch.epoch : passed;
@@ -624,7 +628,7 @@
   function factsOf(run) {
     const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
     return [["network", `${run.model} on ${run.dataset}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["batch", run.batch_size], ["seed", run.seed],
-      ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["command", run.command], ["folder", run.folder], ["versions", versions]]
+      ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["command", run.command], ["folder", run.folder], ["machine", run.machine], ["versions", versions]]
       .filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]);
   }
 
