@@ -141,9 +141,18 @@ def _browsers(way: str) -> Iterator[None]:
         if way == "watched":
             threading.Thread(target=_watch, daemon=True).start()
         for _ in range(HANGING if way == "hanging" else 0):
-            client = stack.enter_context(socket.create_connection(PAGE))
-            client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            stack.enter_context(_hanging())
         yield
+
+
+def _hanging() -> socket.socket:
+    """Return a browser that never reads: its system takes a few kilobytes for it, not the megabytes of a whole run."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # the sender's buffer is a multiple of it
+    client.connect(PAGE)
+    client.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return client
 
 
 def _watch() -> None:

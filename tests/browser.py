@@ -92,9 +92,18 @@ def chromium() -> Iterator[Open]:
 
 
 def marks_of(seen: Seen) -> dict[str, int]:
-    """Return how many marks each chart has; lines, those of axes among them, are none."""
-    script = """() => Object.fromEntries([...window.pipar.charts.keys()].map((id) =>
-        [id, document.querySelectorAll(`#${id} svg path:not([fill="none"])`).length]))"""
+    """Return how many shapes each chart's data have that can be seen; axes and legends are none of them."""
+    script = """() => Object.fromEntries([...window.pipar.charts].map(([id, chart]) => {
+        let marks = 0;
+        for (const view of chart._chartsViews) {
+            view.group.traverse((shape) => {
+                if (shape.isGroup || shape.type === "text" || shape.ignore || shape.invisible) return;
+                const box = shape.getBoundingRect();
+                if (Math.max(box.width, box.height) > 0) marks += 1;
+            });
+        }
+        return [id, marks];
+    }))"""
     marks: dict[str, int] = seen.run(script)
     return marks
 
