@@ -186,6 +186,8 @@ def test_percentages_are_those_of_the_terminal(desktop: Seen, accuracy: float) -
     }}"""
     (card,) = [text for text in desktop.run(script) if "test accuracy" in text]
     assert card.startswith(percent(accuracy))
+
+
 def test_what_would_help_most_is_said(desktop: Seen) -> None:
     runs = desktop.run("() => window.pipar.state.content.runs")
     changes = next(run["outlook"] for run in runs if run["method"] == "pipar")["changes"]
