@@ -64,6 +64,21 @@ COMMANDS = [
     ("server --dashboard 192.0.2.1:80", "Cannot serve the live page on 192.0.2.1:80:"),
     ("run a.toml b.toml", "unexpected extra argument"),
     ("run --epochs", "--epochs"),
+    ("leakage --split-points one", "--split-points one is not a list of layers: write numbers, as in 1,2."),
+    ("leakage --split-points 1,9", "split point 9 is outside 1..5: vgg5 has 5 layers."),
+    ("leakage --attacks large", "--attacks names 'large', which is not one: there are small, long, decoder."),
+    ("leakage --model vgg6", "--model vgg6 is neither a network nor a file: the networks are vgg5,"),
+    ("leakage --model torn.toml", "torn.toml is not a safetensors file: give the model.safetensors of a run."),
+    ("leakage -o nowhere", "Cannot write to nowhere: it is not a folder"),
+    ("plan --set privacy.max_leakage=0.5", "privacy.max_leakage = 0.5 needs privacy.leakage"),
+    (
+        "plan --set privacy.max_leakage=0.5 --set privacy.leakage=none.json",
+        "Cannot read the leakage file none.json: No such file or directory. Measure it with 'pipar leakage'.",
+    ),
+    (
+        "run --timing-only --set privacy.max_leakage=0.5 --set privacy.leakage=torn.toml",
+        "torn.toml is not a file that 'pipar leakage' wrote: it is not valid JSON",
+    ),
     # keys and values
     ("run --set run.epoch=3", "'epoch' is not a key of [run]: did you mean 'epochs'?"),
     ("run --set colours.red=1", "'colours' is not a key of the configuration"),

@@ -14,9 +14,10 @@ from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.forecast import move_s, simulate
 from pipar.foresight import Foresight
-from pipar.methods import Plan
+from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
+from pipar.planner.select import choose_for
 from pipar.planner.timing import steady_epoch_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
@@ -113,3 +114,17 @@ def test_what_was_measured_of_links_is_planned_with() -> None:
     foresight.measure_links(1, {name: measured(5e6, 5e6) for name in plans(here)})
     assert foresight.fleet_for(2).members[0].link.up_bps == pytest.approx(5e6)
     assert foresight.fleet_for(1).members[0].link == LINK
+
+
+@pytest.mark.parametrize("method", ["pipar", "sfl"])
+def test_a_search_takes_no_cut_that_leaks_too_much_and_the_next_best_instead(method: str) -> None:
+    here = replace(fleet(), method=METHODS[method])
+    (free,) = {plan.split_point for plan in choose_for(here, simulate).plans.values()}
+    held = replace(here, leaky_cuts=frozenset({free}))
+    limited = choose_for(held, simulate)
+    assert free not in {plan.split_point for plan in limited.plans.values()}
+    assert limited.epoch_s >= choose_for(here, simulate).epoch_s
+    # Planned again, from plans in force, for links that have changed.
+    others = tuple(replace(member, link=FAST) for member in held.members)
+    again = chosen(replace(held, members=others), limited.plans)
+    assert free not in {plan.split_point for plan in again.values()}

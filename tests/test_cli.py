@@ -27,7 +27,8 @@ from pipar.prepare import profile_key
 from pipar.run import Result
 from pipar.tables import comparison_table, result_table
 
-COMMANDS = ["", "run", "compare", "plan", "profile", "data", "data list", "data get", "certs", "doctor", "completion"]
+COMMANDS = ["", "run", "compare", "plan", "profile", "leakage", "data", "data list", "data get", "certs", "doctor"]
+COMMANDS += ["completion"]
 COMMANDS += [f"certs {name}" for name in ("init", "server", "issue", "token", "revoke")]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 
@@ -85,7 +86,7 @@ def test_help_of_every_command_has_an_example(command: str, pipar: Pipar) -> Non
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "data list", "data get", "doctor"])
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "leakage", "data list", "data get", "doctor"])
 def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar: Pipar) -> None:
     text = pipar(*command.split(), "--help")
     assert "--set SECTION.KEY=VALUE" in text

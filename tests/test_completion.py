@@ -49,6 +49,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         (["server", "--tracker", ""], list(TRACKERS)),
         (["compare", "--methods", "fl,sl,s"], ["fl,sl,sfl", "fl,sl,sfl2"]),
         (["data", "get", "cif"], ["cifar10", "cifar100"]),
+        (["leakage", "--attacks", "small,d"], ["small,decoder"]),
         (["completion", ""], list(SHELLS)),
         (["run", "--set", "wire.e"], ["wire.encoding="]),
         (["run", "--set", "wire.encoding", "=", "sp"], ["sparse", "sparse-planes"]),

@@ -177,3 +177,12 @@ def test_a_failure_that_no_device_brings_about_alone_is_nobodys(monkeypatch: pyt
     monkeypatch.setattr("pipar.enrolment.make_plans", fails_together)
     with pytest.raises(ValueError, match="of both"):
         asyncio.run(opened().begin([Introduction(name, 100, WHOLE) for name in "ab"]))
+
+
+def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> None:
+    kept, tree = {"a": Plan(1, 1), "b": Plan(1, 1)}, {"run": {"method": "sfl", "batch_size": 10}}
+    as_before, limited = opened(kept=kept, **tree), opened(kept=kept, **tree)
+    limited.job = replace(limited.job, leaky_cuts={1: 0.9})
+    assert [orders.plan.split_point for orders in begun(as_before, "a", "b").values()] == [1, 1]
+    assert [orders.plan.split_point for orders in begun(limited, "a", "b").values()] == [2, 2]
+    assert limited.join(Introduction("c", 100, WHOLE)).plan.split_point == 2

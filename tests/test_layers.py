@@ -34,7 +34,7 @@ LINES = [
     forecast judge
     compute lifeline device server turns ledger hollow job results session silence reception replanning foresight \
     choosing validation keeper
-    enrolment assemble torchside workload planning prepare virtual processes explain doctor
+    enrolment assemble torchside workload attacking planning prepare virtual processes explain doctor
     report.*
     run deployment faults.*
     __init__

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leakages import written
 
 from pipar.cli import main
 from pipar.config import load_config
@@ -22,6 +23,7 @@ from pipar.planner.cache import usable_cores
 from pipar.planner.counts import LayerCount, known_counts
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.prepare import prepare_timing_only
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}
@@ -359,3 +361,49 @@ def test_of_many_devices_every_one_has_a_prediction(board: Path) -> None:
     explained = explain(job_to_plan(config))
     assert len(explained.predicted_s) == 150
     assert [len(row.devices) for row in explained.rows()] == [150]
+
+
+# --- cuts that give too much away
+
+
+def limit(folder: Path, *leaky: int) -> list[str]:
+    """Return settings by which these cuts leak too much."""
+    path = written(folder, {p: 0.8 if p in leaky else 0.2 for p in (1, 2, 3, 4)})
+    return ["--set", f"privacy.leakage={path}", "--set", "privacy.max_leakage=0.5"]
+
+
+@pytest.mark.parametrize("method", ["pipar", "sfl", "sfl2"])
+@pytest.mark.parametrize("estimate", ["simulation", "paper"])
+def test_a_limit_on_leaks_moves_the_cut_and_says_what_that_costs(
+    method: str, estimate: str, pipar: Pipar, tmp_path: Path
+) -> None:
+    words = ("--method", method, "--estimate", estimate)
+    free = json.loads(pipar("--json", *words))
+    (best,) = {plan["split_point"] for plan in free["plans"]}
+    document = json.loads(pipar("--json", *words, *limit(tmp_path, best)))
+    assert best not in {plan["split_point"] for plan in document["plans"]}
+    assert best not in {plan["split_point"] for option in document["runners_up"] for plan in option["plans"]}
+    privacy = document["privacy"]
+    assert (privacy["max_leakage"], privacy["ruled_out"]) == (0.5, [{"split_point": best, "leakage": 0.8}])
+    assert privacy["without"]["epoch_s"] == pytest.approx(free["predicted_epoch_s"])
+    assert {plan["split_point"] for plan in privacy["without"]["plans"]} == {best}
+    assert privacy["relative"] == pytest.approx(document["predicted_epoch_s"] / free["predicted_epoch_s"])
+
+
+def test_a_person_reads_which_cuts_are_ruled_out_and_what_that_costs(pipar: Pipar, tmp_path: Path) -> None:
+    text = " ".join(pipar(*limit(tmp_path, 1, 2, 3, 4)).split())
+    assert "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.80), P=2 (leaks 0.80), P=3 (leaks 0.80), P=4" in text
+    assert "P=5 N=1" in text or " 5 1 " in text  # the whole network on the device gives no activations away
+    assert "rules out no cut." in " ".join(pipar(*limit(tmp_path)).split())
+    assert "which costs nothing" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
+
+
+def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_path: Path) -> None:
+    settings = [*SMALL[3::2], f"devices.profile={board}", f"server.profile={board}", "devices.speed=0.05"]
+    free = prepare_timing_only(load_config(None, settings))
+    assert free is not None
+    best = next(iter(free.plans.values())).split_point
+    limited = prepare_timing_only(load_config(None, [*settings, *limit(tmp_path, best)[1::2]]))
+    assert limited is not None
+    assert best not in limited.split_points.values()
+    assert limited.fleet().leaky_cuts == {best}

@@ -24,7 +24,7 @@ from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
-from pipar.errors import ConfigError, DataError, InputError
+from pipar.errors import ConfigError, DataError, InputError, PlanError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
@@ -38,6 +38,8 @@ from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.fleet import Fleet
 from pipar.prepare import check_given_plans, measured_profile
 from pipar.privacy import accounting
+from pipar.privacy.leakage_file import Subject
+from pipar.privacy.leakage_limit import LeakageLimit
 from pipar.privacy.spending import Guard, terms_of
 from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
@@ -94,6 +96,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     checkpoints = folder_path / "checkpoint"
     found = _checkpoint(config, checkpoints, options, observe)
     job = _empty_job(workload, observe)
+    _check_cut(job, found)
     before = job if found is None else replace(job, plans=found.plans, sizes=found.samples)
     learner = make_learner(before, workload)
     if found is not None:
@@ -283,6 +286,7 @@ def _empty_job(workload: Workload, observe: Observer) -> Job:
     terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
     config, model = workload.config, workload.checked_model()
     check_given_plans(config, len(model), workload.model_name)
+    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     return Job(
         config=config,
         specs=(),
@@ -294,6 +298,7 @@ def _empty_job(workload: Workload, observe: Observer) -> Job:
         plans={},
         dataset=workload.data_name,
         model=workload.model_name,
+        leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
     )
 
 
@@ -302,6 +307,17 @@ def _checkpoint(config: Config, folder: Path, options: ServerOptions, observe: O
         refuse_to_overwrite(folder)
         return None
     return latest(folder, identity_of(config), lambda sentence: observe(SaveFailed(0, sentence)))
+
+
+def _check_cut(job: Job, found: Checkpoint | None) -> None:
+    """Raise if a model that all devices share is cut already where it leaks too much: that cut stays as it is."""
+    cuts = {plan.split_point for plan in found.plans.values()} if found and job.method.shares_server_model else set()
+    for p in cuts & job.leaky_cuts.keys():
+        raise PlanError(
+            f"The saved training by {job.method.name} is cut at the split point {p}, which leaks "
+            f"{job.leaky_cuts[p]:.3f}, more than privacy.max_leakage = {job.config.privacy.max_leakage:g}: allow more, "
+            "or begin a new training."
+        )
 
 
 def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -> RunFolder:

@@ -143,8 +143,13 @@ class Open:
     def _kept_plan(self, job: Job, name: str) -> Plan | None:
         """Return the plan that a device goes on by; its encodings are to be chosen anew, as configured now."""
         plan = self._kept.get(name) or self._common_plan
-        # It may have come back as a machine that holds less of the network.
-        return plan if plan is None or plan.split_point <= len(job.device_profiles[name].layers) else None
+        # It may have come back as a machine that holds less of the network, or to a server that allows fewer cuts.
+        is_allowed = (
+            plan is not None
+            and plan.split_point <= len(job.device_profiles[name].layers)
+            and plan.split_point not in job.leaky_cuts
+        )
+        return plan if is_allowed else None
 
     def _with(self, job: Job, who: Introduction) -> Job:
         if who.name in job.sizes:

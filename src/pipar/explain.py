@@ -124,6 +124,15 @@ class Exhaustive:
 
 
 @dataclass(frozen=True)
+class Limited:
+    """What `privacy.max_leakage` does to a choice: the split points that it rules out, with what they leak."""
+
+    most: float
+    ruled_out: Mapping[int, float]
+    without: Option  # what would have been chosen without it
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A job's plans and what speaks for them. Times are of whole epochs, simulated."""
 
@@ -137,6 +146,7 @@ class Explanation:
     seconds: float
     exhaustive: Exhaustive | None = None
     states: tuple[State, ...] = ()  # of links that change; all else here is about the first of them
+    limited: Limited | None = None
 
     @property
     def estimate(self) -> str:
@@ -231,6 +241,14 @@ class Explanation:
                 }
                 for state in self.states
             ]
+        if self.limited is not None:
+            without = self.limited.without
+            document["privacy"] = {
+                "max_leakage": self.limited.most,
+                "ruled_out": [{"split_point": p, "leakage": leaks} for p, leaks in self.limited.ruled_out.items()],
+                "without": {"plans": _tree(without), "epoch_s": without.epoch_s},
+                "relative": self.chosen.epoch_s / without.epoch_s,
+            }
         if self.exhaustive is not None:
             found = self.exhaustive
             document |= {
@@ -307,6 +325,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
         simulations=choice.simulations,
         seconds=seconds,
         states=_states(job, fleet, chosen, simulate, observe),
+        limited=_limited(job, chosen, observe),
     )
     if not exhaustive:
         return explanation
@@ -341,6 +360,20 @@ def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe:
         option = chosen if number == 0 else _replanned(job, there, chosen.plans, simulate)
         states.append(State(tuple(_at(link, number) for link in changing), option))
     return tuple(states)
+
+
+def _limited(job: Job, chosen: Option, observe: Observer) -> Limited | None:
+    """Return what the limit on leakage costs; None without one."""
+    most = job.config.privacy.max_leakage
+    if most is None:
+        return None
+    if not job.leaky_cuts or not job.method.splits:
+        return Limited(most, job.leaky_cuts, chosen)
+    free = replace(job, leaky_cuts={})
+    fleet, by_paper = free.fleet(), job.config.plan.estimate == "paper"
+    plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, observe=observe).plans
+    without = Option(plans, whole_epoch(simulation(free), fleet.sampled(), plans).epoch_s)
+    return Limited(most, job.leaky_cuts, without)
 
 
 def _at(link: Link, number: int) -> Link:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipar.coding.encodings import LOSSY
@@ -39,6 +39,7 @@ class Job:
     dataset: str
     model: str
     real_links: bool = False  # between machines, whatever else is emulated on them
+    leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, and how much
 
     @property
     def method(self) -> Method:
@@ -144,6 +145,7 @@ class Job:
             config.run.batch_size,
             self.batch_statistics,
             self.real_links,
+            leaky_cuts=frozenset(self.leaky_cuts),
         )
 
     @property

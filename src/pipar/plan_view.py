@@ -26,7 +26,7 @@ _RUNNERS_UP = 5
 def plan_view(explained: Explanation) -> RenderableType:
     """Return everything that `pipar plan` shows."""
     parts: list[RenderableType] = [_title(explained), _choice(explained), *_encodings(explained)]
-    parts += [_epoch_line(explained), _lanes(explained)]
+    parts += [_epoch_line(explained), *_limit_line(explained), _lanes(explained)]
     if explained.states:
         parts += [_states_line(explained), _states(explained)]
     picture = explained.picture()
@@ -112,6 +112,22 @@ def _shares_text(row: Row) -> str:
 def _epoch_line(explained: Explanation) -> Text:
     seconds = f"{explained.chosen.epoch_s:.2f} s"
     return Text.assemble("Predicted epoch ", (seconds, "bold"), ", with the exchange of models at its end")
+
+
+def _limit_line(explained: Explanation) -> list[Text]:
+    """Return which cuts the limit on leakage has ruled out, and what that costs."""
+    limited = explained.limited
+    if limited is None:
+        return []
+    limit = f"privacy.max_leakage = {limited.most:g} rules out "
+    if not limited.ruled_out:
+        return [Text(f"{limit}no cut.")]
+    cuts = ", ".join(f"P={p} (leaks {leaks:.2f})" for p, leaks in limited.ruled_out.items())
+    if limited.without.plans == explained.chosen.plans:
+        return [Text(f"{limit}{cuts}, which costs nothing: the plans would be the same without it.")]
+    plans = _plans_text(explained, _without_encodings(limited.without.plans))
+    costs = signed_percent(explained.chosen.epoch_s / limited.without.epoch_s - 1)
+    return [Text(f"{limit}{cuts}: {costs} on the {limited.without.epoch_s:.2f} s of {plans} without it.")]
 
 
 def _lanes(explained: Explanation) -> Table:

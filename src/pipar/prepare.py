@@ -25,6 +25,8 @@ from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network
 from pipar.planner.select import check_given
 from pipar.planning import planned
+from pipar.privacy.leakage_file import Subject
+from pipar.privacy.leakage_limit import LeakageLimit
 from pipar.privacy.spending import terms_of
 from pipar.schedule import count_batches
 
@@ -73,7 +75,8 @@ def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
         count=lambda: _counts(workload, model),
         measure=lambda: measured_profile(workload, model, observe),
     )
-    job = _job(workload.config, profiles, sizes, dataset=workload.data_name)
+    subject = Subject.of(workload.config, workload.model_name, workload.data_name, workload.input_shape)
+    job = _job(workload.config, profiles, sizes, subject)
     return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
 
 
@@ -97,7 +100,7 @@ def unplanned_timing_only(config: Config, observe: Observer = ignore) -> Job | N
             find_profile(profile_key(config, shape, classes)) or _profile_of_shape(config, shape, classes, observe)
         ),
     )
-    return _job(config, profiles, sizes, dataset=config.data.name)
+    return _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
@@ -188,9 +191,10 @@ def check_given_plans(config: Config, layers: int, model: str) -> None:
         check_given(METHODS["pipar"], p, n, layers=layers, batch_size=config.run.batch_size, model=model)
 
 
-def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], *, dataset: str) -> Job:
+def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], subject: Subject) -> Job:
     specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
     _check_cores(config)
+    limit = LeakageLimit.of(config, subject)
     profiles.check_given([config.server.profile, *(spec.profile for spec in specs)])
     server = profiles.of_server(config.server.profile)
     check_given_plans(config, len(server.layers), profiles.model)
@@ -205,8 +209,9 @@ def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], *, datas
         batch_statistics=profiles.batch_statistics,
         dropout=False,
         plans={},  # when all else is known
-        dataset=dataset,
+        dataset=subject.dataset,
         model=profiles.model,
+        leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
     )
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from pipar.config import Config
 from pipar.events import EpochResult
 from pipar.methods import Plan
+from pipar.privacy.leakage_file import as_rows, how_lines, last_line
 from pipar.results import plan_from_json
 from pipar.units import format_bytes, format_percent
 from pipar.wording import setting_text
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pipar.data.catalog import DatasetInfo
     from pipar.doctor import Finding
     from pipar.planner.profile import Profile
+    from pipar.privacy.leakage_file import LeakageTable
     from pipar.run import Result
 
 _WIDEST = 110
@@ -266,6 +268,23 @@ def profile_table(profile: Profile) -> RenderableType:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def leakage_table(leakage: LeakageTable) -> RenderableType:
+    """Return one row a cut: the distance correlation, and the pixel correlation and PSNR of each attack."""
+    table = new_table()
+    table.add_column("P", justify="right", no_wrap=True)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("distance\ncorrelation", justify="right", no_wrap=True)
+    for name in leakage.attacks:
+        table.add_column(f"{name}: pixel\ncorrelation", justify="right", no_wrap=True)
+        table.add_column("PSNR\ndB", justify="right", no_wrap=True)
+    for row in as_rows(leakage)[1:]:
+        table.add_row(*row)
+    whole = len(leakage.layers)
+    table.add_row(str(whole), leakage.layers[-1], *["-"] * (1 + 2 * len(leakage.attacks)))
+    words = [f"\n{leakage.subject}", *how_lines(leakage)]
+    return Group(*(Text(line) for line in words), table, Text(last_line(leakage)))
 
 
 def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:

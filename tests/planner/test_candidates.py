@@ -163,3 +163,34 @@ def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window:
         assert option.lane_s <= option.alone_s * rounding
         assert 3 * option.alone_s <= timing.epoch_s * rounding
         assert 3 * option.server_s * len(fleet.members) / fleet.cores <= timing.epoch_s * rounding
+
+
+# --- cuts that give too much away
+
+
+def leaking(*cuts: int, method: str = "pipar") -> Fleet:
+    return replace(with_method(method), leaky_cuts=frozenset(cuts))
+
+
+def test_no_plan_has_a_cut_that_leaks_too_much() -> None:
+    assert {plan.split_point for plan in plans(leaking(1, 3))} == {2, 4}
+    assert plans(leaking(1, 2, 3)) == [Plan(4, 1)]
+    assert plans(leaking(1, method="sfl")) == [Plan(2, 1), Plan(3, 1)]
+    assert plans(leaking(1, 2, 3, method="fl")) == [Plan(4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "given", "says"),
+    [
+        (leaking(1, 2, 3, method="sfl"), {}, "phone may only have P = 1, 2, 3 by sfl, and that leaks more than "),
+        (leaking(1, 2, 3, method="sfl"), {}, "privacy.max_leakage allows: allow more, or use the method fl."),
+        (leaking(2), {"split_point": 2}, "or leave split_point and micro_batches to 'auto'."),
+        (leaking(1, 2, 3), {"micro_batches": 5}, "may only have P = 1, 2, 3 by pipar, and that leaks more"),
+        (leaking(1, 2), {"costs": Costs(replace(PROFILE, layers=(LAYER,) * 2, total_layers=4))}, "but is to train 3, "
+         "because all cuts before leak more than privacy.max_leakage allows: allow more."),
+    ],
+)  # fmt: skip
+def test_who_may_have_only_leaky_cuts_is_told_so(fleet: Fleet, given: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        plans(fleet, **given)
+    assert says in str(raised.value)

@@ -55,13 +55,15 @@ def candidates(fleet: Fleet, member: Member) -> list[Candidate]:
 
 
 def allowed_plans(fleet: Fleet, member: Member) -> list[Plan]:
-    """Return every plan that the method, what was given and the device's memory allow; there is at least one.
+    """Return every plan that the method, what was given, leaks and the device's memory allow; there is at least one.
 
     Each {P, N} comes once, with the encodings that are best for it.
     """
     plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
     if not plans:
-        raise PlanError(_too_few_layers(fleet, member) or _too_little_memory(fleet, member))
+        raise PlanError(
+            _too_leaky(fleet, member) or _too_few_layers(fleet, member) or _too_little_memory(fleet, member)
+        )
     return with_encodings(fleet, member, plans)
 
 
@@ -80,7 +82,12 @@ def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:
             yield from ((p, n) for n in range(1, most + 1))
 
 
-def _split_points(fleet: Fleet, member: Member) -> range:
+def _split_points(fleet: Fleet, member: Member) -> list[int]:
+    return [p for p in _with_leaky_ones(fleet, member) if p not in fleet.leaky_cuts]
+
+
+def _with_leaky_ones(fleet: Fleet, member: Member) -> range:
+    """Return the split points that the method and what was given allow, whatever they give away."""
     layers = fleet.layers
     if not fleet.method.splits:
         return range(layers, layers + 1)
@@ -203,15 +210,31 @@ def _over(bits: float, rate_bps: float | None) -> float:
     return 0.0 if rate_bps is None else bits / rate_bps
 
 
+def _too_leaky(fleet: Fleet, member: Member) -> str | None:
+    """Return what is wrong if every split point that the method and what was given allow gives too much away."""
+    if _split_points(fleet, member):
+        return None
+    cuts = ", ".join(map(str, _with_leaky_ones(fleet, member)))
+    # P = Q gives nothing away by activations: a pipeline that may choose freely always has that.
+    way = "leave split_point and micro_batches to 'auto'" if fleet.method.pipelines else "use the method fl"
+    return (
+        f"{member.name} may only have P = {cuts} by {fleet.method.name}, and that leaks more than privacy.max_leakage "
+        f"allows: allow more, or {way}."
+    )
+
+
 def _too_few_layers(fleet: Fleet, member: Member) -> str | None:
     """Return what is wrong if the method or the given P needs layers that the device was not profiled with."""
     measured, needed = len(member.costs.profile.layers), min(_split_points(fleet, member))
     if needed <= measured:
         return None
-    return (
+    here = (
         f"{member.name} was profiled with the first {measured} of {fleet.layers} layers, which is all that it can "
-        f"hold, but is to train {needed}: give a split point up to {measured}, or a method that splits."
+        f"hold, but is to train {needed}"
     )
+    if min(_with_leaky_ones(fleet, member)) <= measured:
+        return f"{here}, because all cuts before leak more than privacy.max_leakage allows: allow more."
+    return f"{here}: give a split point up to {measured}, or a method that splits."
 
 
 def _too_little_memory(fleet: Fleet, member: Member) -> str:

@@ -61,6 +61,7 @@ class Fleet:
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
     lasts: float = math.inf  # rounds for which the links are expected to stay as they are
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
+    leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
 
     @property
     def averaged_bytes(self) -> int:

@@ -1,1 +1,1 @@
-"""What keeps a device's data private: noise on what leaves it, and how much of its budget that has cost."""
+"""What leaves a device says something about its data: how much, what noise does about it, and what that has cost."""

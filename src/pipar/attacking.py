@@ -1,0 +1,145 @@
+"""From a configuration to a table of what its cuts give away: whose samples are attacked, with which weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from pipar import keyed
+from pipar.data.datasets import Images
+from pipar.errors import DataError, InputError, PlanError
+from pipar.privacy.inversion import Attack
+from pipar.privacy.leakage import LEAST_COMPARED, Measured, Samples, Told, measure_cuts
+from pipar.privacy.leakage_file import LeakageTable, Subject
+from pipar.workload import Workload
+
+#: The distance correlation is of so many samples of a device: more take longer and change little.
+_COMPARED = 256
+#: Other samples that an attacker has, at most.
+_OTHERS = 5000
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A table, and the pictures that belong to it: the originals, and what each attack has made of them."""
+
+    table: LeakageTable
+    originals: Tensor  # from 0 to 1
+    measured: Measured
+
+
+def attack(
+    workload: Workload,
+    attacks: Mapping[str, Attack],
+    *,
+    weights: Path | None = None,
+    split_points: Sequence[int] | None = None,
+    images: int = 16,
+    told: Told = lambda _, __: None,
+) -> Attacked:
+    """Return what the cuts of a workload's network give away of the first device's samples.
+
+    The network has its first weights, or those of a file. P = Q, where no activations leave, is not measured.
+    """
+    config, model = workload.config, workload.checked_model()
+    layers = tuple(model._modules)
+    cuts = checked_cuts(split_points, len(layers), workload.model_name)
+    described = "first ones of the seed" if weights is None else load_weights(model, weights)
+    samples = samples_of(workload, images)
+    noise = config.privacy.pixel_scale
+    measured = measure_cuts(model, samples, cuts, attacks, seed=config.run.seed, noise=noise, told=told)
+    subject = Subject.of(config, workload.model_name, workload.data_name, workload.input_shape)
+    table = LeakageTable(
+        subject.model,
+        subject.norm,
+        subject.dataset,
+        subject.input_shape,
+        layers,
+        seed=config.run.seed,
+        weights=described,
+        pixel_scale=noise,
+        images=len(samples.attacked),
+        compared=len(samples.compared),
+        others=len(samples.others),
+        guess=samples.guess(),
+        attacks={name: one.words for name, one in attacks.items()},
+        cuts=measured.cuts,
+    )
+    return Attacked(table, samples.pixels(samples.attacked), measured)
+
+
+def checked_cuts(split_points: Sequence[int] | None, layers: int, model: str) -> list[int]:
+    """Return the split points to measure, in order: those given, or all; without P = Q, where no activations leave."""
+    wrong = [p for p in split_points or () if not 1 <= p <= layers]
+    if wrong:
+        raise PlanError(f"split point {wrong[0]} is outside 1..{layers}: {model} has {layers} layers.")
+    return [p for p in sorted(set(split_points or range(1, layers))) if p < layers]
+
+
+def load_weights(model: nn.Sequential, file: Path) -> str:
+    """Put a run's weights into the model; return which they are, in words."""
+    try:
+        content = file.read_bytes()
+        state = safetensors.torch.load(content)
+    except OSError as error:
+        raise InputError(f"Cannot read the weights {file}: {error.strerror}.") from None
+    except (SafetensorError, ValueError):
+        raise InputError(f"{file} is not a safetensors file: give the model.safetensors of a run.") from None
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if own != {name: tuple(value.shape) for name, value in state.items()}:
+        raise InputError(
+            f"{file} has the weights of another network than the configuration says: give the run's own configuration, "
+            f"{file.parent / 'config.toml'}."
+        )
+    model.load_state_dict(state)
+    return f"{file.name} with SHA-256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+# --- samples
+
+
+def samples_of(workload: Workload, images: int) -> Samples:
+    """Return samples of the first device to attack, and others: the held-out ones, which a server has, too."""
+    shard = workload.shard(workload.names[0])
+    if len(shard) < LEAST_COMPARED:
+        raise DataError(
+            f"{workload.names[0]} has {len(shard)} samples, but at least {LEAST_COMPARED} are needed to be compared."
+        )
+    order = keyed.generator(workload.config.run.seed, "leakage", "attacked").permutation(len(shard))
+    own = shard.images.take(shard.indices[order[:_COMPARED]])
+    compared, others = own.normalised(own.images, workload.dtype), _others(workload)
+    lowest, highest = _range(own, torch.cat([compared, others]))
+    return Samples(compared[:images], compared, others, lowest, highest)
+
+
+def _others(workload: Workload) -> Tensor:
+    """Return held-out samples, which no device has."""
+    found: list[Tensor] = []
+    for which in ("validation", "test"):
+        held, left = workload.held_out(which), _OTHERS - sum(map(len, found))
+        if held is not None:
+            found.append(held.normalised(held.images[:left], workload.dtype))
+    if not sum(map(len, found)):
+        raise DataError(
+            "An attacker needs other samples than those of the devices, and there are no held-out ones: give "
+            "data.validation or data.test."
+        )
+    return torch.cat(found)
+
+
+def _range(images: Images, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what stands for black and for white: of bytes by their normalisation, of other numbers what occurs."""
+    if images.images.dtype == torch.uint8:
+        channels, *sides = images.shape
+        ends = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, *[1] * len(sides))
+        black, white = images.normalised(ends.expand(2, channels, *[1] * len(sides)), samples.dtype)
+        return black[None], white[None]
+    low, high = samples.min(), samples.max()
+    return low, torch.maximum(high, low + 1e-6)

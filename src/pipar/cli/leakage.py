@@ -1,0 +1,178 @@
+"""`pipar leakage`: what activations give away of the inputs, cut by cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipar.cli.names import one_of, some_of
+from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
+from pipar.config import MODELS
+from pipar.errors import InputError
+from pipar.events import Observer, Preparing
+
+if TYPE_CHECKING:
+    from pipar.attacking import Attacked
+    from pipar.privacy.inversion import Attack
+
+#: What the attacks are called; the module that knows them brings torch.
+_NAMES = ("small", "long", "decoder")
+_DATA = NETWORK[1]
+
+
+@click.command(
+    short_help="Attack the cuts of a network, and say what they give away.",
+    epilog=example(
+        "pipar leakage --data cifar10 --split-points 1,2",
+        "pipar leakage runs/a/config.toml --model runs/a/model.safetensors",
+    ),
+)
+@options(
+    CONFIG,
+    click.option(
+        "--model",
+        "models",
+        multiple=True,
+        metavar="NAME|FILE",
+        shell_complete=one_of(MODELS),
+        help=f"The network ({', '.join(MODELS)}), or model.safetensors of a run for its trained weights; may be "
+        "repeated for both.  [default: vgg5 with its first weights]",
+    ),
+    _DATA,
+    click.option("--split-points", metavar="P,P", help="Cuts to attack, as in 1,2.  [default: all]"),
+    click.option(
+        "--attacks",
+        metavar="NAME,NAME",
+        shell_complete=some_of(_NAMES),
+        help=f"By which means: {', '.join(_NAMES)}.  [default: all]",
+    ),
+    click.option(
+        "--images",
+        type=click.IntRange(1, 256),
+        default=16,
+        show_default=True,
+        metavar="COUNT",
+        help="Images of the first device to attack.",
+    ),
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        default=Path(),
+        metavar="FOLDER",
+        help="Where leakage.json, .md, .csv and .png are written.  [default: this one]",
+    ),
+    SET,
+    JSON,
+)
+def leakage(
+    config: Path | None,
+    models: Sequence[str],
+    split_points: str | None,
+    attacks: str | None,
+    images: int,
+    output: Path,
+    settings: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Try to rebuild the inputs from the activations at each cut, as a server could, and say how well that goes.
+
+    The attacker has the device's weights and other images of the dataset. Measured are the distance correlation of
+    inputs and activations, and for each attack the pixel correlation and the PSNR of what it rebuilt. With
+    privacy.leakage = leakage.json and privacy.max_leakage, cuts that give away more are not chosen. No cut is safe
+    because these attacks failed.
+    """
+    names = [model for model in models if model in MODELS]
+    loaded = load(config, [*settings, *(f'model.name="{name}"' for name in names)])
+    weights, cuts, chosen = _weights(models), _numbers(split_points), _attack_names(attacks)
+    if not output.is_dir():
+        raise InputError(f"Cannot write to {output}: it is not a folder; make it, or give another one.")
+    with watched(quiet=as_json) as display:
+        display.observe(Preparing("Loading torch, the network and the data", 0.0))
+        from pipar.attacking import attack
+        from pipar.privacy.inversion import ATTACKS
+        from pipar.workload import Workload
+
+        means: dict[str, Attack] = {name: ATTACKS[name] for name in chosen}
+        told = with_time_left(display.observe)
+        done = attack(Workload(loaded), means, weights=weights, split_points=cuts, images=images, told=told)
+    written = _write(done, output)
+    if as_json:
+        click.echo(done.table.to_json(), nl=False)
+        return
+    from pipar.tables import console, leakage_table
+
+    console().print(leakage_table(done.table))
+    click.echo(f"Written to {', '.join(map(str, written))}")
+
+
+def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
+    """Return what is told of a long preparation and adds to its words how long it will take."""
+    from pipar.display import clock_text
+    from pipar.pace import Pace
+
+    pace = Pace()
+    pace.begin(0.0, clock())
+
+    def told(what: str, share: float) -> None:
+        now = clock()
+        pace.note(min(share, 0.999), now)  # behind a whole one the next would begin
+        end = pace.ends_at(1)
+        observe(Preparing(what if end is None else f"{what}, {clock_text(max(0.0, end - now))} left", share))
+
+    return told
+
+
+def _weights(models: Sequence[str]) -> Path | None:
+    """Return the file among the given models."""
+    files = [model for model in models if model not in MODELS]
+    if len(files) > 1:
+        raise InputError(f"--model has two files, {files[0]} and {files[1]}: give the weights of one run.")
+    if files and not Path(files[0]).is_file():
+        raise InputError(
+            f"--model {files[0]} is neither a network nor a file: the networks are {', '.join(MODELS)}, and a run's "
+            "weights are in its model.safetensors."
+        )
+    return Path(files[0]) if files else None
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise InputError(f"--split-points {text} is not a list of layers: write numbers, as in 1,2.") from None
+
+
+def _attack_names(text: str | None) -> list[str]:
+    """Return the attacks that were asked for, in the order in which there are."""
+    asked = _NAMES if text is None else tuple(text.split(","))
+    unknown = [name for name in asked if name not in _NAMES]
+    if unknown:
+        raise InputError(f"--attacks names '{unknown[0]}', which is not one: there are {', '.join(_NAMES)}.")
+    return [name for name in _NAMES if name in asked]
+
+
+def _write(done: Attacked, folder: Path) -> list[Path]:
+    """Write the table in three formats, and a picture if the samples are pictures; return where."""
+    from pipar.privacy.leakage_file import as_csv, as_markdown
+    from pipar.privacy.leakage_picture import can_be_drawn, draw
+
+    table = done.table
+    texts = {"leakage.json": table.to_json(), "leakage.md": as_markdown(table), "leakage.csv": as_csv(table)}
+    for name, text in texts.items():
+        save(text, folder / name)
+    written = [folder / name for name in texts]
+    if can_be_drawn(table):
+        picture = folder / "leakage.png"
+        try:
+            draw(table, done.originals, done.measured.pictures).save(picture)
+        except OSError as error:
+            raise InputError(f"Cannot write {picture}: {error.strerror or error}.") from None
+        written.append(picture)
+    return written

@@ -1,0 +1,242 @@
+"""Attacks that rebuild a device's inputs from its activations, by somebody who has what the server of a training has.
+
+The server averages the devices' parts, so it knows their weights, and it may have other samples of the same kind. None
+of these attacks is the strongest that there is: what they do not rebuild another one may.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipar import keyed
+
+#: Told which share of an attack is done.
+Progress = Callable[[float], None]
+
+_DECODER_BATCH = 50
+_DECODER_WIDTH = 64
+_NARROWEST = 32
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """What is known to who attacks: the device's layers, other samples, the noise, and what a pixel can be."""
+
+    part: nn.Sequential  # with its weights, as it evaluates
+    others: Tensor  # samples of the same kind as the network takes them, none of which is attacked
+    noise: float  # standard deviation of what the device adds to its inputs
+    lowest: Tensor  # value of a pixel, one for each channel, that broadcasts over samples
+    highest: Tensor
+    seed: int
+
+    def inside(self, samples: Tensor) -> Tensor:
+        """Return the samples with every pixel within what it can be."""
+        return torch.minimum(torch.maximum(samples, self.lowest), self.highest)
+
+
+class Attack(Protocol):
+    """Something that rebuilds inputs."""
+
+    @property
+    def words(self) -> str:
+        """What it does, with its budget."""
+
+    def effort(self, attacked: int, others: int) -> float:
+        """Return how much it computes for so many samples, about, in passes of a sample."""
+
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+        """Return what the inputs of these activations may have been, as the network takes them."""
+
+
+# --- looking for an input that gives the same activations
+
+
+@dataclass(frozen=True)
+class Descent:
+    """argmin over x of ||f(x) - a||^2 / ||a||^2 + `smoothness` TV(x), by Adam from the mean of other samples.
+
+    f are the device's layers and a the activations; TV, the mean absolute difference of neighbouring pixels, is for
+    images only. The learning rate goes down to nothing along half a cosine.
+    """
+
+    steps: int
+    learning_rate: float
+    smoothness: float
+
+    @property
+    def words(self) -> str:
+        smooth = f", with {self.smoothness:g} x total variation" if self.smoothness else ""
+        return f"{self.steps} steps of Adam (rate {self.learning_rate:g}) on the input{smooth}"
+
+    def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - it has no use for others
+        return self.steps * attacked
+
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+        mean = attacker.others.mean(dim=0, keepdim=True)
+        guess = mean.repeat(len(activations), *[1] * (mean.ndim - 1)).requires_grad_()
+        optimizer = torch.optim.Adam([guess], lr=self.learning_rate)
+        size = activations.flatten(1).square().sum(dim=1).clamp_min(1e-12)
+        for step in range(self.steps):
+            optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+            missed = (attacker.part(guess) - activations).flatten(1).square().sum(dim=1) / size
+            loss = (missed + self.smoothness * total_variation(guess)).sum()
+            # Asked for by name: the weights of the part stay without gradients.
+            (guess.grad,) = torch.autograd.grad(loss, [guess])
+            optimizer.step()
+            with torch.no_grad():
+                guess.copy_(attacker.inside(guess))
+            progress((step + 1) / self.steps)
+        return guess.detach()
+
+
+def total_variation(samples: Tensor) -> Tensor:
+    """Return each image's mean absolute difference of neighbouring pixels; 0 for samples that are no images."""
+    if samples.ndim != 4:
+        return samples.new_zeros(len(samples))
+    down, right = samples.diff(dim=2).abs(), samples.diff(dim=3).abs()
+    return down.flatten(1).mean(dim=1) + right.flatten(1).mean(dim=1)
+
+
+# --- a network that has learned to go back
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A small network of transposed convolutions, trained to make inputs of activations with `images` other samples."""
+
+    images: int
+    epochs: int
+    learning_rate: float = 2e-3
+
+    @property
+    def words(self) -> str:
+        return f"a decoder of transposed convolutions, {self.epochs} epochs over up to {self.images:,} other images"
+
+    def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - using what was learned costs nothing
+        return self.epochs * min(others, self.images)
+
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+        others = attacker.others[: self.images]
+        shape, scale = _shape_at_cut(attacker.part, others), _Scale.of(_seen(attacker, others[:_DECODER_BATCH], 0))
+        batches = [batch for epoch in range(self.epochs) for batch in _shuffled(others, attacker.seed, epoch)]
+        with _seeded(attacker.seed, "decoder"):
+            decoder = build_decoder(shape, tuple(others.shape[1:])).to(others.dtype)
+        optimizer = torch.optim.Adam(decoder.parameters(), lr=self.learning_rate)
+        for number, batch in enumerate(batches, start=1):
+            optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * number / len(batches))) / 2
+            seen = scale.applied(_seen(attacker, batch, number)).view(len(batch), *shape)
+            optimizer.zero_grad()
+            functional.mse_loss(decoder(seen), batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            progress(number / len(batches))
+        decoder.eval()
+        with torch.no_grad():
+            rebuilt: Tensor = decoder(scale.applied(activations).view(len(activations), *shape))
+        return attacker.inside(rebuilt)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Brings activations, whatever their size, to mean 0 and deviation 1."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, activations: Tensor) -> _Scale:
+        return cls(float(activations.mean()), max(1e-6, float(activations.std())))
+
+    def applied(self, activations: Tensor) -> Tensor:
+        return (activations - self.mean) / self.deviation
+
+
+def build_decoder(seen: tuple[int, ...], wanted: tuple[int, ...]) -> nn.Sequential:
+    """Return an untrained network from activations of one shape to samples of another.
+
+    To an image it goes from a map of features, doubled in size until it is as large as the image. Activations that are
+    no map are made one, of an eighth of the image's sides. To what is no image it goes by two fully connected layers.
+    """
+    if len(wanted) != 3:
+        return _to_vector(math.prod(seen), wanted)
+    channels, height, width = wanted
+    layers: list[nn.Module] = []
+    if len(seen) != 3:
+        small = (_DECODER_WIDTH, -(-height // 8), -(-width // 8))
+        layers += [nn.Flatten(), nn.Linear(math.prod(seen), math.prod(small)), nn.ReLU(), nn.Unflatten(1, small)]
+        seen = small
+    features, high, wide = seen
+    layers += [nn.Conv2d(features, _DECODER_WIDTH, 3, padding=1), nn.ReLU()]
+    features = _DECODER_WIDTH
+    while high < height or wide < width:
+        narrower = max(_NARROWEST, features // 2)
+        layers += [nn.ConvTranspose2d(features, narrower, 4, stride=2, padding=1), nn.ReLU()]
+        features, high, wide = narrower, 2 * high, 2 * wide
+    layers.append(nn.Conv2d(features, channels, 3, padding=1))
+    if (high, wide) != (height, width):
+        layers.append(nn.Upsample((height, width), mode="bilinear", align_corners=False))
+    return nn.Sequential(*layers)
+
+
+def _to_vector(values: int, wanted: tuple[int, ...]) -> nn.Sequential:
+    hidden = 4 * _DECODER_WIDTH
+    inner = [nn.Flatten(), nn.Linear(values, hidden), nn.ReLU(), nn.Linear(hidden, math.prod(wanted))]
+    return nn.Sequential(*inner, nn.Unflatten(1, wanted))
+
+
+def _shape_at_cut(part: nn.Sequential, samples: Tensor) -> tuple[int, ...]:
+    """Return the shape of one sample's activations; if they were flattened at the very end, the shape before that."""
+    *_, last = (module for module in part.modules() if not any(True for _ in module.children()))
+    before: list[tuple[int, ...]] = []
+    hook = last.register_forward_hook(lambda _, inputs, __: before.append(tuple(inputs[0].shape[1:])))
+    try:
+        with torch.no_grad():
+            output: Tensor = part(samples[:1])
+    finally:
+        hook.remove()
+    return before[-1] if isinstance(last, nn.Flatten) else tuple(output.shape[1:])
+
+
+def _seen(attacker: Attacker, samples: Tensor, number: int) -> Tensor:
+    """Return the activations that a device would send of these samples."""
+    with torch.no_grad():
+        activations: Tensor = attacker.part(with_noise(samples, attacker.noise, attacker.seed, "others", number))
+    return activations
+
+
+def with_noise(samples: Tensor, scale: float, seed: int, *key: str | int) -> Tensor:
+    """Return the samples under Gaussian noise, looked up by the key."""
+    if not scale:
+        return samples
+    drawn = keyed.generator(seed, "leakage noise", *key).normal(0.0, scale, tuple(samples.shape))
+    return samples + torch.from_numpy(drawn).to(samples.dtype)
+
+
+def _shuffled(samples: Tensor, seed: int, epoch: int) -> Iterator[Tensor]:
+    """Yield all samples once, in batches."""
+    order = torch.from_numpy(keyed.generator(seed, "decoder order", epoch).permutation(len(samples)))
+    for rows in order.split(_DECODER_BATCH):
+        yield samples[rows]
+
+
+@contextmanager
+def _seeded(seed: int, purpose: str) -> Iterator[None]:
+    """Let torch draw first weights by the key, and leave its generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(keyed.generator(seed, purpose).integers(2**63)))
+        yield
+
+
+#: By name, from the least effort to the most.
+ATTACKS: dict[str, Attack] = {
+    "small": Descent(steps=60, learning_rate=0.05, smoothness=0.0),
+    "long": Descent(steps=1000, learning_rate=0.05, smoothness=0.02),
+    "decoder": Decoder(images=5000, epochs=6),
+}

@@ -1,0 +1,154 @@
+"""How much of the inputs their activations give away: measures, and all cuts of a network measured.
+
+Every measure is 0 for what tells nothing and grows with what is told. None of them is a guarantee: they say what these
+attacks found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipar.errors import DataError
+from pipar.nn.split import split_model
+from pipar.privacy.inversion import Attack, Attacker, with_noise
+from pipar.privacy.leakage_file import MOST_DB, CutLeakage, Rebuilt
+
+#: Told what is done now, and which share of everything is done.
+Told = Callable[[str, float], None]
+
+#: The bias-corrected distance correlation divides by n - 3.
+LEAST_COMPARED = 4
+#: Activations of so many samples are computed at once.
+_AT_ONCE = 100
+
+
+# --- measures
+
+
+def distance_correlation(x: Tensor, y: Tensor) -> float:
+    """Return the distance correlation of n pairs (x_i, y_i), bias-corrected: from 0, independent, to 1, similar.
+
+    With a_ij = |x_i - x_j| and, for i != j, the U-centred
+        A_ij = a_ij - sum_l a_il / (n - 2) - sum_k a_kj / (n - 2) + sum_kl a_kl / ((n - 1)(n - 2)),  A_ii = 0
+    (B of y likewise) and (A . B) = sum_{i != j} A_ij B_ij / (n (n - 3)), it is the square root of
+        R = (A . B) / sqrt((A . A)(B . B)),
+    or 0 if R < 0, as it is for half of all independent samples (Szekely and Rizzo, 2013 and 2014). Their classic
+    estimate, without the correction, goes to 1 for whatever pairs as the values of a sample become more than samples,
+    which those of images always are.
+    """
+    if len(x) != len(y) or len(x) < LEAST_COMPARED:
+        raise DataError(
+            f"A distance correlation needs at least {LEAST_COMPARED} pairs: {len(x)} and {len(y)} are given."
+        )
+    a, b = (_u_centred(torch.cdist(flat, flat)) for flat in (x.flatten(1).double(), y.flatten(1).double()))
+    both = float((a * a).sum()) * float((b * b).sum())
+    if both <= 0:
+        return 0.0  # one of them never changes
+    return math.sqrt(min(1.0, max(0.0, float((a * b).sum()) / math.sqrt(both))))
+
+
+def _u_centred(distances: Tensor) -> Tensor:
+    n = len(distances)
+    rows = distances.sum(dim=1, keepdim=True) / (n - 2)
+    centred = distances - rows - rows.T + distances.sum() / ((n - 1) * (n - 2))
+    return centred.fill_diagonal_(0.0)
+
+
+def pixel_correlation(originals: Tensor, rebuilt: Tensor) -> float:
+    """Return Pearson's correlation over all pixels and channels of an image, averaged over the images.
+
+    An image, or what was made of it, that is the same everywhere correlates with nothing: 0.
+    """
+    x, y = (images.flatten(1).double() for images in (originals, rebuilt))
+    x, y = (values - values.mean(dim=1, keepdim=True) for values in (x, y))
+    sizes = x.norm(dim=1) * y.norm(dim=1)
+    return float(torch.where(sizes > 0, (x * y).sum(dim=1) / sizes.clamp_min(1e-300), 0.0).mean())
+
+
+def psnr_db(originals: Tensor, rebuilt: Tensor, peak: float = 1.0) -> float:
+    """Return 10 log10(peak^2 / MSE) of an image in dB, averaged over the images; infinite if one is rebuilt exactly."""
+    errors = (originals.double() - rebuilt.double()).flatten(1).square().mean(dim=1)
+    return float((10 * torch.log10(peak**2 / errors)).mean())
+
+
+# --- all cuts of a network
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is attacked and what the attacker has, as the network takes it; `lowest` is a pixel of 0, `highest` of 1."""
+
+    attacked: Tensor
+    compared: Tensor  # for the distance correlation
+    others: Tensor
+    lowest: Tensor
+    highest: Tensor
+
+    def pixels(self, samples: Tensor) -> Tensor:
+        """Return samples as pictures from 0 to 1."""
+        return ((samples - self.lowest) / (self.highest - self.lowest)).clamp(0, 1)
+
+    def guess(self) -> float:
+        """Return the pixel correlation of the mean of other samples, which tells nothing of the attacked ones."""
+        mean = self.others.mean(dim=0, keepdim=True).expand_as(self.attacked)
+        return pixel_correlation(self.pixels(self.attacked), self.pixels(mean))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the cuts give away, and the pictures that each attack has made: by split point and attack."""
+
+    cuts: tuple[CutLeakage, ...]
+    pictures: Mapping[tuple[int, str], Tensor]
+
+
+def measure_cuts(
+    model: nn.Sequential,
+    samples: Samples,
+    split_points: Sequence[int],
+    attacks: Mapping[str, Attack],
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    told: Told = lambda _, __: None,
+) -> Measured:
+    """Return what activations at each split point tell; `noise` is on the inputs before they enter the device's layers.
+
+    The model evaluates: without dropout, and with the running statistics of batch normalisation.
+    """
+    model.eval()
+    cuts, pictures = [], {}
+    efforts = {name: one.effort(len(samples.attacked), len(samples.others)) for name, one in attacks.items()}
+    done, whole = 0.0, len(split_points) * sum(efforts.values())
+    for p in split_points:
+        part, _ = split_model(model, p)
+        attacker = Attacker(part, samples.others, noise, samples.lowest, samples.highest, seed)
+        activations = _activations(part, with_noise(samples.attacked, noise, seed, "attacked"))
+        compared = _activations(part, with_noise(samples.compared, noise, seed, "compared"))
+        rebuilt = {}
+        for name, attack in attacks.items():
+
+            def progress(share: float, name: str = name, p: int = p, before: float = done) -> None:
+                told(f"Attacking P={p}: {name}", (before + share * efforts[name]) / whole)
+
+            progress(0.0)
+            made = samples.pixels(attack.rebuild(attacker, activations, progress))
+            rebuilt[name] = _likeness(samples.pixels(samples.attacked), made)
+            pictures[p, name] = made
+            done += efforts[name]
+        cuts.append(CutLeakage(p, distance_correlation(samples.compared, compared), rebuilt))
+    return Measured(tuple(cuts), pictures)
+
+
+def _activations(part: nn.Sequential, samples: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([part(some) for some in samples.split(_AT_ONCE)])
+
+
+def _likeness(originals: Tensor, made: Tensor) -> Rebuilt:
+    return Rebuilt(pixel_correlation(originals, made), min(MOST_DB, psnr_db(originals, made)))

@@ -1,0 +1,273 @@
+"""What each cut of a network gives away, as `pipar leakage` measured it: the file, and tables of it for people.
+
+Nothing here needs torch: plans are made from it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pipar.config import Config
+from pipar.errors import ConfigError
+
+FORMAT = 1
+#: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.
+MOST_DB = 100.0
+_MEASURE = "Measure it with 'pipar leakage'."
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """How like the inputs are what an attack has made of their activations, on average over the images.
+
+    `pixel_correlation` is Pearson's over the pixels of an image; `psnr_db` the ratio of the largest to the mean squared
+    error of a pixel.
+    """
+
+    pixel_correlation: float
+    psnr_db: float
+
+
+@dataclass(frozen=True)
+class CutLeakage:
+    """What the activations behind layer P tell of the inputs: by themselves, and to each attack."""
+
+    split_point: int
+    distance_correlation: float
+    attacks: Mapping[str, Rebuilt]
+
+    @property
+    def strongest(self) -> str:
+        """The attack that has rebuilt most."""
+        return max(self.attacks, key=lambda name: self.attacks[name].pixel_correlation)
+
+    @property
+    def leakage(self) -> float:
+        """The pixel correlation of the strongest attack, which `privacy.max_leakage` is about; never below 0."""
+        return max(0.0, self.attacks[self.strongest].pixel_correlation)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a measurement is about. `norm` is that of a named network, "" for one's own."""
+
+    model: str
+    norm: str
+    dataset: str
+    input_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config, model: str, dataset: str, input_shape: Sequence[int]) -> Subject:
+        """Return what a training of this network on this data is about."""
+        return cls(model, config.model.norm if model == config.model.name else "", dataset, tuple(input_shape))
+
+    def __str__(self) -> str:
+        norm = f" (norm {self.norm})" if self.norm else ""
+        return f"{self.model}{norm} on {self.dataset} with samples of {'x'.join(map(str, self.input_shape))}"
+
+
+@dataclass(frozen=True)
+class LeakageTable:
+    """All that was measured of one network, and how.
+
+    `layers` are the names of all Q layers; P = Q has no entry in `cuts`, because no activations leave there. `guess` is
+    the pixel correlation of the mean of other images: what somebody rebuilds who has seen no activation at all.
+    """
+
+    model: str
+    norm: str
+    dataset: str
+    input_shape: tuple[int, ...]
+    layers: tuple[str, ...]
+    seed: int
+    weights: str  # in words: first ones, or those of which file
+    pixel_scale: float  # standard deviation of the noise on the inputs
+    images: int  # that were attacked
+    compared: int  # of which the distance correlation is
+    others: int  # images of the same kind that the attacker has
+    guess: float
+    attacks: Mapping[str, str]  # what each does, with its budget, in words
+    cuts: tuple[CutLeakage, ...]
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise ConfigError(f"{problem}.")
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(self.model, self.norm, self.dataset, self.input_shape)
+
+    @property
+    def leakage(self) -> dict[int, float]:
+        """The leakage of each cut that was measured, by its split point."""
+        return {cut.split_point: cut.leakage for cut in self.cuts}
+
+    def to_json(self) -> str:
+        """Return one JSON object that `from_json` reads back as the same table."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> LeakageTable:
+        """Return the table of a file, or raise one sentence that names the file."""
+        try:
+            return cls.from_json(path.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"Cannot read the leakage file {path}: {error.strerror}. {_MEASURE}") from None
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{path} is not a file that 'pipar leakage' wrote: {error} {_MEASURE}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> LeakageTable:
+        """Return the table that a JSON object says."""
+        try:
+            tree = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"it is not valid JSON ({error}).") from None
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
+            raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
+        values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
+        lists = {key: tuple(_list(values[key], key)) for key in ("input_shape", "layers")}
+        cuts = tuple(_cut(cut) for cut in _list(values["cuts"], "cuts"))
+        return cls(**{**values, **lists, "cuts": cuts, "attacks": _object(values["attacks"], "attacks")})
+
+
+# --- reading it back
+
+
+def _cut(tree: Any) -> CutLeakage:
+    values = _only(CutLeakage, tree)
+    attacks = {name: Rebuilt(**_only(Rebuilt, one)) for name, one in _object(values["attacks"], "attacks").items()}
+    return CutLeakage(**{**values, "attacks": attacks})
+
+
+def _only(record: type, tree: Any) -> dict[str, Any]:
+    """Return the tree if its keys are exactly the record's fields."""
+    wanted = {field.name for field in fields(record)}
+    given = set(tree) if isinstance(tree, dict) else set()
+    if given != wanted:
+        raise ConfigError(f"these keys are missing or unknown: {', '.join(sorted(given ^ wanted))}.")
+    return dict(tree)
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} is not a list.")
+    return value
+
+
+def _object(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} is not an object.")
+    return value
+
+
+def _problem(table: LeakageTable) -> str | None:
+    """Return what is wrong with a table's values, if anything is."""
+    for one in fields(table):
+        value = getattr(table, one.name)
+        if one.type == "str" and not isinstance(value, str):
+            return f"{one.name} is not text"
+        if one.type == "int" and not _is_count(value):
+            return f"{one.name} is {value!r}, not a whole number from 0 on"
+    if not table.layers or not all(isinstance(name, str) for name in table.layers):
+        return "layers are not the names of a network's layers"
+    if not table.input_shape or not all(_is_count(side) and side >= 1 for side in table.input_shape):
+        return "input_shape is not the shape of a sample"
+    if not all(isinstance(words, str) for words in table.attacks.values()):
+        return "attacks are not described by text"
+    if not _is_within(table.pixel_scale, 0, float("inf")):
+        return f"pixel_scale is {table.pixel_scale!r}, not a number from 0 on"
+    if not _is_within(table.guess, -1, 1):
+        return f"guess is {table.guess!r}, not a number from -1 to 1"
+    return _cuts_problem(table)
+
+
+def _cuts_problem(table: LeakageTable) -> str | None:
+    points, most = [cut.split_point for cut in table.cuts], len(table.layers) - 1
+    if not all(_is_count(p) and 1 <= p <= most for p in points) or points != sorted(set(points)):
+        return f"the split points of its cuts are {points}, not numbers from 1 to {most} in ascending order"
+    for cut in table.cuts:
+        where = f"of the cut at P={cut.split_point}"
+        if not cut.attacks or cut.attacks.keys() != table.attacks.keys():
+            here, all_of_them = (", ".join(attacks) or "none" for attacks in (cut.attacks, table.attacks))
+            return f"the attacks {where} are {here}, but those of the table are {all_of_them}"
+        if not _is_within(cut.distance_correlation, 0, 1):
+            return f"distance_correlation {where} is {cut.distance_correlation!r}, not a number from 0 to 1"
+        for name, rebuilt in cut.attacks.items():
+            if not _is_within(rebuilt.pixel_correlation, -1, 1):
+                given = rebuilt.pixel_correlation
+                return f"pixel_correlation of {name} {where} is {given!r}, not a number from -1 to 1"
+            if not _is_within(rebuilt.psnr_db, -MOST_DB, MOST_DB):
+                return f"psnr_db of {name} {where} is {rebuilt.psnr_db!r}, not a number of up to {MOST_DB:g} dB"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and bool(low <= value <= high) and value != float("inf")
+
+
+# --- for people
+
+
+def as_rows(table: LeakageTable) -> list[list[str]]:
+    """Return titles and a row for each cut: its layer, the distance correlation, and what each attack rebuilt."""
+    titles = ["P", "layer", "distance correlation"]
+    for name in table.attacks:
+        titles += [f"{name}: pixel correlation", f"{name}: PSNR dB"]
+    return [titles, *(_row(table, cut) for cut in table.cuts)]
+
+
+def _row(table: LeakageTable, cut: CutLeakage) -> list[str]:
+    cells = [str(cut.split_point), table.layers[cut.split_point - 1], f"{cut.distance_correlation:.3f}"]
+    for name in table.attacks:
+        cells += [f"{cut.attacks[name].pixel_correlation:.3f}", f"{cut.attacks[name].psnr_db:.1f}"]
+    return cells
+
+
+def as_csv(table: LeakageTable) -> str:
+    """Return the rows as comma-separated values."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(as_rows(table))
+    return text.getvalue()
+
+
+def as_markdown(table: LeakageTable) -> str:
+    """Return the rows as a table of Markdown, with what is to be known of them around it."""
+    titles, *rows = as_rows(table)
+    under = ["---:", "---", *["---:"] * (len(titles) - 2)]
+    cells = [f"| {' | '.join(row)} |" for row in (titles, under, *rows)]
+    first, *attacks, guess = how_lines(table)
+    lines = [f"# {table.subject}", "", first, "", *attacks, "", guess, "", *cells, "", last_line(table)]
+    return "\n".join(lines) + "\n"
+
+
+def how_lines(table: LeakageTable) -> list[str]:
+    """Return how it was measured: with which weights, on how many images, by which attacks."""
+    noise = f", with noise of {table.pixel_scale:g} on the inputs" if table.pixel_scale else ""
+    return [
+        f"Weights: {table.weights}{noise}. {table.images} images attacked, seed {table.seed}; the distance correlation "
+        f"is of {table.compared}.",
+        *(f"- {name}: {words}." for name, words in table.attacks.items()),
+        f"Without any activation, the mean of {table.others} other images has a correlation of {table.guess:.3f}.",
+    ]
+
+
+def last_line(table: LeakageTable) -> str:
+    """Return what the numbers do not say."""
+    return (
+        f"At P={len(table.layers)} no activations leave. A low number says that these attacks failed with this budget, "
+        "not that a cut is safe."
+    )

@@ -1,0 +1,101 @@
+"""`pipar leakage`: the cuts of a network attacked, with first weights and trained ones, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from PIL import Image
+
+from pipar.cli import main
+from pipar.cli.leakage import with_time_left
+from pipar.data.catalog import known_datasets
+from pipar.events import Event, Preparing
+from pipar.nn.models import build_model
+from pipar.privacy.leakage_file import LeakageTable
+
+Pipar = Callable[..., str]
+SMALL = ["--data", "synthetic", "--set", "data.shape=[3,16,16]", "--set", "data.samples_per_device=20", "--images", "3"]
+
+
+@pytest.fixture
+def pipar(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipar:
+    """Run `pipar leakage` in a folder of its own, and return what it wrote to standard output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def command(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["leakage", *words])
+        captured = capfd.readouterr()
+        assert (ended.value.code, captured.err) == (0, "")
+        return captured.out
+
+    return command
+
+
+@pytest.mark.slow
+def test_a_table_of_every_cut_is_shown_and_written_with_a_picture(pipar: Pipar, tmp_path: Path) -> None:
+    text = pipar(*SMALL, "--attacks", "small")
+    table = LeakageTable.load(tmp_path / "leakage.json")
+    assert [cut.split_point for cut in table.cuts] == [1, 2, 3, 4]
+    assert (table.model, table.dataset, table.input_shape) == ("vgg5", "synthetic", (3, 16, 16))
+    assert (table.images, table.compared, table.pixel_scale, set(table.attacks)) == (3, 20, 0.0, {"small"})
+    assert "1 conv1" in " ".join(text.split())
+    assert "5 fc5 - - -" in " ".join(text.split())
+    assert "not that a cut is safe" in " ".join(text.split())
+    assert (tmp_path / "leakage.csv").read_text("utf-8").count("\n") == 5
+    assert "| 4 | fc4 |" in (tmp_path / "leakage.md").read_text("utf-8")
+    with Image.open(tmp_path / "leakage.png") as picture:
+        assert picture.width > 5 * 72
+        assert picture.height > 3 * 72
+        assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 100
+
+
+@pytest.mark.slow
+def test_trained_weights_are_attacked_if_they_fit_and_noise_is_told(
+    pipar: Pipar, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = build_model("vgg5", input_shape=(3, 16, 16), classes=10, seed=5).state_dict()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    words = [*SMALL, "--attacks", "small", "--split-points", "2,5", "--set", "privacy.pixel_epsilon=1", "--json"]
+    first, trained = (json.loads(pipar(*words, *more)) for more in ([], ["--model", "model.safetensors"]))
+    assert [cut["split_point"] for cut in trained["cuts"]] == [2]
+    assert trained["weights"].startswith("model.safetensors with SHA-256 ")
+    assert trained["pixel_scale"] == pytest.approx(0.2537, abs=1e-4)
+    assert first["cuts"] != trained["cuts"]
+    with pytest.raises(SystemExit) as ended:
+        main(["leakage", *words, "--model", "model.safetensors", "--set", "model.norm=batch"])
+    assert ended.value.code == 2
+    assert "has the weights of another network than the configuration says" in capfd.readouterr().err
+
+
+def test_the_time_that_is_left_is_told_from_what_was_done() -> None:
+    told: list[Event] = []
+    now = 0.0
+    tell = with_time_left(told.append, lambda: now)
+    tell("Attacking P=1: small", 0.0)
+    now = 10.0
+    tell("Attacking P=1: small", 0.25)
+    assert told == [Preparing("Attacking P=1: small", 0.0), Preparing("Attacking P=1: small, 0:30 left", 0.25)]
+
+
+def has_cifar() -> bool:
+    path = os.environ.get("PIPAR_DATA")
+    return any(info.name == "cifar10" and info.found for info in known_datasets(Path(path) if path else None))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cifar(), reason="needs the images of CIFAR-10")
+def test_a_small_attack_sees_cifar_images_behind_the_first_layer_of_vgg5_and_not_behind_the_second(
+    pipar: Pipar, tmp_path: Path
+) -> None:
+    pipar("--data", "cifar10", "--attacks", "small", "--split-points", "1,2", "--images", "8")
+    first, second = (cut.attacks["small"] for cut in LeakageTable.load(tmp_path / "leakage.json").cuts)
+    assert first.pixel_correlation > 0.8
+    assert second.pixel_correlation < 0.3
+    assert first.psnr_db > second.psnr_db + 3
