@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipar.checkpoint import Checkpoint
 from pipar.config import DeviceSpec, Link, config_from
 from pipar.enrolment import Open
-from pipar.errors import ProtocolError, UnusableProfileError
+from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.protocol.messages import EMPTY
 from pipar.protocol.orders import Orders
 from pipar.session import Introduction, read_profile
 
@@ -186,3 +188,14 @@ def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> 
     assert [orders.plan.split_point for orders in begun(as_before, "a", "b").values()] == [1, 1]
     assert [orders.plan.split_point for orders in begun(limited, "a", "b").values()] == [2, 2]
     assert limited.join(Introduction("c", 100, WHOLE)).plan.split_point == 2
+
+
+def test_a_saved_training_whose_one_cut_leaks_too_much_now_is_not_gone_on_with() -> None:
+    from pipar.deployment import _check_cut  # brings torch and grpc
+
+    job = replace(opened(privacy={"max_leakage": 0.5, "leakage": "x"}).job, leaky_cuts={1: 0.9})
+    saved = Checkpoint(1, EMPTY, {}, {"a": Plan(1, 1)}, {"a": 100})
+    with pytest.raises(PlanError, match=r"by sfl2 is cut at the split point 1, which leaks 0\.900, more than"):
+        _check_cut(job, saved)
+    _check_cut(job, replace(saved, plans={"a": Plan(2, 1)}))
+    _check_cut(job, None)

@@ -56,8 +56,8 @@ def with_cut(**changes: Any) -> str:
         (with_cut(split_point=2), "not numbers from 1 to 4 in ascending order"),
         (with_cut(distance_correlation=1.5), "distance_correlation of the cut at P=1 is 1.5"),
         (with_cut(attacks={"small": 1, "decoder": 2}), "missing or unknown: pixel_correlation, psnr_db"),
-        (with_cut(attacks=dict.fromkeys(table().attacks, {"pixel_correlation": 2, "psnr_db": 1})), "is 2, not"),
-        (with_cut(attacks=dict.fromkeys(table().attacks, {"pixel_correlation": 1, "psnr_db": 1e9})), "100 dB"),
+        (with_cut(attacks={name: {"pixel_correlation": 2, "psnr_db": 1} for name in table().attacks}), "is 2, not"),
+        (with_cut(attacks={name: {"pixel_correlation": 1, "psnr_db": 1e9} for name in table().attacks}), "100 dB"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_none_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
