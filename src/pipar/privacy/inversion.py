@@ -22,8 +22,8 @@ from pipar import keyed
 Progress = Callable[[float], None]
 
 _DECODER_BATCH = 50
-_DECODER_WIDTH = 64
-_NARROWEST = 32
+_DECODER_WIDTH = 32
+_NARROWEST = 16
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,42 @@ class Attack(Protocol):
 
 
 @dataclass(frozen=True)
+class PlainDescent:
+    """argmin over x of ||f(x) - a||^2 by gradient descent from random pixels, black or white: the least one can do.
+
+    f are the device's layers and a the activations.
+    """
+
+    steps: int
+    rate: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.steps} steps of gradient descent (rate {self.rate:g}) on the input, from random pixels"
+
+    def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - it has no use for others
+        return self.steps * attacked
+
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+        shape = (len(activations), *attacker.others.shape[1:])
+        white = torch.from_numpy(keyed.generator(attacker.seed, "leakage", "random pixels").random(shape) < 0.5)
+        guess = torch.where(white, attacker.highest, attacker.lowest).to(attacker.others.dtype)
+        for step in range(self.steps):
+            guess.requires_grad_()
+            missed = (attacker.part(guess) - activations).square().sum()
+            # Asked for by name: the weights of the part stay without gradients.
+            (slope,) = torch.autograd.grad(missed, [guess])
+            guess = attacker.inside(guess.detach() - self.rate * slope)
+            progress((step + 1) / self.steps)
+        return guess
+
+
+@dataclass(frozen=True)
 class Descent:
     """argmin over x of ||f(x) - a||^2 / ||a||^2 + `smoothness` TV(x), by Adam from the mean of other samples.
 
-    f are the device's layers and a the activations; TV, the mean absolute difference of neighbouring pixels, is for
-    images only. The learning rate goes down to nothing along half a cosine.
+    TV, the mean absolute difference of neighbouring pixels, is for images only. The learning rate goes down to nothing
+    along half a cosine.
     """
 
     steps: int
@@ -74,7 +105,7 @@ class Descent:
     @property
     def words(self) -> str:
         smooth = f", with {self.smoothness:g} x total variation" if self.smoothness else ""
-        return f"{self.steps} steps of Adam (rate {self.learning_rate:g}) on the input{smooth}"
+        return f"{self.steps} steps of Adam (rate {self.learning_rate:g}) on the input, from the mean image{smooth}"
 
     def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - it has no use for others
         return self.steps * attacked
@@ -88,7 +119,6 @@ class Descent:
             optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * step / self.steps)) / 2
             missed = (attacker.part(guess) - activations).flatten(1).square().sum(dim=1) / size
             loss = (missed + self.smoothness * total_variation(guess)).sum()
-            # Asked for by name: the weights of the part stay without gradients.
             (guess.grad,) = torch.autograd.grad(loss, [guess])
             optimizer.step()
             with torch.no_grad():
@@ -114,7 +144,7 @@ class Decoder:
 
     images: int
     epochs: int
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
 
     @property
     def words(self) -> str:
@@ -236,7 +266,7 @@ def _seeded(seed: int, purpose: str) -> Iterator[None]:
 
 #: By name, from the least effort to the most.
 ATTACKS: dict[str, Attack] = {
-    "small": Descent(steps=60, learning_rate=0.05, smoothness=0.0),
-    "long": Descent(steps=1000, learning_rate=0.05, smoothness=0.02),
+    "small": PlainDescent(steps=25, rate=0.12),
+    "long": Descent(steps=300, learning_rate=0.1, smoothness=0.05),
     "decoder": Decoder(images=5000, epochs=6),
 }
