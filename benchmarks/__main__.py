@@ -20,6 +20,7 @@ from benchmarks import (
     lossy,
     many_devices,
     prediction,
+    privacy,
     record,
     replanning,
     scale,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "coded_epochs": coded_epochs.measure,
     "lossy": lossy.measure,
     "dashboard": dashboard.measure,
+    "privacy": privacy.measure,
 }
 
 

@@ -1,16 +1,21 @@
-"""The numbers that README quotes, from the results that are checked in: `python -m benchmarks.quoted` renews them."""
+"""The numbers that documents quote, from the results that are checked in: `python -m benchmarks.quoted` renews them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import privacy
+from benchmarks.privacy_picture import picture
 from benchmarks.record import RESULTS
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PRIVACY = ROOT / "docs" / "explanation" / "privacy-costs.md"
+PRIVACY_PICTURE = ROOT / "docs" / "images" / "privacy-costs.svg"
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,33 @@ def _demo_lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def quoted(text: str) -> str:
     """Return README's text with the tables of the results that are there."""
-    for name, table in (("demo", demo_table()), ("measured", measured_table())):
+    return _filled(text, {"demo": demo_table(), "measured": measured_table()})
+
+
+def quoted_privacy(text: str) -> str:
+    """Return the page about what privacy costs, likewise."""
+    details = _result("privacy")["details"]
+    return _filled(text, {"overheads": privacy.summary(details), "epochs": privacy.table(details)})
+
+
+def privacy_picture() -> str:
+    """Return its picture."""
+    cells = [privacy.Cell(**cell) for cell in _result("privacy")["details"]["cells"]]
+    return picture(cells, privacy.NETWORKS)
+
+
+def _filled(text: str, tables: Mapping[str, str]) -> str:
+    for name, table in tables.items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
         _, closed, behind = rest.partition(end)
-        assert found, f"README has no place for {name}"
-        assert closed, f"README's {name} has no end"
+        assert found, f"there is no place for {name}"
+        assert closed, f"the place for {name} has no end"
         text = f"{before}{start}{table}\n{end}{behind}"
     return text
 
 
 if __name__ == "__main__":
     README.write_text(quoted(README.read_text("utf-8")), "utf-8")
+    PRIVACY.write_text(quoted_privacy(PRIVACY.read_text("utf-8")), "utf-8")
+    PRIVACY_PICTURE.write_text(privacy_picture(), "utf-8")

@@ -100,7 +100,7 @@ SIZES = ((1,), (10,), (10**6,), (1, 10**6), (1, 10**7), (1, 10**400), (2, 1))
 _PLACES = {
     "forward_s": AMOUNTS, "backward_s": AMOUNTS, "least_s": AMOUNTS, "shares": AMOUNTS, "saved_bytes": COUNTS,
     "batch_sizes": SIZES, "crowd": COUNTS, "crowded": AMOUNTS, "load_s": AMOUNTS, "encode_s_per_byte": AMOUNTS,
-    "step_s": AMOUNTS, "changes_share": AMOUNTS, "coding": AMOUNTS,
+    "noise_s_per_byte": AMOUNTS, "step_s": AMOUNTS, "changes_share": AMOUNTS, "coding": AMOUNTS,
 }  # fmt: skip
 changes = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in _PLACES.items()})
 
@@ -115,7 +115,7 @@ def wild(change: dict[str, Any]) -> dict[str, Any]:
         layer["shares"] = {"sparse-planes": [0.4, change.get("shares", 0.4)]}
     said["crowded"] = [change.get("crowded", 1.0)] * len(sizes)
     said["coding"]["changes"] = dict.fromkeys(said["coding"]["changes"], change.get("coding", 1e-9))
-    plain = ("crowd", "load_s", "encode_s_per_byte", "step_s", "changes_share")
+    plain = ("crowd", "load_s", "encode_s_per_byte", "noise_s_per_byte", "step_s", "changes_share")
     return {**said, **{key: change[key] for key in plain if key in change}}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipar.coding import encodings
-from pipar.config import Link, config_from, device_specs
+from pipar.config import Link, PrivacySection, config_from, device_specs
 from pipar.events import EpochResult, ignore
 from pipar.forecast import busy_s, forecast, simulate, timeline, transfer_s
 from pipar.job import Job
@@ -40,6 +40,7 @@ OVERHEADS = {
     "load_s": 1e-4, "encode_s": 1e-4, "encode_s_per_byte": 1e-9, "decode_s": 2e-4, "decode_s_per_byte": 2e-9,
     "step_s": 1e-3, "step_s_per_byte": 1e-9, "pack_s": PACK_S, "pack_s_per_byte": 1e-9, "install_s": 1e-3,
     "install_s_per_byte": 3e-9, "backward_at_cut_s": 2e-4, "aggregate_s": 1e-3, "aggregate_s_per_byte": 1e-9,
+    "noise_s_per_byte": 5e-8,
 }  # fmt: skip
 
 
@@ -152,6 +153,69 @@ def check_timing(job: Job) -> None:
 def test_a_forecast_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
     for seed in seeds:
         check_timing(random_job(seed))
+
+
+CLASSIC, PIXEL = {"noise_multiplier": 1.0}, {"pixel_epsilon": 0.5}
+
+
+def private_job(job: Job, method: str, privacy: Mapping[str, float]) -> Job:
+    """Return the same devices by a method, with noise on what they have learned, on their samples, or on both."""
+    plans = dict(job.plans)
+    if method == "fl":
+        plans = dict.fromkeys(plans, Plan(4, 1))
+    elif method == "sfl":
+        plans = {name: Plan(min(3, plan.split_point), 1) for name, plan in plans.items()}
+    update = {"run": job.config.run.model_copy(update={"method": method}), "privacy": PrivacySection.model_validate(privacy)}
+    return replace(job, config=job.config.model_copy(update=update), plans=plans, sample_bytes=4 * 3 * 32 * 32)
+
+
+@pytest.mark.parametrize("privacy", [CLASSIC, PIXEL, CLASSIC | PIXEL], ids=["classic", "pixel", "both"])
+@pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
+def test_a_forecast_of_a_private_training_is_the_timing_of_a_run(method: str, privacy: Mapping[str, float]) -> None:
+    for seed in range(4):
+        job = private_job(random_job(seed), method, privacy)
+        check_timing(job)
+        plain = private_job(random_job(seed), method, {})
+        assert forecast(job.fleet(), job.plans).epoch_s > forecast(plain.fleet(), plain.plans).epoch_s
+
+
+def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() -> None:
+    job = private_job(random_job(1), "pipar", CLASSIC)
+    ran, (devices, _) = run(job), busy_s(job.fleet(), job.plans)
+    kinds = {"fc", "bc", "step", "protect", "pack", "install"}
+    for name in job.sizes:
+        protect = [span for span in ran.spans if (span.owner, span.kind) == (name, "protect")]
+        assert [span.lane for span in protect] == [COMPUTE]
+        assert devices[name] == same(ran.busy_s(name, COMPUTE, kinds))
+
+
+def test_models_behind_noise_travel_whole_also_where_their_changes_would_be_quicker() -> None:
+    job = steady_job(count=1, cores=1, samples=24)
+    (name,) = job.sizes
+    times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
+    profile = replace(job.server_profile, coding=times, changes_share=0.25)
+    job = replace(job, server_profile=profile, device_profiles={name: profile})
+    size = profile.parameter_bytes(1, job.plans[name].split_point)
+    sent = {}
+    for words, privacy in (("plain", {}), ("private", CLASSIC)):
+        here = private_job(job, "pipar", privacy)
+        sent[words] = run(here).result
+        assert forecast(here.fleet(), here.plans).epoch_s == pytest.approx(sent[words].seconds, rel=SAME)
+    saved = pytest.approx(0.75 * size, abs=100)
+    assert sent["private"].bytes_up - sent["plain"].bytes_up == saved
+    assert sent["private"].bytes_down - sent["plain"].bytes_down == saved
+
+
+def test_the_exchange_of_a_private_training_is_drawn_with_its_noise() -> None:
+    job = private_job(random_job(2), "fl", CLASSIC)
+    name = next(iter(job.sizes))
+    (protect,) = (s for s in timeline(job.fleet(), job.plans, name, exchange=True) if s.kind == "protect")
+    (model,) = (
+        s for s in timeline(job.fleet(), job.plans, name, exchange=True) if (s.lane, s.kind) == (UPLINK, "model")
+    )
+    assert protect.end - protect.start > 0
+    assert protect.end <= model.start
+    assert not [s for s in timeline(job.fleet(), job.plans, name) if s.kind == "protect"]
 
 
 CODED = encodings.CODED

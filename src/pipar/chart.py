@@ -31,6 +31,7 @@ _KINDS = {
     "fs": ("#", "server", "white on blue"),
     "d": ("v", "download", "black on magenta"),
     "step": ("=", "step", "black on white"),
+    "protect": ("~", "noise", "black on white"),
     "model": ("m", "model", "black on red"),
     "aggregate": ("+", "averaging", "white on blue"),
 }

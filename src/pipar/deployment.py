@@ -36,7 +36,7 @@ from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.fleet import Fleet
-from pipar.prepare import check_given_plans, measured_profile
+from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
 from pipar.privacy.leakage_file import Subject
 from pipar.privacy.leakage_limit import LeakageLimit
@@ -299,6 +299,7 @@ def _empty_job(workload: Workload, observe: Observer) -> Job:
         dataset=workload.data_name,
         model=workload.model_name,
         leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
+        sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
     )
 
 

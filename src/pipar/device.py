@@ -67,6 +67,8 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
     def order(self, epoch: int) -> Any: ...
     def pieces(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
+    @property
+    def noised_bytes(self) -> int: ...  # of one sample, to which noise is added when it is loaded
 
 
 class Device:
@@ -305,7 +307,8 @@ class Device:
     def _load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
         orders = self._orders
         sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
-        work = Work("load", epoch, iteration, samples=len(positions))
+        noised = len(positions) * self._samples.noised_bytes
+        work = Work("load", epoch, iteration, samples=len(positions), size_bytes=noised)
         load = self._io.run((work, partial(self._samples.pieces, epoch, positions, sizes)))
         return self._loop.create_task(load)
 

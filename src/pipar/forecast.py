@@ -157,6 +157,7 @@ def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]
     ways = (("pack", member.link.up_bps), ("install", member.link.down_bps))
     forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
     device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)
+    device_s += _protect_s(fleet, member, size)
     server_s = 0.0
     for batch, count in fleet.batch_counts(member.samples).items():
         times = batch_times(fleet, member, plan, batch)
@@ -473,11 +474,14 @@ class _Epoch:
         said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
         pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
-        packed = device.ends[-1] + member.costs.seconds(pack)
+        protected = device.ends[-1] + _protect_s(self._fleet, member, size)
+        packed = protected + member.costs.seconds(pack)
         seconds = _model_s(self._fleet, member, device.plan, member.link.up_bps)
         device.up_s += seconds
         sent = max(packed, said)
         if device.watched:
+            if self._fleet.protects:
+                self.spans.append(Span(member.name, COMPUTE, "protect", 1, 0, 0, device.ends[-1], protected))
             self._span(device, UPLINK, "model", 0, sent, sent + seconds)
         self._at(sent + seconds + device.latency, _RETURNED, device)
 
@@ -558,7 +562,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
 
     none = [0.0] * len(pieces)
     return BatchTimes(
-        load=costs.seconds(Work("load", samples=batch)),
+        load=costs.seconds(Work("load", samples=batch, size_bytes=batch * fleet.noised_bytes)),
         fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
         encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
         u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
@@ -601,6 +605,11 @@ def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) 
         return transfer_s(whole, rate_bps) - _model_s(fleet, member, then, rate_bps)
 
     return fleet.server.seconds(replicas) + max(0.0, *map(longer_s, moved))
+
+
+def _protect_s(fleet: Fleet, member: Member, size_bytes: int) -> float:
+    """Return how long a device clips what its part has learned and adds noise to it; 0 if nobody asks for that."""
+    return member.costs.seconds(Work("protect", size_bytes=size_bytes)) if fleet.protects else 0.0
 
 
 def _model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:

@@ -49,8 +49,9 @@ class _Cut:
 class HollowSamples:
     """A device's data, counted only."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, noised_bytes: int = 0) -> None:
         self._count = count
+        self.noised_bytes = noised_bytes
 
     def __len__(self) -> int:
         return self._count

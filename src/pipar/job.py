@@ -40,6 +40,7 @@ class Job:
     model: str
     real_links: bool = False  # between machines, whatever else is emulated on them
     leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, and how much
+    sample_bytes: int = 0  # of one sample's input
 
     @property
     def method(self) -> Method:
@@ -146,7 +147,14 @@ class Job:
             self.batch_statistics,
             self.real_links,
             leaky_cuts=frozenset(self.leaky_cuts),
+            protects=config.privacy.clips,
+            noised_bytes=self.noised_bytes,
         )
+
+    @property
+    def noised_bytes(self) -> int:
+        """The bytes of one sample to which a device adds noise when it loads it."""
+        return self.sample_bytes if self.config.privacy.pixel_scale else 0
 
     @property
     def _given_window(self) -> int | Auto:

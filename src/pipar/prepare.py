@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from pipar.planner.cache import find_profile, keep_profile
 from pipar.planner.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
 from pipar.planner.machines import MACHINES, machine_profile
 from pipar.planner.memory import largest_prefix
-from pipar.planner.profile import Profile, check_network
+from pipar.planner.profile import Profile, check_network, item_bytes
 from pipar.planner.select import check_given
 from pipar.planning import planned
 from pipar.privacy.leakage_file import Subject
@@ -77,6 +78,8 @@ def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
     )
     subject = Subject.of(workload.config, workload.model_name, workload.data_name, workload.input_shape)
     job = _job(workload.config, profiles, sizes, subject)
+    shape = workload.input_shape
+    job = _job(workload.config, profiles, sizes, shape, dataset=workload.data_name)
     return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
 
 
@@ -101,6 +104,7 @@ def unplanned_timing_only(config: Config, observe: Observer = ignore) -> Job | N
         ),
     )
     return _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
+    return _job(config, profiles, sizes, shape, dataset=config.data.name)
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
@@ -192,6 +196,7 @@ def check_given_plans(config: Config, layers: int, model: str) -> None:
 
 
 def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], subject: Subject) -> Job:
+def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], shape: tuple[int, ...], *, dataset: str) -> Job:
     specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
     _check_cores(config)
     limit = LeakageLimit.of(config, subject)
@@ -212,7 +217,13 @@ def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], subject:
         dataset=subject.dataset,
         model=profiles.model,
         leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
+        sample_bytes=sample_bytes(shape, config.model.dtype),
     )
+
+
+def sample_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Return the bytes of one sample's input as it is trained on."""
+    return math.prod(shape) * item_bytes(dtype)
 
 
 def device_memory(spec: DeviceSpec) -> int | None:

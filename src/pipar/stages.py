@@ -102,7 +102,7 @@ class Work:
     first_layer: int = 1
     last_layer: int = 0
     samples: int = 0
-    size_bytes: int = 0  # before encoding, or after decoding
+    size_bytes: int = 0  # before encoding, or after decoding; of a load those that get noise
     device: str = ""
     encoding: str = "raw"  # of encode and decode
     chunks: int = 1  # that it decodes, one after another

@@ -69,7 +69,7 @@ def train_without_mathematics(
     learner = HollowLearner(job.server_profile, job.split_points)
 
     def samples(name: str) -> Samples:
-        return HollowSamples(job.sizes[name])
+        return HollowSamples(job.sizes[name], job.noised_bytes)
 
     def builder(name: str) -> Callable[[Orders], DevicePart]:
         profile, share = job.device_profiles[name], job.server_profile.changes_share

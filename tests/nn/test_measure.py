@@ -26,6 +26,7 @@ from pipar.nn.steps import TorchDevicePart
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import Profile, batch_sizes
+from pipar.privacy.mechanisms import clip_and_noise
 
 SHAPE = (3, 8, 8)
 
@@ -84,6 +85,7 @@ def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> N
     assert profile.load_s == 0.0
     kinds = ("encode", "decode", "step", "pack", "install", "aggregate")
     costs = {kind: (getattr(profile, f"{kind}_s"), getattr(profile, f"{kind}_s_per_byte")) for kind in kinds}
+    assert 1e-10 < profile.noise_s_per_byte < 1e-6
     assert all(fixed >= 0 and each >= 0 and fixed + each > 0 for fixed, each in costs.values())
     loaded: list[int] = []
 
@@ -115,6 +117,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
     for name in calls.values():
         monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
     monkeypatch.setattr(TorchLearner, "aggregate", _slowed(TorchLearner.aggregate))
+    monkeypatch.setattr("pipar.nn.measure.clip_and_noise", _slowed(clip_and_noise))
     monkeypatch.setattr("pipar.nn.measure._PAUSE_S", 0.0)
     model = small_network()
     profile = measure(model)
@@ -122,6 +125,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
     # As the server counts it: by the bytes of all complete models.
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert profile.aggregate_s_per_byte * size > _SLOWED_S / 2
+    assert profile.noise_s_per_byte * 2**20 > _SLOWED_S / 2  # a part with less is measured with more
 
 
 def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> None:

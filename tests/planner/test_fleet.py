@@ -55,6 +55,13 @@ def test_models_travel_whole_if_that_is_asked_for_or_nothing_else_was_measured()
     assert below_bps(replace(fleet(), server=Costs(replace(PROFILE, changes_share=1.0)))) == 0
 
 
+def test_behind_noise_models_travel_whole_and_the_last_one_is_kept_to_clip_against() -> None:
+    one = replace(fleet(FAST), protects=True)
+    assert below_bps(replace(fleet(SLOW), protects=True)) == 0
+    assert one.keeps_base(one.members[0])
+    assert not fleet(FAST).keeps_base(one.members[0])
+
+
 @pytest.mark.parametrize(
     ("link", "kept"),
     [

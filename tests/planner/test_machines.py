@@ -53,6 +53,14 @@ def test_a_named_machine_knows_what_encodings_take_and_leave_of_a_known_network(
         assert profile.coding[name].decode_s > quick.coding[name].decode_s > 0
 
 
+def test_a_named_machine_draws_noise_by_value_and_as_much_slower_as_it_copies() -> None:
+    pi, i7 = profile_of(PI.name), profile_of(I7.name)
+    slower = I7.copy_bytes_per_s / PI.copy_bytes_per_s
+    assert pi.noise_s_per_byte == pytest.approx(slower * i7.noise_s_per_byte)
+    assert i7.noise_s_per_byte > i7.aggregate_s_per_byte > 0
+    assert profile_of(PI.name, dtype="float64").noise_s_per_byte == pytest.approx(pi.noise_s_per_byte / 2)
+
+
 def test_no_cut_of_a_mobilenet_lies_behind_a_relu() -> None:
     assert not any(layer.rectified for layer in profile_of(PI.name, "mobilenetv3_small").layers)
 

@@ -29,6 +29,7 @@ PROFILE = Profile(
     pack_s_per_byte=4e-10,
     install_s_per_byte=5e-10,
     aggregate_s_per_byte=6e-10,
+    noise_s_per_byte=7e-10,
     machine="a processor",
     how="by hand",
 )
@@ -130,6 +131,9 @@ BROKEN = {
     "a negative overhead": (_changed({"load_s": -0.5}), "load_s is -0.5, which is not a number of seconds"),
     "an overhead that is a word": (_changed({"load_s": "fast"}), "load_s is 'fast', which is not a number"),
     "an overhead without end": (_changed({"pack_s_per_byte": float("inf")}), "pack_s_per_byte"),
+    "noise that takes negative time": (_changed({"noise_s_per_byte": -1e-9}), "noise_s_per_byte"),
+    "noise of ages a byte": (_changed({"noise_s_per_byte": 2e6}), "noise_s_per_byte"),
+    "the format before": (_changed({"format": 9}), f"format is 9, not {FORMAT}"),
     "shares of nothing": (
         _layer_changed({"shares": {"planes": [0.0, 0.5]}}),
         "shares of 'planes' in layer 'fc2' are [0.0, 0.5], not two numbers above 0 and up to 1",

@@ -18,10 +18,12 @@ from functools import partial
 from queue import SimpleQueue
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipar import keyed
 from pipar.errors import ConfigError, PlanError
 from pipar.methods import Plan
 from pipar.nn.count import count_layers
@@ -37,6 +39,7 @@ from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.planner.cache import machine_fingerprint, usable_cores
 from pipar.planner.memory import largest_prefix, training_bytes
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
+from pipar.privacy.mechanisms import clip_and_noise
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.orders import Returned
 from pipar.units import format_bytes
@@ -50,6 +53,7 @@ _PAUSE_S = 0.08
 _MOST_OTHERS = 15
 _CUT_REPETITIONS = 7
 _LIGHT_BYTES = 8 << 20
+_NOISED_BYTES = 1 << 20
 #: Aggregating two models takes as much memory as five. Of a larger network its light layers are aggregated.
 _AGGREGATED_BYTES = 200 << 20
 _AGGREGATED_COPIES = 5
@@ -457,17 +461,18 @@ def _samples(count: int, task: _Task) -> _Batch:
 
 
 def _measure_overheads(model: nn.Sequential, cut_bytes: int, task: _Task, *, with_loss: bool) -> dict[str, float]:
-    """Return the profile's fields for loading, coding, stepping, packing, installing and aggregating.
+    """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
 
-    The functions are those that training calls. All but loading run on something small and something large, for
-    the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
+    The functions are those that training calls. All but loading and noise run on something small and something large,
+    for the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
     sample; the first layer and the whole network; the models of one device and of two.
     """
-    budget_s = 0.2 * task.budget_s / 13
+    budget_s = 0.2 * task.budget_s / 14
     fields = {"load_s": 0.0}
     if task.load is not None:
         load = partial(task.load, task.batch_size)
         fields["load_s"] = _median_s(lambda: load, budget_s) / task.batch_size
+    fields["noise_s_per_byte"] = _noise_s_per_byte(_light_layers(model), budget_s)
     fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
@@ -519,6 +524,23 @@ def _backward_at_cut_s(model: nn.Sequential, task: _Task, *, with_loss: bool) ->
         torch.autograd.backward(output, gradient)
         alone.append(time.thread_time() - start)
     return max(0.0, min(alone) - min(in_one_piece))
+
+
+def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
+    """Return what it takes to clip a part's update, to draw noise for it and to add that, for each of its bytes."""
+    state = {name: value.numpy() for name, value in module.state_dict().items() if value.is_floating_point()}
+    missing = _NOISED_BYTES - sum(values.nbytes for values in state.values())
+    if missing > 0:  # of a small part to begin with a tensor takes longest, and it is not to count for samples
+        dtype = next((values.dtype for values in state.values()), np.dtype(np.float32))
+        state["more"] = np.ones(-(-missing // dtype.itemsize), dtype)
+    received = {name: values - 1.0 for name, values in state.items()}  # far away: it is clipped, which takes longest
+    chance = partial(keyed.generator, 0, "noise")
+
+    def protect() -> Callable[[], object]:
+        trained = {name: values.copy() for name, values in state.items()}
+        return partial(clip_and_noise, trained, received, clip=1.0, multiplier=1.0, chance=chance)
+
+    return _median_s(protect, budget_s) / sum(values.nbytes for values in state.values())
 
 
 #: Gets ready what some work begins with, and returns the work.

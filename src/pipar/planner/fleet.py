@@ -62,6 +62,8 @@ class Fleet:
     lasts: float = math.inf  # rounds for which the links are expected to stay as they are
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
+    protects: bool = False  # devices clip what they have learned and add noise to it before they send it
+    noised_bytes: int = 0  # of one sample, to which a device adds noise when it loads it
 
     @property
     def averaged_bytes(self) -> int:
@@ -77,12 +79,12 @@ class Fleet:
         """Return the rate of a link below which what has changed in a model is there before the model itself is.
 
         All devices may bring theirs back at once, and the server decodes as many at a time as it has cores.
-        0 where models always travel whole: if that was asked for, if nobody has measured what changes take, and in
-        split learning, where no two parties have the same model.
+        0 where models always travel whole: if that was asked for, if nobody has measured what changes take, in split
+        learning, where no two parties have the same model, and behind noise, which changes every byte.
         """
         device, server = member.costs, self.server
         is_measured = all("changes" in costs.profile.coding for costs in (device, server))
-        if member.encoding == "raw" or self.method.one_device_at_a_time or not is_measured:
+        if member.encoding == "raw" or self.method.one_device_at_a_time or self.protects or not is_measured:
             return 0.0
         saved_bits = 8 * (1 - server.profile.changes_share)
         turns = max(1.0, len(self.members) / self.cores)
@@ -95,7 +97,9 @@ class Fleet:
         return rate_bps is not None and rate_bps < self.changes_below_bps(member)
 
     def keeps_base(self, member: Member) -> bool:
-        """Return whether a device keeps the last model that it was sent, so that its changes can be told."""
+        """Return whether a device keeps the last model that it was sent: its changes are told, or clipped."""
+        if self.protects:
+            return True
         rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
         return any(self.sends_changes(member, rate) for rate in ([0.0] if self.real_links else rates))
 

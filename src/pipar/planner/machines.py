@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipar.planner.counts import Counts, LayerCount, PassCount
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
+from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes, item_bytes
 
 _GIB = 2**30
 
@@ -43,7 +43,7 @@ _SCALED = (
 )
 _HOW_CODING = (
     " Encodings take as many calls and copies of memory as on that core; what they leave of activations and gradients "
-    "was measured for the known networks on CIFAR-10."
+    "was measured for the known networks on CIFAR-10. Noise takes as many copies a value as on that core."
 )
 
 MACHINES = {
@@ -118,6 +118,8 @@ _AROUND = {
     "aggregate": (10, 7.0),
 }
 _CALLS_AT_CUT = 2
+#: How many copies of a float32 take as long as to clip it, to draw Gaussian noise for it and to add that.
+_NOISE_COPIES = 48.0
 #: Likewise what each encoding costs: calls and copies of a byte, to encode a chunk and to decode one. Measured on the
 #: core of the fit, whose call takes 40 us and which copies 8 GB a second.
 _CODING = {
@@ -160,6 +162,7 @@ def machine_profile(
         layers=tuple(_layer(machine, count, dtype, sizes) for count in counts),
         load_s=machine.load_s,
         backward_at_cut_s=_CALLS_AT_CUT * machine.call_s,
+        noise_s_per_byte=_NOISE_COPIES * item_bytes("float32") / item_bytes(dtype) / machine.copy_bytes_per_s,
         machine=machine.title,
         how=machine.how + _HOW_CODING,
         coding={name: _coding_times(machine, *costs) for name, costs in _CODING.items()},

@@ -13,7 +13,7 @@ from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
 
 #: Written into every file; a file of another format is refused, not guessed at.
-FORMAT = 9
+FORMAT = 10
 #: Two measurements of one machine differ by as much.
 _SCATTER = 0.1
 #: No machine that trains has more than these. What sums and products of larger numbers give is no number any more.
@@ -84,8 +84,8 @@ class Profile:
 
     The paper measures the full batch only. Times are not proportional to 1/N, so several batch sizes are
     here, and the work that the paper leaves out: loading a sample, raw tensors to wire bytes and back, the
-    optimiser by parameter byte, models into bytes and back, aggregation; each but loading with what a call costs
-    whatever its size.
+    optimiser by parameter byte, models into bytes and back, aggregation, noise for privacy; each but loading and noise
+    with what a call costs whatever its size.
 
     A machine that cannot hold the whole network has its first Q' layers here, and `total_layers` says how many the
     network has; 0 is as many as are here.
@@ -116,6 +116,7 @@ class Profile:
     backward_at_cut_s: float = 0.0  # what a backward that starts at a cut costs beside its layers
     aggregate_s: float = 0.0
     aggregate_s_per_byte: float = 0.0
+    noise_s_per_byte: float = 0.0  # to clip values, to draw Gaussian noise for them and to add it
     machine: str = ""
     how: str = ""
     total_layers: int = 0

@@ -16,6 +16,7 @@
     load: { words: "load samples", fill: "#b8b8b8", ink: "#000" },
     encode: { words: "encode", fill: "#9d9d9d", ink: "#000" },
     decode: { words: "decode", fill: "#9d9d9d", ink: "#000" },
+    protect: { words: "noise for privacy", fill: "#4d4d00", ink: "#fff" },
     pack: { words: "model to bytes", fill: "#8c6d46", ink: "#fff" },
     install: { words: "bytes to model", fill: "#8c6d46", ink: "#fff" },
     aggregate: { words: "averaging", fill: "#7a3e9d", ink: "#fff" },

@@ -1,0 +1,213 @@
+"""What privacy costs: the seconds of an epoch without it, with classic differential privacy and with PixelDP.
+
+The paper's testbed (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 a device, batches of 100) in virtual
+time, timing-only, from named machines: fl, sfl and pipar over three networks and three links. Each method keeps the
+plan that it chooses without privacy, so that all that differs is what privacy does. Tensors and models travel raw, as
+the paper's do; once more with classic DP as pipar would send them, because models behind noise can no longer travel as
+their changes. Then two real devices on this machine, turn by turn; the quickest epoch of each turn counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.privacy_picture import picture
+from benchmarks.record import RESULTS, Claim, pipar
+
+NETWORKS = {"vgg5": "VGG-5", "resnet18": "ResNet-18", "mobilenetv3_small": "MobileNetV3-Small"}
+LINKS = ("4g", "4g+", "wifi")
+METHODS = ("fl", "sfl", "pipar")
+#: What a run has on top of one without privacy. How strong the noise is makes no difference to its time.
+MODES: Mapping[str, list[str]] = {
+    "without": [],
+    "classic": ["privacy.noise_multiplier=1.0"],
+    "pixel": ["privacy.pixel_epsilon=1.0"],
+}
+TESTBED = [
+    "run.epochs=2", "run.batch_size=100", "run.trace=off", "data.name=cifar10", "data.samples_per_device=500",
+    "devices.count=100", "devices.profile=raspberry-pi-3b", "server.profile=i7-11850h", "plan.replan=false",
+]  # fmt: skip
+#: Overheads in seconds, at most, that the paper reports: for PixelDP one number for all methods.
+PAPER = {"classic": {"fl": 11.7, "sfl": 0.16, "pipar": 0.15}, "pixel": {"fl": 0.3, "sfl": 0.3, "pipar": 0.3}}
+#: Of PixelDP the paper says that its overheads are comparable: within as much as the largest that it saw.
+COMPARABLE_S = 0.3
+
+REAL = [
+    "run.epochs=4", "run.batch_size=100", "run.trace=off", "model.name=vgg5", "data.name=synthetic",
+    "data.shape=[3, 32, 32]", "data.samples_per_device=500", "devices.count=2", "devices.speed=0.2",
+    "devices.link=wifi", "plan.replan=false", "wire.encoding=raw",
+]  # fmt: skip
+REAL_METHODS = ("fl", "pipar")
+TURNS = 3
+#: Two runs of one configuration on this machine differ by as much.
+REAL_MOST = 1.1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one link: its plan, and the seconds of an epoch by mode."""
+
+    network: str
+    link: str
+    method: str
+    plan: str
+    seconds: Mapping[str, float]
+
+    def overhead_s(self, mode: str) -> float:
+        return self.seconds[mode] - self.seconds["without"]
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
+    raw = [_cell(*place, "raw", MODES, folder) for place in product(NETWORKS, LINKS, METHODS)]
+    auto = [_cell(*place, "auto", ("without", "classic"), folder) for place in product(NETWORKS, LINKS, METHODS)]
+    real = {method: _turns(method, folder) for method in REAL_METHODS}
+    (RESULTS / "privacy.svg").write_text(picture(raw, NETWORKS), "utf-8")
+    details: dict[str, object] = {
+        "settings": TESTBED,
+        "modes": MODES,
+        "paper: overhead at most": PAPER,
+        "cells": [asdict(cell) for cell in raw],
+        "cells, models and tensors encoded": [asdict(cell) for cell in auto],
+        "real settings": REAL,
+        "real": real,
+    }
+    return [*claims(raw), *encoded_claims(auto), *real_claims(real)], details
+
+
+# --- the testbed
+
+
+def _cell(network: str, link: str, method: str, encoding: str, modes: Iterable[str], folder: Path) -> Cell:
+    settings = [*TESTBED, f"model.name={network}", f"devices.link={link}", f"wire.encoding={encoding}"]
+    without = _epoch(settings, method, folder)
+    first = without["plans"][0]
+    given = [f"plan.{key}={first[key]}" for key in ("split_point", "micro_batches")] if method != "fl" else []
+    seconds = {"without": last_s(without)}
+    for mode in modes:
+        if mode != "without":
+            seconds[mode] = last_s(_epoch([*settings, *given, *MODES[mode]], method, folder))
+    cell = Cell(network, link, method, f"P={first['split_point']} N={first['micro_batches']}", seconds)
+    print(encoding, row(cell), flush=True)
+    return cell
+
+
+def _epoch(settings: list[str], method: str, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = pipar(["run", "--method", method, *_set(settings), "--timing-only"], folder)
+    return result
+
+
+def last_s(result: Mapping[str, Any]) -> float:
+    """Return the seconds of a run's last epoch; in the first one models come whole, whatever the encoding."""
+    return float(result["epochs"][-1]["seconds"])
+
+
+def claims(cells: Sequence[Cell]) -> list[Claim]:
+    """Return what the paper says of both mechanisms, of these cells."""
+    more = [cell.overhead_s("classic") - _fl(cells, cell).overhead_s("classic") for cell in _pipar(cells)]
+    apart = [abs(cell.overhead_s("pixel") - _fl(cells, cell).overhead_s("pixel")) for cell in _pipar(cells)]
+    return [
+        Claim("classic DP: overhead of pipar - that of fl, the largest of 9 cells", max(more), "s", most=0.0),
+        Claim("PixelDP: overheads of pipar and fl apart, the largest of 9 cells", max(apart), "s", most=COMPARABLE_S),
+        *_largest(cells, "classic", "classic DP"),
+        *_largest(cells, "pixel", "PixelDP"),
+    ]
+
+
+def encoded_claims(cells: Sequence[Cell]) -> list[Claim]:
+    more = [cell.overhead_s("classic") - _fl(cells, cell).overhead_s("classic") for cell in _pipar(cells)]
+    words = "classic DP where models travelled as changes before: overhead of pipar - that of fl, the largest of 9"
+    return [
+        Claim(words, max(more), "s", most=0.0),
+        *_largest(cells, "classic", "classic DP where models travelled as changes before", paper=False),
+    ]
+
+
+def _largest(cells: Sequence[Cell], mode: str, words: str, *, paper: bool = True) -> list[Claim]:
+    found = {m: max(cell.overhead_s(mode) for cell in cells if cell.method == m) for m in METHODS}
+    beside = {m: f" (paper: {PAPER[mode][m]} s)" if paper else "" for m in METHODS}
+    return [Claim(f"{words}: largest overhead on {m}{beside[m]}", found[m], "s") for m in METHODS]
+
+
+def _pipar(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.method == "pipar"]
+
+
+def _fl(cells: Sequence[Cell], of: Cell) -> Cell:
+    (found,) = (c for c in cells if (c.network, c.link, c.method) == (of.network, of.link, "fl"))
+    return found
+
+
+# --- this machine
+
+
+def _turns(method: str, folder: Path) -> list[dict[str, list[float]]]:
+    """Return the seconds of the epochs of each mode, turn by turn; who is first changes, too."""
+    names = list(MODES)
+    turns = []
+    for turn in range(TURNS):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        results = {mode: pipar(["run", "--method", method, *_set([*REAL, *MODES[mode]])], folder) for mode in order}
+        turns.append({mode: [epoch["seconds"] for epoch in results[mode]["epochs"]] for mode in names})
+        print(f"real, {method}, turn {turn + 1}: {turns[-1]}", flush=True)
+    return turns
+
+
+def real_claims(real: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> list[Claim]:
+    """Return how much longer real epochs take, the median over the turns of the quickest of each."""
+    found = []
+    for method, turns in real.items():
+        for mode, words in (("classic", "classic DP"), ("pixel", "PixelDP")):
+            ratio = median(min(turn[mode]) / min(turn["without"]) for turn in turns)
+            found.append(
+                Claim(f"real epoch with {words} / without, vgg5 by {method} on wifi", ratio, "", most=REAL_MOST)
+            )
+    return found
+
+
+def _set(settings: Sequence[str]) -> list[str]:
+    return [f"--set={setting}" for setting in settings]
+
+
+# --- what is shown
+
+
+def row(cell: Cell) -> str:
+    """Return a line of the table: seconds without privacy, and what comes on top."""
+    more = [f"+{cell.overhead_s(mode):.2f}" if mode in cell.seconds else "" for mode in ("classic", "pixel")]
+    name = NETWORKS.get(cell.network, cell.network)
+    return (
+        f"| {name} | {cell.link} | {cell.method} | {cell.plan} | {cell.seconds['without']:.1f} | {' | '.join(more)} |"
+    )
+
+
+def table(details: Mapping[str, Any]) -> str:
+    """Return a row for each method on each link."""
+    cells = [Cell(**cell) for cell in details["cells"]]
+    lines = [
+        "| network | link | method | plan | without, s | classic DP, s | PixelDP, s |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    lines += [row(cell) for cell in cells]
+    return "\n".join(lines)
+
+
+def summary(details: Mapping[str, Any]) -> str:
+    """Return the largest overhead of each method, beside the paper's and with models that were encoded before."""
+    cells = [Cell(**cell) for cell in details["cells"]]
+    auto = [Cell(**cell) for cell in details["cells, models and tensors encoded"]]
+    lines = ["| overhead at most, s | fl | sfl | pipar |", "|---|---:|---:|---:|"]
+    for words, of, mode in (
+        ("classic DP, raw", cells, "classic"),
+        ("classic DP, encoded before", auto, "classic"),
+        ("PixelDP, raw", cells, "pixel"),
+    ):
+        largest = [max(cell.overhead_s(mode) for cell in of if cell.method == method) for method in METHODS]
+        lines.append(f"| {words} | {' | '.join(f'{seconds:.2f}' for seconds in largest)} |")
+        if of is cells:
+            lines.append(f"| the paper's | {' | '.join(f'{PAPER[mode][method]:g}' for method in METHODS)} |")
+    return "\n".join(lines)

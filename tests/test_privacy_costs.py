@@ -1,0 +1,109 @@
+"""What the measurement of privacy's costs makes of the seconds that runs have taken, and how it draws them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import privacy
+from benchmarks.privacy import Cell, claims, encoded_claims, real_claims, row, summary, table
+from benchmarks.privacy_picture import decades, picture, round_step
+from benchmarks.quoted import PRIVACY, PRIVACY_PICTURE, privacy_picture, quoted_privacy
+from benchmarks.record import RESULTS
+
+
+def cell(method: str, classic: float, pixel: float, link: str = "4g") -> Cell:
+    return Cell("vgg5", link, method, "P=1 N=4", {"without": 10.0, "classic": 10.0 + classic, "pixel": 10.0 + pixel})
+
+
+CELLS = [
+    cell("fl", 2.0, 0.25), cell("sfl", 0.5, 0.25), cell("pipar", 0.25, 0.125),
+    cell("fl", 1.0, 0.25, "wifi"), cell("sfl", 0.5, 0.125, "wifi"), cell("pipar", 0.75, 0.25, "wifi"),
+]  # fmt: skip
+
+
+def test_an_overhead_is_what_an_epoch_takes_more_and_the_worst_cell_counts() -> None:
+    values = {claim.what.partition(" (paper")[0]: claim for claim in claims(CELLS)}
+    more = values["classic DP: overhead of pipar - that of fl, the largest of 9 cells"]
+    assert (more.value, more.holds) == (-0.25, True)  # on wifi: 0.75 - 1
+    assert values["PixelDP: overheads of pipar and fl apart, the largest of 9 cells"].value == 0.125
+    largest = [values[f"{words}: largest overhead on {method}"].value for words in ("classic DP", "PixelDP")
+               for method in ("fl", "sfl", "pipar")]  # fmt: skip
+    assert largest == [2.0, 0.5, 0.75, 0.25, 0.25, 0.25]
+    assert not claims([*CELLS[:5], cell("pipar", 1.5, 0.25, "wifi")])[0].holds
+    assert not claims([*CELLS[:5], cell("pipar", 0.75, 0.75, "wifi")])[1].holds
+    assert encoded_claims(CELLS)[0].value == -0.25
+
+
+def test_of_real_epochs_the_quickest_of_each_turn_is_compared_with_that_of_the_same_turn() -> None:
+    turns = [
+        {"without": [9.0, 4.0], "classic": [5.0, 9.0], "pixel": [4.0, 4.0]},
+        {"without": [8.0, 8.0], "classic": [8.0, 9.0], "pixel": [12.0, 10.0]},
+        {"without": [2.0, 3.0], "classic": [4.0, 4.0], "pixel": [2.0, 5.0]},
+    ]
+    found = real_claims({"fl": turns})
+    assert [claim.value for claim in found] == [1.25, 1.0]
+    assert [claim.holds for claim in found] == [False, True]
+
+
+def test_all_modes_of_a_cell_are_run_by_the_plan_that_is_chosen_without_privacy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def run(arguments: Sequence[str], folder: Path) -> Any:
+        assert folder == tmp_path
+        asked.append(arguments)
+        seconds = [99.0, 10.0 + len(asked)]
+        plans = [{"split_point": 3, "micro_batches": 7}]
+        return {"plans": plans, "epochs": [{"seconds": each} for each in seconds]}
+
+    monkeypatch.setattr(privacy, "pipar", run)
+    found = privacy._cell("vgg5", "wifi", "pipar", "raw", privacy.MODES, tmp_path)
+    assert found == Cell("vgg5", "wifi", "pipar", "P=3 N=7", {"without": 11.0, "classic": 12.0, "pixel": 13.0})
+    given = {"--set=plan.split_point=3", "--set=plan.micro_batches=7"}
+    assert [given <= set(words) for words in asked] == [False, True, True]
+    noise = [[word for word in words if "privacy." in word] for words in asked]
+    assert noise == [[], ["--set=privacy.noise_multiplier=1.0"], ["--set=privacy.pixel_epsilon=1.0"]]
+
+
+def test_tables_have_a_row_for_each_cell_and_the_papers_numbers_beside_the_largest() -> None:
+    assert row(CELLS[0]) == "| VGG-5 | 4g | fl | P=1 N=4 | 10.0 | +2.00 | +0.25 |"
+    trees = [vars(one) for one in CELLS]
+    details = {"cells": trees, "cells, models and tensors encoded": trees}
+    assert len(table(details).splitlines()) == 2 + len(CELLS)
+    lines = summary(details).splitlines()
+    assert lines[2:4] == ["| classic DP, raw | 2.00 | 0.50 | 0.75 |", "| the paper's | 11.7 | 0.16 | 0.15 |"]
+
+
+def heights(svg: str, words: str) -> list[float]:
+    return [float(height) for height in re.findall(rf'height="([\d.]+)"[^>]*><title>[^<]*{words}', svg)]
+
+
+def test_a_stack_is_as_high_as_its_seconds_and_overheads_are_drawn_again_by_powers_of_ten() -> None:
+    svg = picture(CELLS, {"vgg5": "VGG-5"})
+    without, classic = heights(svg, "without privacy"), heights(svg, "classic DP on top")
+    assert len(without) == len(CELLS)
+    assert len(set(without)) == 1
+    stacked, alone = classic[::2], classic[1::2]
+    assert stacked[0] == pytest.approx(without[0] * 2.0 / 10.0, abs=0.01)
+    assert alone[0] - alone[3] == pytest.approx(alone[3] - alone[1], abs=0.02)  # 2 s, 1 s, half a second
+    nothing = replace(CELLS[0], seconds={"without": 10.0, "classic": 9.0, "pixel": 10.0})
+    assert heights(picture([nothing], {"vgg5": "VGG-5"}), "on top") == [0.0] * 4
+
+
+def test_axes_have_round_numbers() -> None:
+    assert [round_step(most) for most in (4.9, 10.0, 11.0, 260.0)] == [1, 2, 5, 100]
+    assert decades(CELLS) == (-1, 1)
+
+
+def test_the_page_has_the_tables_and_the_picture_of_the_results_that_are_kept() -> None:
+    text = PRIVACY.read_text("utf-8")
+    assert text == quoted_privacy(text)
+    drawn = privacy_picture()
+    assert drawn == PRIVACY_PICTURE.read_text("utf-8") == (RESULTS / "privacy.svg").read_text("utf-8")
