@@ -165,7 +165,10 @@ def private_job(job: Job, method: str, privacy: Mapping[str, float]) -> Job:
         plans = dict.fromkeys(plans, Plan(4, 1))
     elif method == "sfl":
         plans = {name: Plan(min(3, plan.split_point), 1) for name, plan in plans.items()}
-    update = {"run": job.config.run.model_copy(update={"method": method}), "privacy": PrivacySection.model_validate(privacy)}
+    update = {
+        "run": job.config.run.model_copy(update={"method": method}),
+        "privacy": PrivacySection.model_validate(privacy),
+    }
     return replace(job, config=job.config.model_copy(update=update), plans=plans, sample_bytes=4 * 3 * 32 * 32)
 
 

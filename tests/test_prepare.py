@@ -73,6 +73,15 @@ def test_a_timing_only_run_has_the_samples_of_the_virtual_one(profile: Path, set
     assert job.sizes == prepare(Workload(config)).sizes
 
 
+@pytest.mark.parametrize("privacy", [[], ["privacy.pixel_epsilon=0.5"]], ids=["plain", "noise"])
+def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, privacy: list[str]) -> None:
+    workload = Workload(configuration(profile, *privacy))
+    jobs = [prepare_timing_only(workload.config), prepare(workload)]
+    noised = workload.shard(workload.names[0]).noised_bytes
+    assert noised == (4 * 64 if privacy else 0)  # digits, of 8 x 8
+    assert [job.noised_bytes for job in jobs if job is not None] == [noised, noised]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from pipar.data.datasets import Images, load_dataset
-from pipar.data.shard import Shard
+from pipar.data.shard import Disguise, Shard
 from pipar.errors import DataError
 
 
@@ -33,6 +34,12 @@ def test_order_is_a_permutation_that_changes_with_epoch_device_and_seed() -> Non
     assert all(sorted(order) == list(range(30)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
     assert np.array_equal(orders[0], shard(images).order(0))
+
+
+def test_only_inputs_that_noise_is_added_to_are_counted_for_it() -> None:
+    plain = shard(photographs())
+    assert plain.noised_bytes == replace(plain, disguise=Disguise(1, label_epsilon=1.0)).noised_bytes == 0
+    assert replace(plain, disguise=Disguise(1, pixel_scale=0.2)).noised_bytes == 3 * 8 * 8 * 8  # float64
 
 
 def test_a_sample_looks_the_same_however_the_epoch_is_cut() -> None:

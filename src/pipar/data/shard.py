@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -74,6 +75,12 @@ class Shard:
         inputs, labels = self.batch(epoch, positions)
         told = None if self._told is None else self._told[torch.from_numpy(np.asarray(positions, np.int64))]
         return cut_pieces(self._with_noise(inputs, epoch, int(positions[0])), labels, sizes, told)
+
+    @property
+    def noised_bytes(self) -> int:
+        """The bytes of one sample's input, if noise is added to them; else 0."""
+        has_noise = self.disguise is not None and self.disguise.pixel_scale > 0.0
+        return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
 
     def _with_noise(self, inputs: Tensor, epoch: int, first: int) -> Tensor:
         """Return a batch with PixelDP's noise, drawn for all of it at once: it does not depend on how it is cut."""
