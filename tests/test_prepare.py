@@ -78,7 +78,7 @@ def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, 
     workload = Workload(configuration(profile, *privacy))
     jobs = [prepare_timing_only(workload.config), prepare(workload)]
     noised = workload.shard(workload.names[0]).noised_bytes
-    assert noised == (4 * 64 if privacy else 0)  # digits, of 8 x 8
+    assert noised == (4 * 32 * 32 if privacy else 0)  # of digits
     assert [job.noised_bytes for job in jobs if job is not None] == [noised, noised]
 
 
