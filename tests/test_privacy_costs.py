@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import privacy
-from benchmarks.privacy import Cell, claims, encoded_claims, real_claims, row, summary, table
+from benchmarks.privacy import (
+    Cell,
+    claims,
+    papers_cell,
+    planned_cell,
+    planned_claims,
+    real_claims,
+    row,
+    summary,
+    table,
+)
 from benchmarks.privacy_picture import decades, picture, round_step
 from benchmarks.quoted import PRIVACY, PRIVACY_PICTURE, privacy_picture, quoted_privacy
 from benchmarks.record import RESULTS
@@ -37,7 +46,7 @@ def test_an_overhead_is_what_an_epoch_takes_more_and_the_worst_cell_counts() -> 
     assert largest == [2.0, 0.5, 0.75, 0.25, 0.25, 0.25]
     assert not claims([*CELLS[:5], cell("pipar", 1.5, 0.25, "wifi")])[0].holds
     assert not claims([*CELLS[:5], cell("pipar", 0.75, 0.75, "wifi")])[1].holds
-    assert encoded_claims(CELLS)[0].value == -0.25
+    assert planned_claims(CELLS)[0].value == -0.25
 
 
 def test_of_real_epochs_the_quickest_of_each_turn_is_compared_with_that_of_the_same_turn() -> None:
@@ -51,34 +60,53 @@ def test_of_real_epochs_the_quickest_of_each_turn_is_compared_with_that_of_the_s
     assert [claim.holds for claim in found] == [False, True]
 
 
-def test_all_modes_of_a_cell_are_run_by_the_plan_that_is_chosen_without_privacy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[Sequence[str]] = []
+class Runs:
+    """Answers in place of runs, each a second longer than the one before, and remembers what was asked for."""
 
-    def run(arguments: Sequence[str], folder: Path) -> Any:
-        assert folder == tmp_path
-        asked.append(arguments)
-        seconds = [99.0, 10.0 + len(asked)]
+    def __init__(self) -> None:
+        self.settings: list[Sequence[str]] = []
+
+    def __call__(self, settings: Sequence[str]) -> dict[str, Any]:
+        self.settings.append(settings)
+        seconds = (99.0, 10.0 + len(self.settings))
         plans = [{"split_point": 3, "micro_batches": 7}]
         return {"plans": plans, "epochs": [{"seconds": each} for each in seconds]}
 
-    monkeypatch.setattr(privacy, "pipar", run)
-    found = privacy._cell("vgg5", "wifi", "pipar", "raw", privacy.MODES, tmp_path)
+    def asked(self, *keys: str) -> list[list[str]]:
+        return [[one for one in settings if one.startswith(keys)] for settings in self.settings]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs = Runs()
+    monkeypatch.setattr(privacy, "_run", runs)
+    return runs
+
+
+def test_the_modes_of_a_cell_differ_in_nothing_but_privacy_and_have_the_papers_plan(runs: Runs) -> None:
+    found = papers_cell("vgg5", "wifi", "pipar")
     assert found == Cell("vgg5", "wifi", "pipar", "P=3 N=7", {"without": 11.0, "classic": 12.0, "pixel": 13.0})
-    given = {"--set=plan.split_point=3", "--set=plan.micro_batches=7"}
-    assert [given <= set(words) for words in asked] == [False, True, True]
-    noise = [[word for word in words if "privacy." in word] for words in asked]
-    assert noise == [[], ["--set=privacy.noise_multiplier=1.0"], ["--set=privacy.pixel_epsilon=1.0"]]
+    assert runs.asked("plan.split", "plan.micro") == [["plan.split_point=1", "plan.micro_batches=3"]] * 3
+    assert runs.asked("privacy.") == [[], ["privacy.noise_multiplier=1.0"], ["privacy.pixel_epsilon=1.0"]]
+    papers_cell("vgg5", "wifi", "sfl")
+    assert runs.asked("plan.split", "plan.micro")[3:] == [["plan.split_point=1", "plan.micro_batches=1"]] * 3
+    papers_cell("vgg5", "wifi", "fl")
+    assert runs.asked("plan.split", "plan.micro")[6:] == [[]] * 3
+
+
+def test_what_is_planned_here_is_planned_without_privacy_and_stays(runs: Runs) -> None:
+    assert planned_cell("vgg5", "4g", "pipar").seconds == {"without": 11.0, "classic": 12.0}
+    assert runs.asked("plan.split", "plan.micro") == [[], ["plan.split_point=3", "plan.micro_batches=7"]]
+    assert runs.asked("wire.") == [[], []]
 
 
 def test_tables_have_a_row_for_each_cell_and_the_papers_numbers_beside_the_largest() -> None:
     assert row(CELLS[0]) == "| VGG-5 | 4g | fl | P=1 N=4 | 10.0 | +2.00 | +0.25 |"
     trees = [vars(one) for one in CELLS]
-    details = {"cells": trees, "cells, models and tensors encoded": trees}
+    details = {"cells": trees, "cells, planned and encoded": trees}
     assert len(table(details).splitlines()) == 2 + len(CELLS)
     lines = summary(details).splitlines()
-    assert lines[2:4] == ["| classic DP, raw | 2.00 | 0.50 | 0.75 |", "| the paper's | 11.7 | 0.16 | 0.15 |"]
+    assert lines[2:4] == ["| classic DP | 2.00 | 0.50 | 0.75 |", "| the paper's | 11.7 | 0.16 | 0.15 |"]
 
 
 def heights(svg: str, words: str) -> list[float]:
