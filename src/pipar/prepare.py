@@ -78,8 +78,6 @@ def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
     )
     subject = Subject.of(workload.config, workload.model_name, workload.data_name, workload.input_shape)
     job = _job(workload.config, profiles, sizes, subject)
-    shape = workload.input_shape
-    job = _job(workload.config, profiles, sizes, shape, dataset=workload.data_name)
     return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
 
 
@@ -104,7 +102,6 @@ def unplanned_timing_only(config: Config, observe: Observer = ignore) -> Job | N
         ),
     )
     return _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
-    return _job(config, profiles, sizes, shape, dataset=config.data.name)
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
@@ -196,7 +193,6 @@ def check_given_plans(config: Config, layers: int, model: str) -> None:
 
 
 def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], subject: Subject) -> Job:
-def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], shape: tuple[int, ...], *, dataset: str) -> Job:
     specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
     _check_cores(config)
     limit = LeakageLimit.of(config, subject)
@@ -217,7 +213,7 @@ def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], shape: t
         dataset=subject.dataset,
         model=profiles.model,
         leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
-        sample_bytes=sample_bytes(shape, config.model.dtype),
+        sample_bytes=sample_bytes(subject.input_shape, config.model.dtype),
     )
 
 

@@ -252,7 +252,7 @@ def with_noise(samples: Tensor, scale: float, seed: int, *key: str | int) -> Ten
 def _shuffled(samples: Tensor, seed: int, epoch: int) -> Iterator[Tensor]:
     """Yield all samples once, in batches."""
     order = torch.from_numpy(keyed.generator(seed, "decoder order", epoch).permutation(len(samples)))
-    for rows in order.split(_DECODER_BATCH):
+    for rows in torch.split(order, _DECODER_BATCH):
         yield samples[rows]
 
 

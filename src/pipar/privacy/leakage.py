@@ -147,7 +147,7 @@ def measure_cuts(
 
 def _activations(part: nn.Sequential, samples: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([part(some) for some in samples.split(_AT_ONCE)])
+        return torch.cat([part(some) for some in torch.split(samples, _AT_ONCE)])
 
 
 def _likeness(originals: Tensor, made: Tensor) -> Rebuilt:
