@@ -14,6 +14,7 @@ from rich.console import Console
 from pipar.config import config_from
 from pipar.display import Display, clock_text, is_live
 from pipar.events import (
+    BudgetSpent,
     EpochResult,
     Event,
     Joined,
@@ -199,6 +200,13 @@ def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
         epoch_line(replace(EPOCH, epoch=3)),
     ]
     assert "Planned again" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
+
+
+def test_why_a_budget_ends_the_training_is_said_below_its_last_epoch() -> None:
+    spent, second = BudgetSpent(2, "device-1", 4.3772, 4.0), replace(EPOCH, epoch=2)
+    shown = _shown(*RUN[:-1], EPOCH, spent, second, terminal=False)
+    assert shown.splitlines()[-2:] == [epoch_line(second), spent.reason]
+    assert _shown(*RUN, replace(spent, epoch=1), terminal=False).splitlines()[-1].endswith("target_epsilon is 4.")
 
 
 def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing() -> None:

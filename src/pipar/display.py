@@ -60,6 +60,7 @@ class Display:
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
         self._replanned: Replanned | None = None  # for an epoch whose predecessor has no line yet
+        self._spent: BudgetSpent | None = None  # behind an epoch that has no line yet
 
     def __enter__(self) -> Display:
         if not self._quiet and is_live(self._console, os.environ):
@@ -97,11 +98,13 @@ class Display:
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
             self._tell_new_plans()
+            self._tell_budget()
         elif isinstance(event, Replanned):
             self._replanned = event
             self._tell_new_plans()
         elif isinstance(event, BudgetSpent):
-            self._print(Text(event.reason), whole=True, always=True)
+            self._spent = event
+            self._tell_budget()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, TrackerFailed):
@@ -143,6 +146,13 @@ class Display:
             why = f" ({one_line(new.reason)})" if new.reason else ""
             self._print(Text(f"Planned again: {plans} from epoch {new.epoch} on{why}", style="dim"), whole=True)
             self._replanned = None
+
+    def _tell_budget(self) -> None:
+        """Write why the training has ended, below the line of its last epoch."""
+        spent, done = self._spent, self._gauges.last.epoch if self._gauges.last else 0
+        if spent is not None and done >= spent.epoch:
+            self._print(Text(spent.reason), whole=True, always=True)
+            self._spent = None
 
     def _introduce(self, started: Started) -> None:
         """Write what is emulated, once, and what the following lines are about."""
