@@ -59,6 +59,7 @@ EXTRAS = {
     "tensorboard": Extra(KNOWN["tensorboard"].packages, "--tracker tensorboard"),
     "mlflow": Extra(KNOWN["mlflow"].packages, "--tracker mlflow"),
     "wandb": Extra(KNOWN["wandb"].packages, "--tracker wandb, Weights & Biases"),
+    "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from server_world import Outcome, end_epoch, hello, honest, roaming, scripted, t
 from small_runs import SETTINGS
 
 import pipar
-from pipar.checkpoint import Checkpoint
+from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.config import config_from
-from pipar.errors import BudgetSpentError, ConfigError, InputError, TrainingError
+from pipar.errors import BudgetSpentError, ConfigError, InputError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, RoundOver
 from pipar.link.channel import Channel
 from pipar.logs import Narrator
+from pipar.methods import Plan
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.spending import Guard, Spending, Spent, Terms, terms_of
-from pipar.protocol.messages import EMPTY, Kind
+from pipar.protocol.messages import EMPTY, Kind, Message
+from pipar.protocol.orders import Orders
 from pipar.run import with_method
 
 DELTA = 1e-5
@@ -120,8 +123,6 @@ def test_whatever_noise_and_rounds_nobody_exceeds_the_target(
 
 
 def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
-    from pipar.checkpoint import Checkpoints, read
-
     spending = Spending(limited(3))
     for device in ("a", "b", "a"):
         spending.note(device)
@@ -169,6 +170,22 @@ def test_a_round_that_is_sent_twice_has_other_noise() -> None:
 def test_a_device_does_not_let_a_server_talk_it_out_of_its_noise(guard: Guard, ordered: float, sentence: str) -> None:
     with pytest.raises(TrainingError, match=sentence):
         guard.accept(ordered, Spent())
+
+
+def test_a_training_is_not_resumed_with_noise_where_there_was_none(tmp_path: Path) -> None:
+    plain, private, more = ({}, {"noise_multiplier": 1.0}, {"target_epsilon": 3.0})
+    identities = [identity_of(config_from({"privacy": section})) for section in (plain, private, more)]
+    Checkpoints(tmp_path).save(Checkpoint(1, EMPTY, identities[0], {}, {}))
+    with pytest.raises(InputError, match="noise on updates, by .privacy., was false, and the configuration says true"):
+        latest(tmp_path, identities[1], pytest.fail)
+    assert identities[1] == identities[2]  # how much noise there is may change
+
+
+def test_momentum_without_noise_is_no_order_that_a_private_device_takes() -> None:
+    orders = Orders(1, Plan(1, 1), 2, 10, False, True, noise_multiplier=1.0)
+    with pytest.raises(ProtocolError, match="momentum that moves with layers"):
+        Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
+    assert Orders.read(Message(Kind.WELCOME, body=replace(orders, keep_momentum=False).to_body())).protects
 
 
 # --- the programs, in virtual time
