@@ -156,17 +156,18 @@ class Decoder:
     def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
         others = attacker.others[: self.images]
         shape, scale = _shape_at_cut(attacker.part, others), _Scale.of(_seen(attacker, others[:_DECODER_BATCH], 0))
-        batches = [batch for epoch in range(self.epochs) for batch in _shuffled(others, attacker.seed, epoch)]
+        batches = (batch for epoch in range(self.epochs) for batch in _shuffled(others, attacker.seed, epoch))
+        count = self.epochs * -(-len(others) // _DECODER_BATCH)
         with _seeded(attacker.seed, "decoder"):
             decoder = build_decoder(shape, tuple(others.shape[1:])).to(others.dtype)
         optimizer = torch.optim.Adam(decoder.parameters(), lr=self.learning_rate)
         for number, batch in enumerate(batches, start=1):
-            optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * number / len(batches))) / 2
+            optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * number / count)) / 2
             seen = scale.applied(_seen(attacker, batch, number)).view(len(batch), *shape)
             optimizer.zero_grad()
             functional.mse_loss(decoder(seen), batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            progress(number / len(batches))
+            progress(number / count)
         decoder.eval()
         with torch.no_grad():
             rebuilt: Tensor = decoder(scale.applied(activations).view(len(activations), *shape))
