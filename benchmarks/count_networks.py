@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import pipar.planner
 from pipar.data.catalog import CATALOG
@@ -18,7 +19,7 @@ from pipar.nn.blocks import NORMS
 from pipar.nn.count import count_layers
 from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import rectified_cuts
-from pipar.planner.counts import FEW_CLASSES, MANY_CLASSES, Counts, counts_key, pack_counts, rectified_at
+from pipar.planner.counts import FEW_CLASSES, MANY_CLASSES, counts_key, pack_counts, rectified_at
 
 FILE = Path(pipar.planner.__file__).with_name("networks.json")
 Case = tuple[str, str, tuple[int, int, int]]
@@ -34,14 +35,16 @@ def cases() -> Iterator[Case]:
 
 def counted(case: Case) -> dict[str, list[Any]]:
     """Return what the file is to hold of one network."""
-    return pack_counts(_count(case, FEW_CLASSES), _count(case, MANY_CLASSES))
+    _, _, shape = case
+    few, many = _hollow(case, FEW_CLASSES), _hollow(case, MANY_CLASSES)
+    rectified = rectified_cuts(few, shape)  # the classes do not matter before the last layer
+    return pack_counts(*(rectified_at(count_layers(model, shape), rectified) for model in (few, many)))
 
 
-def _count(case: Case, classes: int) -> Counts:
+def _hollow(case: Case, classes: int) -> nn.Sequential:
     name, norm, shape = case
     with torch.device("meta"):  # there is nothing to draw weights for
-        model = build_model(name, input_shape=shape, classes=classes, norm=norm)
-    return rectified_at(count_layers(model, shape), rectified_cuts(model, shape))
+        return build_model(name, input_shape=shape, classes=classes, norm=norm)
 
 
 def as_text(entries: dict[str, dict[str, list[Any]]]) -> str:
