@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,5 +20,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the programs of all tests keep the profiles of their networks: each is measured once."""
-    return tmp_path_factory.mktemp("profiles")
+    """Where the programs of all tests keep the profiles of their networks: each is measured once, by one worker."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    folder.mkdir(exist_ok=True)
+    return folder

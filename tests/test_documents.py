@@ -194,9 +194,9 @@ def test_readme_commands_are_understood(words: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("documents")
-    own = {"PIPAR_RUNS": folder / "runs", "XDG_CACHE_HOME": folder / "cache", "PIPAR_DATA": folder / "data"}
+    own = {"PIPAR_RUNS": folder / "runs", "XDG_CACHE_HOME": profiles, "PIPAR_DATA": folder / "data"}
     return os.environ | {name: str(path) for name, path in own.items()}
 
 
