@@ -51,17 +51,7 @@ class History:
     def content(self) -> dict[str, Any] | None:
         """Return what the report's part of the page shows; None before a run has its folder."""
         records = [record for number in range(len(self._runs)) if (record := self._record(number)) is not None]
-        if not records:
-            return None
-        shown = content(records)
-        if (picture := self._runs[-1].picture) is not None and not picture.is_whole and records[-1].running:
-            run = shown["runs"][-1]
-            for row in run["devices"]["rows"]:
-                row["busy"] = {}  # a part of the epoch says nothing about shares of all of it
-            run["timeline"]["epoch"] = None
-            if run["timeline"]["iteration"] is not None:
-                run["timeline"]["iteration"]["left_out"] += picture.left_out
-        return shown
+        return content(records) if records else None
 
     def _record(self, number: int) -> RunRecord | None:
         run, goes_on = self._runs[number], number == len(self._runs) - 1 and not self._is_over
@@ -85,5 +75,7 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
     told = {"world": run.world, "epochs": [row for _, row in sorted(epochs.items())], "test_accuracy": None}
     result = {**record.result, **told}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
-    spans = run.picture.spans if run.picture is not None else ()
-    return replace(record, result=result, spans=spans, running=True, outlook=None)
+    shown: dict[str, Any] = {"spans": ()}
+    if (picture := run.picture) is not None:
+        shown = {"spans": picture.spans, "spans_missing": None if picture.is_whole else picture.left_out}
+    return replace(record, result=result, running=True, outlook=None, **shown)

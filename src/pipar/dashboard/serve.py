@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pipar.addresses import listen_on
@@ -26,6 +27,7 @@ from pipar.dashboard.state import LiveState
 from pipar.events import Event, Progress, Stopping
 from pipar.results import strict_json
 
+THREAD = "dashboard"
 #: How often browsers are told what has changed.
 REFRESH_S = 0.25
 #: Browsers that watch at once.
@@ -69,7 +71,7 @@ class Dashboard:
         self.url = f"http://{shown_host(access.host)}:{port}/{query}"
         self._inbox: deque[tuple[float, Event]] = deque()
         self._program = _Program(access, self._inbox)
-        self._thread = threading.Thread(target=self._program.run, args=(self._socket,), name="dashboard", daemon=True)
+        self._thread = threading.Thread(target=self._program.run, args=(self._socket,), name=THREAD, daemon=True)
         self._thread.start()
 
     def observe(self, event: Event) -> None:
@@ -104,6 +106,8 @@ class _Program:
 
     def run(self, listening: socket.socket) -> None:
         """Serve until the end; whatever goes wrong here stays here."""
+        with contextlib.suppress(OSError):  # by its name in the system, anybody can see what it costs: `top -H`
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD)
         try:
             asyncio.run(self._serve(listening))
         except Exception:  # noqa: BLE001 - the thread ends here, and the training goes on

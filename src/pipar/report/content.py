@@ -46,7 +46,7 @@ def content(records: Sequence[RunRecord]) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     like: int | None = None  # the first run's iteration is that of all, if they have one of its number
     for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
-        timelines = _timelines(record.result, spans, devices, like, most)
+        timelines = _timelines(record, spans, devices, like, most)
         like = like or (timelines["iteration"] or {}).get("iteration")
         runs.append({**_run(name, record, spans), **_shown_epochs(record, len(records)), "timeline": timelines})
     for run in runs:
@@ -127,7 +127,7 @@ def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
         "test_accuracy": result.get("test_accuracy"),
         "val_accuracy": _last(epochs, "val_accuracy"),
         "train_loss": _last(epochs, "train_loss"),
-        "devices": _devices(record, config, traced, _seconds_of(epochs, traced)),
+        "devices": _devices(record, config, traced, _seconds_of(record, traced)),
         "outlook": dict(record.outlook) if record.outlook else None,
     }
 
@@ -250,14 +250,17 @@ def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]
 
 
 def _timelines(
-    result: Mapping[str, Any], traced: Traced | None, devices: Sequence[str], like: int | None, most: int
+    record: RunRecord, traced: Traced | None, devices: Sequence[str], like: int | None, most: int
 ) -> dict[str, Any]:
     if traced is None or not devices:
         return {"iteration": None, "epoch": None}
+    iteration = iteration_timeline(traced, devices, like=like, most=most)
+    if iteration is not None:
+        iteration["left_out"] += record.spans_missing or 0
     return {
-        "plan": _plans_text(_plans_in_force(result, traced.epoch)),
-        "iteration": iteration_timeline(traced, devices, like=like, most=most),
-        "epoch": epoch_timeline(traced, devices, most=most),
+        "plan": _plans_text(_plans_in_force(record.result, traced.epoch)),
+        "iteration": iteration,
+        "epoch": epoch_timeline(traced, devices, most=most) if record.spans_missing is None else None,
         "devices_traced": len(traced.devices),
     }
 
@@ -265,10 +268,11 @@ def _timelines(
 # --- the devices
 
 
-def _seconds_of(epochs: Sequence[Mapping[str, Any]], traced: Traced | None) -> float | None:
-    """Return how long the epoch that is shown was."""
-    found = (epoch.get("seconds") for epoch in epochs if traced is not None and epoch.get("epoch") == traced.epoch)
-    return next(found, None)
+def _seconds_of(record: RunRecord, traced: Traced | None) -> float | None:
+    """Return how long the epoch that is shown was; a part of it says nothing about shares of all of it."""
+    if traced is None or record.spans_missing is not None:
+        return None
+    return next((epoch.get("seconds") for epoch in _epochs(record) if epoch.get("epoch") == traced.epoch), None)
 
 
 def _devices(record: RunRecord, config: Config | None, traced: Traced | None, seconds: float | None) -> dict[str, Any]:

@@ -26,6 +26,8 @@ _NAME = re.compile(r"(?:wait )?([a-z]*?)(\d*)")
 class RunRecord:
     """A run as its files tell of it; `spans` need be no more than those of the epoch that is shown.
 
+    Of a part of that epoch, `spans_missing` says how many are left out between its beginning and its end.
+
     `result` is what result.json says, of a run without one what is known so far; `config` is config.toml, and `outlook`
     what `report.outlook` found when the run was over.
     """
@@ -36,6 +38,7 @@ class RunRecord:
     folder: str = ""
     running: bool = False
     outlook: Mapping[str, Any] | None = None
+    spans_missing: int | None = None  # None: it is the whole epoch
 
     @classmethod
     def read(cls, folder: Path | str, *, with_spans: bool = True) -> RunRecord:
