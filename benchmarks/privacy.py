@@ -4,8 +4,8 @@ The paper's testbed (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 a
 time, timing-only, from named machines: fl, sfl and pipar over three networks and three links.
 
 - As the paper trains: pipar by the {P, N} that the paper lists, sfl by the same P, everything raw.
-- As it is planned and sent here, with classic DP: by the plan that each method chooses without privacy, tensors and
-  models encoded where that is quicker. Models behind noise can no longer travel as their changes.
+- As it is planned and sent here: by the plan that each method chooses without privacy, tensors and models encoded where
+  that is quicker. Models behind noise can no longer travel as their changes.
 
 Then two real devices on this machine, turn by turn; the quickest epoch of each turn counts.
 """
@@ -79,17 +79,17 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     papers = [papers_cell(*place) for place in places]
     planned = [planned_cell(*place) for place in places]
     real = {method: _turns(method, folder) for method in REAL_METHODS}
-    (RESULTS / "privacy.svg").write_text(picture(papers, NETWORKS), "utf-8")
+    (RESULTS / "privacy.svg").write_text(picture(planned, NETWORKS), "utf-8")
     details: dict[str, object] = {
         "settings": TESTBED,
         "modes": MODES,
         "paper: overhead at most": PAPER,
         "cells": [asdict(cell) for cell in papers],
-        "cells, planned and encoded": [asdict(cell) for cell in planned],
+        "cells, planned and encoded here": [asdict(cell) for cell in planned],
         "real settings": REAL,
         "real": real,
     }
-    return [*claims(papers), *planned_claims(planned), *real_claims(real)], details
+    return [*claims(papers), *claims(planned, "planned and encoded here"), *real_claims(real)], details
 
 
 # --- the testbed
@@ -104,12 +104,13 @@ def papers_cell(network: str, link: str, method: str) -> Cell:
 
 
 def planned_cell(network: str, link: str, method: str) -> Cell:
-    """Return one method as it is planned here without privacy, and by the same plan with classic DP."""
+    """Return one method as it is planned here without privacy, and by the same plan with it."""
     settings = [*_place(network, link, method), "run.epochs=2"]
     without = _run(settings)
     first = without["plans"][0]
     plan = [f"plan.{key}={first[key]}" for key in ("split_point", "micro_batches")] if method != "fl" else []
-    return _cell(network, link, method, {"without": without, "classic": _run([*settings, *plan, *MODES["classic"]])})
+    private = {mode: _run([*settings, *plan, *more]) for mode, more in MODES.items() if mode != "without"}
+    return _cell(network, link, method, {"without": without, **private})
 
 
 def _place(network: str, link: str, method: str) -> list[str]:
@@ -133,31 +134,27 @@ def last_s(result: Mapping[str, Any]) -> float:
     return float(result["epochs"][-1]["seconds"])
 
 
-def claims(cells: Sequence[Cell]) -> list[Claim]:
-    """Return what the paper says of both mechanisms, of these cells."""
+def claims(cells: Sequence[Cell], how: str = "") -> list[Claim]:
+    """Return what the paper says of both mechanisms, of these cells; `how` if they are not by the paper's plans."""
     more = [cell.overhead_s("classic") - _fl(cells, cell).overhead_s("classic") for cell in _pipar(cells)]
     apart = [abs(cell.overhead_s("pixel") - _fl(cells, cell).overhead_s("pixel")) for cell in _pipar(cells)]
+    classic, pixel = (f"{words}, {how}" if how else words for words in ("classic DP", "PixelDP"))
     return [
-        Claim("classic DP: overhead of pipar - that of fl, the largest of 9 cells", max(more), "s", most=0.0),
-        Claim("PixelDP: overheads of pipar and fl apart, the largest of 9 cells", max(apart), "s", most=COMPARABLE_S),
-        *_largest(cells, "classic", "classic DP"),
-        *_largest(cells, "pixel", "PixelDP"),
+        Claim(f"{classic}: overhead of pipar - that of fl, the largest of 9 cells", max(more), "s", most=0.0),
+        Claim(f"{pixel}: overheads of pipar and fl apart, the largest of 9 cells", max(apart), "s", most=COMPARABLE_S),
+        *_largest(cells, "classic", classic, paper=not how),
+        *_largest(cells, "pixel", pixel, paper=not how),
     ]
 
 
-def planned_claims(cells: Sequence[Cell]) -> list[Claim]:
-    more = [cell.overhead_s("classic") - _fl(cells, cell).overhead_s("classic") for cell in _pipar(cells)]
-    words = "classic DP, planned and encoded"
-    return [
-        Claim(f"{words}: overhead of pipar - that of fl, the largest of 9 cells", max(more), "s", most=0.0),
-        *_largest(cells, "classic", words, paper=False),
-    ]
-
-
-def _largest(cells: Sequence[Cell], mode: str, words: str, *, paper: bool = True) -> list[Claim]:
-    found = {m: max(cell.overhead_s(mode) for cell in cells if cell.method == m) for m in METHODS}
+def _largest(cells: Sequence[Cell], mode: str, words: str, *, paper: bool) -> list[Claim]:
+    found = {m: _most_s(cells, m, mode) for m in METHODS}
     beside = {m: f" (paper: {PAPER[mode][m]} s)" if paper else "" for m in METHODS}
     return [Claim(f"{words}: largest overhead on {m}{beside[m]}", found[m], "s") for m in METHODS]
+
+
+def _most_s(cells: Sequence[Cell], method: str, mode: str) -> float:
+    return max(cell.overhead_s(mode) for cell in cells if cell.method == method)
 
 
 def _pipar(cells: Sequence[Cell]) -> list[Cell]:
@@ -204,37 +201,45 @@ def _set(settings: Sequence[str]) -> list[str]:
 
 
 def row(cell: Cell) -> str:
-    """Return a line of the table: seconds without privacy, and what comes on top."""
-    more = [f"+{cell.overhead_s(mode):.2f}" if mode in cell.seconds else "" for mode in ("classic", "pixel")]
-    name = NETWORKS.get(cell.network, cell.network)
-    return (
-        f"| {name} | {cell.link} | {cell.method} | {cell.plan} | {cell.seconds['without']:.1f} | {' | '.join(more)} |"
-    )
+    """Return a line of a table: seconds without privacy, and what comes on top."""
+    more = [_short(cell.overhead_s(mode)) for mode in ("classic", "pixel")]
+    cells = [NETWORKS[cell.network], cell.link, cell.method, cell.plan, f"{cell.seconds['without']:.1f}", *more]
+    return f"| {' | '.join(cells)} |"
 
 
-def table(details: Mapping[str, Any]) -> str:
+def _short(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{max(0.0, seconds):.1g}"
+
+
+def table(cells: Sequence[Cell]) -> str:
     """Return a row for each method on each link."""
-    cells = [Cell(**cell) for cell in details["cells"]]
-    lines = [
-        "| network | link | method | plan | without, s | classic DP, s | PixelDP, s |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
-    lines += [row(cell) for cell in cells]
-    return "\n".join(lines)
+    head = ["| network | link | method | plan | without, s | classic DP, s | PixelDP, s |"]
+    return "\n".join([*head, "|---|---|---|---|---:|---:|---:|", *map(row, cells)])
+
+
+def papers_cells(details: Mapping[str, Any]) -> list[Cell]:
+    """Return the cells of a result as the paper trains."""
+    return [Cell(**cell) for cell in details["cells"]]
+
+
+def planned_cells(details: Mapping[str, Any]) -> list[Cell]:
+    """Return those as they are planned and sent here."""
+    return [Cell(**cell) for cell in details["cells, planned and encoded here"]]
 
 
 def summary(details: Mapping[str, Any]) -> str:
-    """Return the largest overhead of each method, beside the paper's, and by our own plans and encodings."""
-    cells = [Cell(**cell) for cell in details["cells"]]
-    planned = [Cell(**cell) for cell in details["cells, planned and encoded"]]
+    """Return the largest overhead of each method, as the paper trains beside the paper's own, and as planned here."""
     lines = ["| overhead at most, s | fl | sfl | pipar |", "|---|---:|---:|---:|"]
-    for words, of, mode in (
-        ("classic DP", cells, "classic"),
-        ("classic DP, planned and encoded here", planned, "classic"),
-        ("PixelDP", cells, "pixel"),
-    ):
-        largest = [max(cell.overhead_s(mode) for cell in of if cell.method == method) for method in METHODS]
-        lines.append(f"| {words} | {' | '.join(f'{seconds:.2f}' for seconds in largest)} |")
-        if of is cells:
-            lines.append(f"| the paper's | {' | '.join(f'{PAPER[mode][method]:g}' for method in METHODS)} |")
+    for mode, words in (("classic", "classic DP"), ("pixel", "PixelDP")):
+        papers, planned = (
+            [_short(_most_s(cells, method, mode)) for method in METHODS]
+            for cells in (papers_cells(details), planned_cells(details))
+        )
+        said = [f"{PAPER[mode][method]:g}" for method in METHODS]
+        for what, numbers in (
+            (f"{words}, in the paper", said),
+            (f"{words}, by its plans, raw", papers),
+            (f"{words}, planned and encoded here", planned),
+        ):
+            lines.append(f"| {what} | {' | '.join(numbers)} |")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ _MODES = {
     "pixel": ("PixelDP on top", "#222222"),
 }
 _OVERHEADS = ("classic", "pixel")
-_WIDTH, _LEFT, _PANEL, _GAP = 960, 50, 280, 20
+_WIDTH, _LEFT, _PANEL, _GAP = 960, 50, 270, 36
 _TOP, _HEIGHT = 62, 190
 _BELOW, _SMALL = 300, 120
 _BAR, _BETWEEN = 24, 3

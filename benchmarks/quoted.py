@@ -131,13 +131,14 @@ def quoted(text: str) -> str:
 def quoted_privacy(text: str) -> str:
     """Return the page about what privacy costs, likewise."""
     details = _result("privacy")["details"]
-    return _filled(text, {"overheads": privacy.summary(details), "epochs": privacy.table(details)})
+    cells = {"papers": privacy.papers_cells(details), "planned": privacy.planned_cells(details)}
+    tables = {name: privacy.table(of) for name, of in cells.items()}
+    return _filled(text, {"overheads": privacy.summary(details), **tables})
 
 
 def privacy_picture() -> str:
     """Return its picture."""
-    cells = [privacy.Cell(**cell) for cell in _result("privacy")["details"]["cells"]]
-    return picture(cells, privacy.NETWORKS)
+    return picture(privacy.planned_cells(_result("privacy")["details"]), privacy.NETWORKS)
 
 
 def _filled(text: str, tables: Mapping[str, str]) -> str:

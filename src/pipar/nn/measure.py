@@ -540,7 +540,8 @@ def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
         trained = {name: values.copy() for name, values in state.items()}
         return partial(clip_and_noise, trained, received, clip=1.0, multiplier=1.0, chance=chance)
 
-    return _median_s(protect, budget_s) / float(sum(values.nbytes for values in state.values()))
+    size_bytes: int = sum(values.nbytes for values in state.values())
+    return _median_s(protect, budget_s) / size_bytes
 
 
 #: Gets ready what some work begins with, and returns the work.
