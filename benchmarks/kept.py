@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pipar
+from pipar.reproduce.sources import sources_hash
+
+__all__ = ["Kept", "sources_hash"]
 
 
 class Kept:
@@ -35,12 +36,3 @@ class Kept:
         with self.path.open("a", encoding="utf-8") as file:
             # The empty line in front: a line that an interruption has cut off does not spoil this one.
             file.write("\n" + json.dumps({"depends": self._depends, "name": name, "row": row}) + "\n")
-
-
-def sources_hash(sources: Iterable[str], *measurement: Path) -> str:
-    """Return what tells one version from another: a hash of these files and folders of pipar, and of who measures."""
-    package = Path(pipar.__file__).parent
-    given = [package / name for name in sources]
-    files = [file for path in given for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]
-    content = [path.read_bytes() for path in [*files, *measurement] if path.is_file() and path.suffix != ".pyc"]
-    return hashlib.sha256(b"\0".join(content)).hexdigest()[:16]

@@ -11,8 +11,7 @@ an interruption the next start takes up where this one was, as long as the plann
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,23 +19,13 @@ from typing import Any
 
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
-from pipar.choosing import chosen
 from pipar.config import config_from
-from pipar.forecast import busy_s, simulate
-from pipar.foresight import Foresight
 from pipar.job import Job
-from pipar.judge import JITTER, judging, perturbed
-from pipar.methods import Plan
-from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose, choose_by_estimate, everybodys
-from pipar.planner.timing import steady_epoch_s
 from pipar.prepare import unplanned_timing_only
+from pipar.reproduce.judged import Judged, judged
+from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
 
-SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")
-DATASETS = {**dict.fromkeys(SMALL, ("mnist", "cifar10")), **dict.fromkeys(LARGE, ("cifar100", "tiny_imagenet"))}
-SAMPLES = {"mnist": 600, "cifar10": 500, "cifar100": 500, "tiny_imagenet": 500}
-LINKS = ("4g", "4g+", "wifi")
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
 #: Two kinds of devices have the product of their plans: of each, every P with these N.
 GRID = (1, 2, 3, 4, 8, 16)
@@ -46,34 +35,28 @@ EPOCHS = 5
 #: Rows that were judged so far, one a line, with what they depend on.
 KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
-SOURCES = ("planner", "forecast.py", "foresight.py", "judge.py", "choosing.py", "schedule.py", "stages.py")
+SOURCES = (
+    "planner", "forecast.py", "foresight.py", "judge.py", "choosing.py", "schedule.py", "stages.py",
+    "reproduce/judged.py",
+)  # fmt: skip
 
 #: (fleet, network, dataset, link) of one training.
 Case = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One training, planned and searched."""
+class Training:
+    """Which training a row is of."""
 
     fleet: str
     model: str
     dataset: str
     link: str
-    chosen: str
-    chosen_s: float
-    best: str
-    best_s: float
-    score: float
-    learned: str  # the plans after some epochs in the judge's world
-    learned_score: float
-    paper: str
-    paper_score: float
-    planning_s: float
-    simulations: int
-    searched: int
-    ruled_out: int
-    search_s: float
+
+
+@dataclass(frozen=True)
+class Row(Judged, Training):
+    """One training, planned and searched: its name first, then what the judge says."""
 
 
 def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[Case]:
@@ -109,46 +92,8 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
 def judge(row: Case, devices: int = 100) -> Row:
     """Return how good the choice of one row is."""
     fleet = make_fleet(*row, devices=devices)
-    start = time.process_time()
-    choice = choose(fleet, simulate)
-    planning_s = time.process_time() - start
-    truth, world = perturbed(fleet, SEED), judging(SEED)
     grid = None if len(fleet.kinds()) == 1 else GRID
-    start = time.process_time()
-    best = search_all(truth, world, micro_batches=grid, slack=JITTER)
-    search_s = time.process_time() - start
-    chosen_s = steady_epoch_s(world, truth, choice.plans)
-    learned = learn(fleet, truth, choice.plans)
-    paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
-    kinds = [paper[kind[0].name] for kind in fleet.kinds()]
-    paper_s = steady_epoch_s(world, truth, everybodys(fleet, tuple(kinds)))
-    return Row(
-        *row,
-        chosen="; ".join(map(str, choice.by_kind)),
-        chosen_s=chosen_s,
-        best="; ".join(map(str, best.by_kind)),
-        best_s=best.epoch_s,
-        score=best.epoch_s / chosen_s,
-        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
-        learned_score=best.epoch_s / steady_epoch_s(world, truth, learned),
-        paper="; ".join(map(str, kinds)),
-        paper_score=best.epoch_s / paper_s,
-        planning_s=planning_s,
-        simulations=choice.simulations,
-        searched=best.simulated,
-        ruled_out=best.ruled_out,
-        search_s=search_s,
-    )
-
-
-def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
-    """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
-    foresight = Foresight(fleet, plans)
-    for epoch in range(1, EPOCHS + 1):
-        foresight.learn(epoch, *busy_s(truth, foresight.plans))
-        if foresight.has_learned():
-            foresight.replan(epoch + 2, chosen(foresight.latest({}), foresight.plans))
-    return foresight.plans
+    return Row(*row, **asdict(judged(fleet, seed=SEED, micro_batches=grid, epochs=EPOCHS)))
 
 
 # --- rows that stay, whatever ends the measurement

@@ -38,6 +38,7 @@ LINES = [
     report.*
     run deployment faults.*
     __init__
+    reproduce.*
     display tables chart plan_view dashboard.* cli.* __main__
     """.strip().splitlines()
 ]

@@ -100,7 +100,8 @@ def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_tw
 def test_another_line_in_the_planner_is_another_planner(
     selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "planner").mkdir()
+    for folder in ("planner", "reproduce"):
+        (tmp_path / folder).mkdir()
     for name in ("planner/select.py", *selection.SOURCES[1:]):
         (tmp_path / name).write_text("pass\n", "utf-8")
     monkeypatch.setattr("pipar.__file__", str(tmp_path / "__init__.py"))

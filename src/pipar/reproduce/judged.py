@@ -1,0 +1,89 @@
+"""A choice of plans against exhaustive search, in a world that the planner does not know; paper V-D.
+
+The judge's costs are perturbed by up to 15 % a layer and jittered by 5 % a stage, from a seed that the planner does
+not get.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipar.choosing import chosen
+from pipar.forecast import busy_s, simulate
+from pipar.foresight import Foresight
+from pipar.judge import JITTER, judging, perturbed
+from pipar.methods import Plan
+from pipar.planner.exhaustive import search_all
+from pipar.planner.fleet import Fleet
+from pipar.planner.select import choose, choose_by_estimate, everybodys
+from pipar.planner.timing import steady_epoch_s
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One training, planned and searched; plans are those of each kind of device."""
+
+    chosen: str
+    chosen_s: float
+    best: str
+    best_s: float
+    score: float
+    learned: str  # the plans after some epochs in the judge's world
+    learned_score: float
+    paper: str
+    paper_score: float
+    planning_s: float
+    simulations: int
+    searched: int
+    ruled_out: int
+    search_s: float
+
+
+def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epochs: int) -> Judged:
+    """Return how good the choice for a fleet is: at the start, after so many epochs, and by the paper's estimate.
+
+    The search is over every P with every N, or with these.
+    """
+    began = time.process_time()
+    choice = choose(fleet, simulate)
+    planning_s = time.process_time() - began
+    truth, world = perturbed(fleet, seed), judging(seed)
+    began = time.process_time()
+    best = search_all(truth, world, micro_batches=micro_batches, slack=JITTER)
+    search_s = time.process_time() - began
+    learned = learn(fleet, truth, choice.plans, epochs)
+    paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
+    kinds = [paper[kind[0].name] for kind in fleet.kinds()]
+
+    def score(plans: Mapping[str, Plan]) -> float:
+        return best.epoch_s / steady_epoch_s(world, truth, plans)
+
+    chosen_s = steady_epoch_s(world, truth, choice.plans)
+    return Judged(
+        chosen="; ".join(map(str, choice.by_kind)),
+        chosen_s=chosen_s,
+        best="; ".join(map(str, best.by_kind)),
+        best_s=best.epoch_s,
+        score=best.epoch_s / chosen_s,
+        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
+        learned_score=score(learned),
+        paper="; ".join(map(str, kinds)),
+        paper_score=score(everybodys(fleet, tuple(kinds))),
+        planning_s=planning_s,
+        simulations=choice.simulations,
+        searched=best.simulated,
+        ruled_out=best.ruled_out,
+        search_s=search_s,
+    )
+
+
+def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
+    """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
+    foresight = Foresight(fleet, plans)
+    for epoch in range(1, epochs + 1):
+        foresight.learn(epoch, *busy_s(truth, foresight.plans))
+        if foresight.has_learned():
+            foresight.replan(epoch + 2, chosen(foresight.latest({}), foresight.plans))
+    return foresight.plans
