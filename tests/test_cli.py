@@ -28,7 +28,7 @@ from pipar.run import Result
 from pipar.tables import comparison_table, result_table
 
 COMMANDS = ["", "run", "compare", "plan", "profile", "leakage", "data", "data list", "data get", "certs", "doctor"]
-COMMANDS += ["completion"]
+COMMANDS += ["completion", "reproduce"]
 COMMANDS += [f"certs {name}" for name in ("init", "server", "issue", "token", "revoke")]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 

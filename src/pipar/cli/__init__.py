@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from pipar.cli import certs, completion, data, deploy, doctor, faults, leakage, plan, profile, report, train
+from pipar.cli import certs, completion, data, deploy, doctor, faults, leakage, plan, profile, report, reproduce, train
 from pipar.cli.options import Group, Interrupted, as_setting, example, help_if_alone
 from pipar.errors import InputError, PiparError
 
@@ -34,8 +34,8 @@ def cli(context: click.Context) -> None:
 
 
 _COMMANDS = (
-    train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, profile.profile,
-    leakage.leakage, report.report, data.data, faults.faults, doctor.doctor, completion.completion,
+    train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, profile.profile, leakage.leakage,
+    report.report, reproduce.reproduce, data.data, faults.faults, doctor.doctor, completion.completion,
 )  # fmt: skip
 for command in _COMMANDS:
     cli.add_command(command)

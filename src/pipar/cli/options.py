@@ -277,13 +277,20 @@ def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     from pipar.tables import console
     from pipar.wording import setting_text
 
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")
     try:
-        with display:
+        with interrupted_by_sigterm(), display:
             yield display
     except KeyboardInterrupt:
         raise Interrupted(display.folders) from None
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -1,0 +1,36 @@
+"""All experiments by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from pipar.errors import InputError
+from pipar.reproduce.bandwidth import BANDWIDTH
+from pipar.reproduce.beyond import EXACT_WIRE, TODAY
+from pipar.reproduce.efficiency import IDLE_LARGE, IDLE_SMALL, TIME_LARGE, TIME_SMALL
+from pipar.reproduce.experiment import Experiment
+from pipar.reproduce.hardware import TESTBED
+from pipar.reproduce.scale import SCALE
+from pipar.reproduce.selection import SELECTION_LARGE, SELECTION_SMALL
+from pipar.reproduce.variations import BATCH_SIZE, HETEROGENEOUS
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        TESTBED, TIME_SMALL, TIME_LARGE, IDLE_SMALL, IDLE_LARGE, SELECTION_SMALL, SELECTION_LARGE, BATCH_SIZE,
+        HETEROGENEOUS, BANDWIDTH, TODAY, EXACT_WIRE, SCALE,
+    )
+}  # fmt: skip
+#: Stands for all of them.
+ALL = "all"
+
+
+def experiments(name: str) -> list[Experiment]:
+    """Return the experiment of this name, or all of them."""
+    if name == ALL:
+        return list(EXPERIMENTS.values())
+    if name not in EXPERIMENTS:
+        close = difflib.get_close_matches(name.lower(), [*EXPERIMENTS, ALL], n=1)
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        raise InputError(f"'{name}' is not an experiment{hint}; there are {', '.join(EXPERIMENTS)} and {ALL}.")
+    return [EXPERIMENTS[name]]

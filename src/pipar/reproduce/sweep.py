@@ -1,0 +1,96 @@
+"""Many cells, in several processes: what was run before is read, what is run now is kept at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pipar.config import config_from, dump_config
+from pipar.errors import InputError
+from pipar.reproduce.cells import run_cell
+from pipar.reproduce.experiment import Cell, Outcome
+from pipar.results import strict_json, write_atomically
+
+Result = Mapping[str, Any]
+
+
+def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generator[Outcome, None, None]:
+    """Yield every cell's outcome: first those that are in the folder, then the others as they come.
+
+    Two cells with the same configuration are run once. Whatever ends the sweep, what has come is kept.
+    """
+    missing: dict[str, list[Cell]] = {}
+    for cell in cells:
+        kept = read_result(folder, cell)
+        if kept is not None:
+            yield Outcome(cell, kept, was_kept=True)
+        else:
+            missing.setdefault(cell.key, []).append(cell)
+    firsts = [same[0] for same in missing.values()]
+    with closing(_run_all(firsts, min(processes, len(firsts)))) as coming:
+        for cell, result in coming:
+            keep_result(folder, cell, result)
+            yield from (Outcome(same, result) for same in missing[cell.key])
+
+
+def read_result(folder: Path, cell: Cell) -> Result | None:
+    """Return what is kept of a cell; None if there is nothing, or nothing whole."""
+    try:
+        found = json.loads((_place(folder, cell) / "result.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found["result"] if isinstance(found, dict) and isinstance(found.get("result"), dict) else None
+
+
+def keep_result(folder: Path, cell: Cell, result: Result) -> None:
+    """Write a cell's folder: its configuration, and last its result, which is there whole or not at all."""
+    place = _place(folder, cell)
+    content = {"how": cell.how, "options": dict(cell.options), "labels": dict(cell.labels), "result": dict(result)}
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomically(place / "config.toml", dump_config(config_from(cell.config)).encode())
+        write_atomically(place / "result.json", (json.dumps(strict_json(content), indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"Cannot write {place}: {error.strerror}.") from None
+
+
+def _place(folder: Path, cell: Cell) -> Path:
+    return folder / "cells" / cell.key
+
+
+def _run_all(cells: Sequence[Cell], processes: int) -> Generator[tuple[Cell, Result], None, None]:
+    """Yield results as they come, from this process alone or from several."""
+    if processes <= 1:
+        yield from ((cell, run_cell(cell.how, cell.config, cell.options)) for cell in cells)
+        return
+    # A server of forks has imported everything once; torch does not survive a fork behind its threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_cell.__module__])
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare) as pool:
+        running = {pool.submit(run_cell, cell.how, cell.config, cell.options): cell for cell in cells}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        except BaseException:  # also of who reads: nobody waits for what is being computed
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end(child for child in multiprocessing.active_children() if child not in others)
+            raise
+
+
+def _end(children: Iterable[Any]) -> None:
+    for child in children:
+        child.terminate()
+
+
+def _prepare() -> None:
+    """Make a process that computes on one core, and leaves Ctrl-C to the one that it computes for."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,147 @@
+"""What an experiment leaves: its rows as Markdown and CSV, and line by line what the paper says against ours."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipar.errors import InputError
+from pipar.reproduce.experiment import Compared, Experiment, Row
+from pipar.reproduce.published import Statement
+from pipar.results import write_atomically
+
+#: Shown in place of what a row does not have.
+_NOTHING = "-"
+
+
+def write_tables(experiment: Experiment, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write NAME/table.md, table.csv and comparison.md, and the pictures that there are; return the files."""
+    place = folder / experiment.name
+    texts = {
+        "table.md": page(experiment, rows),
+        "table.csv": as_csv(rows, experiment.columns),
+        "comparison.md": comparison(experiment.title, experiment.compare(rows)),
+    }
+    _write(place, texts)
+    drawn = experiment.plot(rows, place) if experiment.plot is not None else ()
+    return [*(place / name for name in texts), *drawn]
+
+
+def write_comparisons(compared: Mapping[str, Sequence[Compared]], folder: Path) -> Path:
+    """Write comparison.md of several experiments, by their titles; return it."""
+    _write(folder, {"comparison.md": "\n".join(comparison(title, lines) for title, lines in compared.items())})
+    return folder / "comparison.md"
+
+
+def _write(place: Path, texts: Mapping[str, str]) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in texts.items():
+            write_atomically(place / name, content.encode())
+    except OSError as error:
+        raise InputError(f"Cannot write {place}: {error.strerror}.") from None
+
+
+def page(experiment: Experiment, rows: Sequence[Row]) -> str:
+    """Return the table with its title, and what a reader has to know."""
+    notes = [experiment.notes, ""] if experiment.notes else []
+    command = f"`pipar reproduce {experiment.name}`. `run` is the folder below `cells/` that a number comes from."
+    told = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
+    return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, told)])
+
+
+def as_markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return a Markdown table; numbers stand on the right."""
+    numeric = {name: any(isinstance(row.get(name), int | float) for row in rows) for name in columns}
+    lines = [
+        _line(name.replace("_", " ") for name in columns),
+        _line("---:" if numeric[name] else "---" for name in columns),
+        *(_line(text(row.get(name)) for name in columns) for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def text(value: Any) -> str:
+    """Return a value as a table shows it: four digits of a number, a word for what is not there."""
+    match value:
+        case None:
+            return _NOTHING
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case int():
+            return f"{value:,}" if abs(value) >= 10_000 else str(value)
+        case Mapping() | list() | tuple():
+            return ", ".join(map(str, value))
+    return str(value)
+
+
+def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return the rows with every digit."""
+    written = io.StringIO()
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow(columns)
+    table.writerows([row.get(name, "") for name in columns] for row in rows)
+    return written.getvalue()
+
+
+# --- against the paper
+
+
+def against(
+    statement: Statement, values: Iterable[float], *, why: str = "", what: str = "", scale: float = 1.0
+) -> Compared:
+    """Return what a statement of the paper says, and all of ours that it is about.
+
+    "Up to" is held against our largest, "at least" against our smallest, a range against both.
+    """
+    found = sorted(value * scale for value in values)
+    low, high = statement.low, statement.high
+    least = None if not found else found[-1] if low is None else found[0]
+    return Compared(
+        place=statement.place,
+        what=what or statement.what,
+        paper=str(statement),
+        ours=least,
+        low=low,
+        high=high,
+        unit=statement.unit,
+        most=found[-1] if found and low is not None and high is not None and found[0] != found[-1] else None,
+        why=why,
+    )
+
+
+def comparison(title: str, lines: Sequence[Compared]) -> str:
+    """Return the page that says, line by line, what the paper says, ours, and whether that is inside."""
+    head = [f"# {title}: the paper and ours", ""]
+    if not lines:
+        return "\n".join([*head, "The paper has no numbers for this.", ""])
+    inside = sum(line.verdict == "inside" for line in lines)
+    rows: list[Row] = [
+        {
+            "where": line.place,
+            "what": line.what,
+            "paper": line.paper,
+            "ours": _ours(line),
+            "ratio": line.ratio,
+            "verdict": line.verdict if line.verdict == "inside" or not line.why else f"{line.verdict}: {line.why}",
+        }
+        for line in lines
+    ]
+    table = as_markdown(rows, ("where", "what", "paper", "ours", "ratio", "verdict"))
+    return "\n".join([*head, f"{inside} of {len(lines)} lines are inside what the paper says.", "", table])
+
+
+def _ours(line: Compared) -> str:
+    if line.ours is None:
+        return _NOTHING
+    most = f" to {text(line.most)}" if line.most is not None else ""
+    return f"{text(line.ours)}{most} {line.unit}".strip()

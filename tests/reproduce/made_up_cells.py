@@ -1,0 +1,31 @@
+"""Cells and experiments that take no time, for tests of what is around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipar.reproduce.efficiency import by_all_methods
+from pipar.reproduce.experiment import Cell, Outcome
+from pipar.reproduce.testbed import Trial
+
+#: Two boards with two batches each: milliseconds to plan, to run and to search.
+TINY = Trial("vgg5", "mnist", "wifi", devices=2, samples=40, batch_size=20)
+
+
+def cells(*seeds: int) -> list[Cell]:
+    """Return cells that differ in their seeds."""
+    return [Cell("timing", {"run": {"seed": seed}}, labels={"seed": seed}) for seed in seeds]
+
+
+def timing(seconds: float | None, *, server_idle_s: float = 1.0, plan: str = "P=1 N=4") -> dict[str, Any]:
+    """Return what a timing cell says; without seconds, that it does not fit."""
+    if seconds is None:
+        return {"fits": False, "why": "too little memory"}
+    idle = {"server_idle_s": server_idle_s, "device_idle_s": 1.0}
+    return {"fits": True, "seconds": seconds, "plan": plan, "utilisation": {"server": 0.5}, **idle}
+
+
+def outcomes(trial: Trial, by_method: Mapping[str, dict[str, Any]], **labels: Any) -> list[Outcome]:
+    """Return made-up results of a training by all methods."""
+    return [Outcome(cell, by_method[cell.labels["method"]]) for cell in by_all_methods([trial], **labels)]

@@ -1,0 +1,200 @@
+"""The experiments' cells are trainings that can be run, and their tables say what the results say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up_cells import TINY, outcomes, timing
+
+from pipar.config import config_from
+from pipar.errors import InputError
+from pipar.reproduce.bandwidth import BANDWIDTH
+from pipar.reproduce.catalog import EXPERIMENTS, experiments
+from pipar.reproduce.cells import RUNNERS, run_cell
+from pipar.reproduce.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
+from pipar.reproduce.experiment import Compared, Outcome
+from pipar.reproduce.hardware import TESTBED
+from pipar.reproduce.scale import SCALE
+from pipar.reproduce.selection import SELECTION_SMALL
+from pipar.reproduce.testbed import BOARD_SPEED, SERVER_SPEED, Trial, error, printed_epochs
+from pipar.reproduce.variations import BATCH_SIZE, HETEROGENEOUS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_cell_is_a_configuration_that_somebody_runs_and_its_labels_tell_it_apart(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    quick, full = experiment.cells(True), experiment.cells(False)
+    assert 0 < len(quick) < len(full)
+    assert len({tuple(cell.labels.items()) for cell in full}) == len(full)
+    for cell in full:
+        assert cell.how in RUNNERS
+        small = {**cell.config, "devices": [{**group, "count": 1} for group in cell.config["devices"]]}
+        config_from(small)  # a hundred thousand devices take a while
+
+
+def test_idle_times_are_those_of_the_epochs_that_were_timed() -> None:
+    assert {cell.key for cell in IDLE_SMALL.cells(False)} == {cell.key for cell in TIME_SMALL.cells(False)}
+
+
+def test_small_networks_are_trained_by_every_method_on_every_link_with_one_ten_and_a_hundred_devices() -> None:
+    labels = [cell.labels for cell in TIME_SMALL.cells(False)]
+    assert len(labels) == 3 * 2 * 3 * 3 * 3
+    assert {label["devices"] for label in labels} == {100, 10, 1}
+
+
+def _lines(compared: list[Compared], *words: str) -> list[Compared]:
+    return [line for line in compared if all(word in line.what for word in words)]
+
+
+def test_times_stand_beside_each_other_with_their_ratios_and_the_papers() -> None:
+    trial = Trial("vgg5", "mnist", "4g")
+    (row,) = TIME_SMALL.rows(outcomes(trial, {"fl": timing(20.0), "sfl": timing(15.0), "pipar": timing(10.0)}))
+    assert (row["fl_s"], row["sfl_s"], row["pipar_s"], row["paper_s"]) == (20.0, 15.0, 10.0, 10.5)
+    assert (row["fl/pipar"], row["sfl/pipar"]) == (2.0, 1.5)
+    assert len(row["run"].split()) == 3
+    compared = TIME_SMALL.compare([row])
+    (seconds,) = _lines(compared, "seconds of an epoch")
+    assert (seconds.verdict, seconds.ratio) == ("inside", pytest.approx(10 / 10.5))
+    assert [line.verdict for line in _lines(compared, "pipar is the quickest")] == ["inside"]
+
+
+def test_a_method_that_does_not_fit_has_no_time_and_is_compared_with_nothing() -> None:
+    trial = Trial("vgg16", "cifar100", "wifi")
+    (row,) = TIME_LARGE.rows(outcomes(trial, {"fl": timing(None), "sfl": timing(40.0), "pipar": timing(35.0)}))
+    assert row["fl_s"] is None
+    assert row["fl/pipar"] is None
+    assert [line.ours for line in _lines(TIME_LARGE.compare([row]), "pipar is the quickest")] == [40 / 35]
+
+
+def test_a_slower_pipar_and_a_tie_are_told_apart() -> None:
+    def fastest(seconds: float) -> str:
+        results = {"fl": timing(10.0), "sfl": timing(20.0), "pipar": timing(seconds)}
+        rows = TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results))
+        return _lines(TIME_SMALL.compare(rows), "pipar is the quickest")[0].verdict
+
+    assert (fastest(10.0), fastest(10.01), fastest(9.0)) == ("inside", "below", "inside")
+
+
+def test_a_server_that_idles_longer_by_pipar_is_counted() -> None:
+    results = {
+        "fl": timing(10.0, server_idle_s=9.0),
+        "sfl": timing(8.0, server_idle_s=3.0),
+        "pipar": timing(5.0, server_idle_s=4.0),
+    }
+    compared = IDLE_SMALL.compare(IDLE_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
+    (count,) = _lines(compared, "cases in which the server idles longer")
+    assert (count.ours, count.verdict) == (1.0, "above")
+    assert [line.ours for line in _lines(compared, "server's idle time by fl")] == [9 / 4]
+
+
+def test_larger_batches_are_compared_with_the_next_smaller_ones() -> None:
+    found: list[Outcome] = []
+    for size, seconds in ((25, 12.0), (50, 10.0), (100, 11.0)):
+        trial = Trial("vgg5", "cifar10", "4g", batch_size=size)
+        results = dict.fromkeys(("fl", "sfl", "pipar"), timing(seconds))
+        found += outcomes(trial, results, batch_size=size)
+    (line,) = _lines(BATCH_SIZE.compare(BATCH_SIZE.rows(found)), "next larger batch")
+    assert (line.ours, line.verdict) == (pytest.approx(10 / 11), "below")
+
+
+def test_what_slow_boards_add_is_compared_between_methods() -> None:
+    found = []
+    for boards, more in (("alike", 0.0), ("half at half speed", 1.0)):
+        results = {"fl": timing(20 + 8 * more), "sfl": timing(15 + more), "pipar": timing(10 + 2 * more)}
+        found += outcomes(Trial("vgg5", "cifar10", "4g", slow=1 - more / 2), results, boards=boards)
+    (line,) = _lines(HETEROGENEOUS.compare(HETEROGENEOUS.rows(found)), "slow boards add")
+    assert (line.ours, line.verdict) == (4.0, "inside")
+
+
+def test_half_of_the_boards_are_slow() -> None:
+    groups = replace(TINY, slow=0.5, devices=5).tree()["devices"]
+    assert [(group["count"], group["speed"] / BOARD_SPEED) for group in groups] == [(3, 1.0), (2, 0.5)]
+
+
+def test_an_interval_that_was_not_run_has_the_same_seconds_for_each_change() -> None:
+    cell = BANDWIDTH.cells(True)[0]
+    result = {"planning_s": 3.0, "training_s": 600.0, "epochs": 60, "searches": 9, "replans": 9}
+    rows = BANDWIDTH.rows([Outcome(cell, result)])
+    assert [row["minutes"] for row in rows] == [1, 10, 30, 60]
+    assert [row["overhead_percent"] for row in rows] == pytest.approx([0.5, 0.05, 0.5 / 30, 0.5 / 60])
+    assert [row["is_run"] for row in rows] == [True, False, False, False]
+
+
+def test_one_server_is_enough_until_an_epoch_gets_longer_or_its_memory_ends() -> None:
+    def result(seconds: float, server_bytes: float) -> dict[str, Any]:
+        return {"fits": True, "seconds": seconds, "server_bytes": server_bytes, "bytes_up": 1, "bytes_down": 1}
+
+    of = [cell for cell in SCALE.cells(False) if cell.labels["network"] == "vgg5" and cell.labels["method"] == "pipar"]
+    four = [cell for cell in of if cell.labels["link"] == "4g"][:4]
+    results = [result(10.0, 1e9), result(10.5, 1e9), result(10.5, 33e9), result(12.0, 1e9)]
+    rows = SCALE.rows([Outcome(cell, found) for cell, found in zip(four, results, strict=True)])
+    assert [row["is_enough"] for row in rows] == [True, True, False, False]
+
+
+def test_the_speed_that_a_printed_epoch_asks_of_the_server_is_told() -> None:
+    cells = [cell for cell in TESTBED.cells(False) if cell.labels["network"] == "vgg5"][:3]
+    found = {**timing(21.0), "utilisation": {"server": 0.5}, "server_bytes": 4e9}
+    (row,) = TESTBED.rows([Outcome(cell, found) for cell in cells])
+    assert (row["100_s"], row["10_s"], row["1_s"], row["paper_s"]) == (21.0, 21.0, 21.0, 10.5)
+    assert row["server_speed"] == pytest.approx(SERVER_SPEED * 0.5 * 21 / 10.5)
+    assert row["server_GB"] == 4.0
+
+
+def test_scores_are_held_against_the_papers() -> None:
+    cell = SELECTION_SMALL.cells(True)[0]
+    result = {"chosen": "P=1 N=4", "chosen_s": 10.0, "best": "P=2 N=4", "best_s": 9.0, "score": 0.9}
+    result |= {"planning_s": 1.0, "search_s": 100.0, "paper": "P=1 N=2", "paper_score": 0.8}
+    rows = SELECTION_SMALL.rows([Outcome(cell, result)])
+    told = {line.place + line.what: line.ours for line in SELECTION_SMALL.compare(rows)}
+    assert sorted(filter(None, told.values())) == [pytest.approx(0.1), 0.9, 10.0, 100.0]
+    assert list(told.values()).count(0.0) == 2  # neither plan nor split point is the best one
+
+
+@pytest.mark.parametrize("how", ["timing", "plan"])
+def test_a_tiny_training_is_run_and_its_numbers_are_those_of_an_epoch(how: str) -> None:
+    by_pipar, by_fl = (run_cell(how, replace(TINY, method=name).tree(), {}) for name in ("pipar", "fl"))
+    assert 0 < by_pipar["seconds"] <= by_fl["seconds"]
+    assert by_fl["plan"] == "P=5 N=1"
+    assert (by_fl["is_whole"], by_pipar["is_whole"]) == (True, False)
+    assert by_pipar["server_bytes"] > by_fl["server_bytes"]  # replicas have gradients and momentum
+
+
+def test_a_network_that_does_not_fit_is_a_result() -> None:
+    found = run_cell(
+        "timing", replace(TINY, model="resnet101", dataset="cifar100", method="fl", batch_size=100).tree(), {}
+    )
+    assert found["fits"] is False
+    assert "memory" in found["why"]
+
+
+def test_replanning_is_counted() -> None:
+    tree = replace(TINY, link={"cycle": ["4g", "wifi"], "every": "1s"}).tree()
+    tree["plan"] = {"replan": True}
+    found = run_cell("replan", tree, {"training_s": 5.0})
+    assert found["epochs"] >= 5
+    assert found["training_s"] > 0
+    assert (found["planning_s"] > 0) == (found["searches"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("time-smal", "did you mean 'time-small'?"), ("xyz", "is not an experiment;")]
+)
+def test_an_unknown_experiment_is_one_sentence(name: str, hint: str) -> None:
+    with pytest.raises(InputError, match="there are testbed") as raised:
+        experiments(name)
+    assert hint in str(raised.value)
+
+
+def test_all_are_all() -> None:
+    assert experiments("all") == list(EXPERIMENTS.values())
+
+
+@pytest.mark.slow
+def test_no_other_speeds_of_board_and_server_fit_the_papers_epochs_of_vgg5_better() -> None:
+    rows = printed_epochs()
+    fitted = error(rows, BOARD_SPEED, SERVER_SPEED)
+    for board, server in ((1.25, 1.0), (0.8, 1.0), (1.0, 1.25), (1.0, 0.8)):
+        assert error(rows, BOARD_SPEED * board, SERVER_SPEED * server) > fitted
+    assert fitted < 0.35 < error(rows, 1.0, 1.0)

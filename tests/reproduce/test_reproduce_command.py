@@ -1,0 +1,80 @@
+"""`pipar reproduce` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up_cells import TINY
+
+from pipar.cli import main
+from pipar.reproduce import catalog
+from pipar.reproduce.efficiency import TIME_SMALL, by_all_methods
+
+Told = tuple[int, str, str]
+
+
+@pytest.fixture
+def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
+    """Run `pipar reproduce` with an experiment of two tiny trainings, and return its code and what it wrote."""
+    tiny = replace(
+        TIME_SMALL,
+        name="tiny",
+        title="Tiny",
+        cells=lambda quick: by_all_methods([TINY] if quick else [TINY, replace(TINY, link="4g")]),
+    )
+    monkeypatch.setattr(catalog, "EXPERIMENTS", {"tiny": tiny})
+
+    def command(*words: str) -> Told:
+        with pytest.raises(SystemExit) as ended:
+            main(["reproduce", *words])
+        captured = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out, captured.err
+
+    return command
+
+
+def test_an_experiment_leaves_tables_and_is_not_run_twice(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    code, told, lines = pipar("tiny", "-o", out, "--processes", "1")
+    assert (code, len(lines.splitlines())) == (0, 6)
+    assert lines.splitlines()[0].startswith("1 of 6  tiny: vgg5 mnist wifi 2 fl  (about ")
+    assert told.startswith("tiny: 2 rows, ")
+    table = (tmp_path / "out" / "tiny" / "table.md").read_text()
+    assert all(folder.name in table for folder in (tmp_path / "out" / "cells").iterdir())
+    assert pipar("tiny", "-o", out, "--processes", "1") == (0, told, "")
+
+
+def test_a_document_has_rows_and_comparisons(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    code, told, lines = pipar("tiny", "--quick", "--json", "-o", str(tmp_path), "--processes", "1")
+    document = json.loads(told)
+    assert (code, lines, document["quick"]) == (0, "", True)
+    (experiment,) = document["experiments"]
+    assert experiment["rows"][0]["pipar_s"] <= experiment["rows"][0]["fl_s"]
+    assert {line["verdict"] for line in experiment["comparison"]} <= {"inside", "below", "above", "wider"}
+
+
+def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
+    code, told, _ = pipar("list")
+    assert code == 0
+    assert "tiny" in told
+    assert json.loads(pipar("list", "--json", "--quick")[1]) == [{"name": "tiny", "title": "Tiny", "cells": 3}]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tinny"], "'tinny' is not an experiment (did you mean 'tiny'?); there are tiny and all."),
+        (["tiny", "--processes", "0"], "0 is not in the range"),
+        (["tiny", "-o", "/dev/null/x"], "Cannot make the folder /dev/null/x"),
+        ([], "Missing argument 'NAME'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], sentence: str, pipar: Callable[..., Told]) -> None:
+    code, told, lines = pipar(*words)
+    assert (code, told, len(lines.splitlines())) == (2, "", 1)
+    assert sentence in lines
