@@ -68,13 +68,23 @@ def test_a_method_that_does_not_fit_has_no_time_and_is_compared_with_nothing() -
     assert [line.ours for line in _lines(TIME_LARGE.compare([row]), "pipar is the quickest")] == [40 / 35]
 
 
-def test_a_slower_pipar_and_a_tie_are_told_apart() -> None:
-    def fastest(seconds: float) -> str:
-        results = {"fl": timing(10.0), "sfl": timing(20.0), "pipar": timing(seconds)}
-        rows = TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results))
-        return _lines(TIME_SMALL.compare(rows), "pipar is the quickest")[0].verdict
-
-    assert (fastest(10.0), fastest(10.01), fastest(9.0)) == ("inside", "below", "inside")
+@pytest.mark.parametrize(
+    ("seconds", "plan", "quickest", "shared", "slower"),
+    [
+        (9.0, "P=1 N=4", "inside", 0.0, 0.0),
+        (10.0, "P=1 N=1", "inside", 1.0, 0.0),  # that of sfl
+        (10.0, "P=1 N=4", "inside", 0.0, 1.0),
+        (10.01, "P=1 N=4", "below", 0.0, 1.0),
+    ],
+)
+def test_a_tie_by_the_same_plan_and_a_slower_plan_are_told_apart(
+    seconds: float, plan: str, quickest: str, shared: float, slower: float
+) -> None:
+    results = {"fl": timing(20.0), "sfl": timing(10.0, plan="P=1 N=1"), "pipar": timing(seconds, plan=plan)}
+    compared = TIME_SMALL.compare(TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
+    assert [line.verdict for line in _lines(compared, "pipar is the quickest")] == [quickest]
+    assert [line.ours for line in _lines(compared, "the very plan")] == [shared]
+    assert [line.ours for line in _lines(compared, "by another plan")] == [slower]
 
 
 def test_a_server_that_idles_longer_by_pipar_is_counted() -> None:
