@@ -1,0 +1,197 @@
+"""Figures of bars: seconds, idle seconds, and what noise adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from pipar.reproduce.drawing import (
+    BLACK,
+    PUBLISHED,
+    PURPLE,
+    SECONDS,
+    SKY,
+    SMALL_PRINT,
+    VERMILLION,
+    Panel,
+    Places,
+    Row,
+    Rows,
+    are_far_apart,
+    distinct,
+    filled,
+    having,
+    legend,
+    look_of,
+    mark_published,
+    name_groups,
+    name_of,
+    panels,
+    scale_heights,
+    short,
+)
+from pipar.reproduce.published import published
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw_times(rows: Rows) -> Figure:
+    """Return Fig. 4 or 5: epochs by link and method, how much shorter they are, and what the paper prints of pipar."""
+    figure, found = panels(rows, across="network", down="data")
+    for panel in found:
+        _bars(panel, "link", _printed_seconds)
+    legend(figure)
+    return figure
+
+
+def draw_heterogeneous(rows: Rows) -> Figure:
+    """Return Fig. 12: epochs with boards that are all alike, and with half of them slowed down."""
+    figure, found = panels(rows, across="link", down="network")
+    for panel in found:
+        _bars(panel, "boards", lambda _: None)
+    legend(figure)
+    return figure
+
+
+def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> None:
+    """Draw a bar for each group and method, its seconds above it and how much shorter it is than the first method's.
+
+    Where the paper prints a bar's seconds there is a mark.
+    """
+    axes, rows = panel.axes, panel.rows
+    places = Places(distinct(rows, group), distinct(rows, "method"))
+    drawn = having(rows, group, "method", "seconds")
+    for method in places.series:
+        own = [row for row in drawn if row["method"] == method]
+        at, heights = [places.at(row[group], method) for row in own], [row["seconds"] for row in own]
+        axes.bar(at, heights, places.width, label=name_of(method), **filled(look_of(method, places.series)))
+        marks = {x: seconds for x, row in zip(at, own, strict=True) if (seconds := printed(row)) is not None}
+        mark_published(axes, list(marks), list(marks.values()), f"{name_of(method)}, {PUBLISHED}")
+        for x, row in zip(at, own, strict=True):
+            text = _with_speed_up(row, _compared_with(drawn, group, row))
+            _write_above(axes, x, row["seconds"], marks.get(x, 0.0), text)
+    _mark_missing(axes, rows, group, places)
+    scale_heights(axes, [row["seconds"] for row in drawn])
+    name_groups(axes, places.groups)
+    axes.set_ylabel(SECONDS)
+
+
+def _write_above(axes: Axes, at: float, height: float, mark: float, text: str) -> None:
+    """Write a bar's numbers above it, and above the mark if that is near."""
+    is_near = 0.85 * height < mark < 2 * height
+    axes.annotate(
+        text, (at, max(height, mark) if is_near else height), xytext=(0, 5 if is_near else 1),
+        textcoords="offset points", ha="center", va="bottom", fontsize=SMALL_PRINT,
+    )  # fmt: skip
+
+
+def _printed_seconds(row: Row) -> float | None:
+    """Return the seconds that the paper's tables have for a row, which is so for pipar only."""
+    said = published().selection(row["network"], row["data"], row["link"]) if row["method"] == "pipar" else None
+    return None if said is None else said.epoch_s
+
+
+def _compared_with(rows: Rows, group: str, row: Row) -> Row:
+    """Return the row of the same group by the first method, which is fl where there is one."""
+    own = [one for one in rows if one[group] == row[group]]
+    first = distinct(own, "method")[0]
+    return next(one for one in own if one["method"] == first)
+
+
+def _with_speed_up(row: Row, base: Row) -> str:
+    seconds = short(row["seconds"])
+    return seconds if row is base else f"{seconds}\n{base['seconds'] / row['seconds']:.1f}x"
+
+
+def _mark_missing(axes: Axes, rows: Rows, group: str, places: Places) -> None:
+    for row in rows:
+        if row.get("seconds") is None and row.get(group) is not None:
+            axes.annotate(
+                "does not fit", (places.at(row[group], row["method"]), 0), xycoords=axes.get_xaxis_transform(),
+                xytext=(0, 3), textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=SMALL_PRINT,
+            )  # fmt: skip
+
+
+def draw_idle_times(rows: Rows) -> Figure:
+    """Return Fig. 6 or 7: how long the server (upward) and the devices (downward) have nothing to do in an epoch."""
+    figure, found = panels(rows, across="network", down="data")
+    for panel in found:
+        _mirrored_bars(panel)
+    legend(figure)
+    return figure
+
+
+def _mirrored_bars(panel: Panel) -> None:
+    axes, rows = panel.axes, having(panel.rows, "server_idle_s", "device_idle_s")
+    places = Places(distinct(panel.rows, "link"), distinct(panel.rows, "method"))
+    for method in places.series:
+        own, look = [row for row in rows if row["method"] == method], look_of(method, places.series)
+        at = [places.at(row["link"], method) for row in own]
+        for side, sign, label in (("server_idle_s", 1, name_of(method)), ("device_idle_s", -1, "_devices")):
+            heights = [row[side] for row in own]
+            signed = [sign * height for height in heights]
+            bars = axes.bar(at, signed, places.width, label=label, **filled(look))
+            axes.bar_label(bars, [short(height) for height in heights], fontsize=SMALL_PRINT, padding=1)
+    _scale_mirrored(axes, rows)
+    axes.axhline(0, color=BLACK, linewidth=0.6)
+    name_groups(axes, places.groups)
+    axes.set_ylabel("idle s: server up, devices down")
+
+
+def _scale_mirrored(axes: Axes, rows: Rows) -> None:
+    """Give both directions room for their numbers; where values are far apart, logarithmic beyond the smallest."""
+    from matplotlib.ticker import FuncFormatter
+
+    up, down = ([row[side] for row in rows] for side in ("server_idle_s", "device_idle_s"))
+    positive = [value for value in (*up, *down) if value > 0]
+    far = are_far_apart(positive)
+    smallest = max(min(positive), max(positive) / 1e4) if far else 0.0
+    if far:
+        axes.set_yscale("symlog", linthresh=smallest)
+    room = 4 if far else 1.25
+    if positive:
+        axes.set_ylim(-room * max(*down, min(positive)), room * max(*up, min(positive)))
+    # Close to 0 a logarithmic axis has no room for numbers.
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(abs(value)) if abs(value) >= smallest else ""))
+    axes.grid(axis="y", linewidth=0.3, color="0.8")
+
+
+#: Colours of what each mechanism adds; the epoch without noise has its method's.
+_ADDED = (VERMILLION, PURPLE, SKY)
+_WITHOUT = "none"
+
+
+def draw_privacy(rows: Rows) -> Figure:
+    """Return Fig. 13: epochs without noise, and with each mechanism what it adds on top."""
+    figure, found = panels(having(rows, "seconds"), across="link", down="network")
+    for panel in found:
+        _stacked_bars(panel)
+    legend(figure)
+    return figure
+
+
+def _stacked_bars(panel: Panel) -> None:
+    """Draw a bar for each method and mechanism: the epoch without noise, and on top what the mechanism adds."""
+    axes, rows = panel.axes, panel.rows
+    methods = distinct(rows, "method")
+    mechanisms = sorted(distinct(rows, "mechanism"), key=lambda one: one != _WITHOUT)  # the one without noise first
+    places = Places(methods, mechanisms)
+    width = 0.92 * places.width  # bars of one colour stand side by side
+    without = {row["method"]: row["seconds"] for row in rows if row["mechanism"] == _WITHOUT}
+    colours = dict(zip((one for one in mechanisms if one != _WITHOUT), cycle(_ADDED), strict=False))
+    for row in rows:
+        at, base = places.at(row["method"], row["mechanism"]), without.get(row["method"], 0.0)
+        label = name_of(row["method"]) if row["mechanism"] == _WITHOUT else "_the same"
+        axes.bar(at, min(base, row["seconds"]), width, label=label, **filled(look_of(row["method"], methods)))
+        if row["mechanism"] != _WITHOUT:
+            added, colour = max(row["seconds"] - base, 0.0), colours[row["mechanism"]]
+            bars = axes.bar(at, added, width, bottom=base, color=colour, label=f"+ {row['mechanism']}")
+            axes.bar_label(bars, [f"+{short(added)}"], fontsize=SMALL_PRINT, padding=1)
+    # Stacked bars on a logarithmic axis would lie: what is added counts by its length.
+    axes.set_ylim(0, 1.2 * max(row["seconds"] for row in rows))
+    axes.grid(axis="y", linewidth=0.3, color="0.8")
+    name_groups(axes, methods)
+    axes.set_ylabel(SECONDS)

@@ -1,0 +1,342 @@
+"""Every figure has the marks that its rows say, and the same rows give the same file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipar.errors import InputError
+from pipar.reproduce.drawing import LOOKS, check_matplotlib, distinct, name_of, short, styled
+from pipar.reproduce.plots import FIGURES, by_method, figures_of, plot, plot_if_possible
+from pipar.reproduce.published import published
+
+LINKS = ("4g", "4g+", "wifi")
+METHODS = ("fl", "sfl", "pipar")
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _matplotlib() -> Iterator[None]:
+    """Draw as `plot` does; skip where figures cannot be drawn."""
+    pytest.importorskip("matplotlib")
+    with styled():
+        yield
+
+
+def seconds(network: str, link: str, method: str) -> float:
+    """Seconds that are different for everything."""
+    return 10.0 * (1 + LINKS.index(link)) + METHODS.index(method) + len(network) / 100
+
+
+def time_rows(*networks: str, data: str = "cifar10") -> Rows:
+    return [
+        {"network": network, "data": data, "link": link, "method": method, "seconds": seconds(network, link, method)}
+        for network, link, method in product(networks, LINKS, METHODS)
+    ]
+
+
+def draw(name: str, rows: Rows) -> Any:
+    return FIGURES[name][0](rows)
+
+
+def shown(figure: Any) -> list[Any]:
+    return [axes for axes in figure.axes if axes.axison]
+
+
+def heights(axes: Any) -> list[float]:
+    return sorted(bar.get_height() for container in axes.containers for bar in container)
+
+
+def texts(axes: Any) -> set[str]:
+    return {text.get_text() for text in axes.texts}
+
+
+def entries(figure: Any) -> list[str]:
+    """What the legend above the panels says."""
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def curves(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+# --- bars
+
+
+def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network() -> None:
+    figure = draw("time", time_rows("resnet18", "vgg5"))
+    first, second = shown(figure)
+    assert [axes.get_title() for axes in (first, second)] == ["VGG-5 (CIFAR-10)", "ResNet-18 (CIFAR-10)"]
+    assert heights(first) == sorted(seconds("vgg5", link, method) for link, method in product(LINKS, METHODS))
+    assert [label.get_text() for label in first.get_xticklabels()] == ["4G", "4G+", "WiFi"]
+    assert entries(figure) == ["FL", "SFL", "PiPar", "PiPar, as published"]
+
+
+def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
+    (axes,) = shown(draw("time", time_rows("vgg5")))
+    edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bars in axes.containers for bar in bars)
+    assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(edges))
+    assert all(round(start + 0.1) == round(end - 0.1) for start, end in edges)
+
+
+def test_a_bar_says_its_seconds_and_how_much_shorter_than_fl_it_is() -> None:
+    (axes,) = shown(draw("time", time_rows("vgg5")))
+    assert {"10", "11\n0.9x", "12\n0.8x"} <= texts(axes)
+
+
+def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure() -> None:
+    rows = [row | {"seconds": None} if row["method"] == "fl" else row for row in time_rows("vgg16", data="cifar100")]
+    (axes,) = shown(draw("time", rows))
+    assert len(heights(axes)) == 6
+    assert [text.get_text() for text in axes.texts].count("does not fit") == 3
+    assert {"11.1", "12.1\n0.9x"} <= texts(axes)
+
+
+def test_published_seconds_are_marked_at_the_bars_of_pipar() -> None:
+    (axes,) = shown(draw("time", time_rows("vgg5")))
+    across, up = curves(axes)["PiPar, as published"]
+    printed = [published().selection("vgg5", "cifar10", link) for link in LINKS]
+    assert up == [row.epoch_s for row in printed if row is not None]
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in axes.containers[METHODS.index("pipar")]]
+    assert across == pytest.approx(middles)
+
+
+def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
+    figure = draw("time", time_rows("mine"))
+    assert [axes.get_title() for axes in shown(figure)] == ["mine (CIFAR-10)"]
+    assert entries(figure) == ["FL", "SFL", "PiPar"]
+
+
+@pytest.mark.parametrize(("slow", "scale"), [(100.0, "linear"), (1000.0, "log")])
+def test_the_axis_is_logarithmic_where_bars_would_vanish(slow: float, scale: str) -> None:
+    rows = [row | {"seconds": slow if row["method"] == "fl" else 10.0} for row in time_rows("vgg5")]
+    (axes,) = shown(draw("time", rows))
+    assert axes.get_yscale() == scale
+    assert axes.get_ylim()[1] > slow
+
+
+def test_idle_times_of_the_server_go_up_and_of_devices_down() -> None:
+    rows = [
+        {"network": "vgg5", "data": "mnist", "link": "4g", "method": method, "server_idle_s": up, "device_idle_s": down}
+        for method, up, down in (("fl", 9.0, 1.0), ("sfl", 6.0, 5.0), ("pipar", 2.0, 0.5))
+    ]
+    figure = draw("idle", rows)
+    (axes,) = shown(figure)
+    assert heights(axes) == [-5.0, -1.0, -0.5, 2.0, 6.0, 9.0]
+    assert texts(axes) == {"9", "1", "6", "5", "2", "0.5"}
+    assert entries(figure) == ["FL", "SFL", "PiPar"]
+    figure.canvas.draw()
+    assert not any(label.get_text().startswith(("-", "−")) for label in axes.get_yticklabels())
+
+
+def test_boards_of_two_speeds_are_groups_in_a_panel_for_every_network_and_link() -> None:
+    rows = [
+        row | {"boards": boards, "seconds": row["seconds"] * factor}
+        for boards, factor in (("alike", 1), ("half at half speed", 2))
+        for row in time_rows("vgg5", "resnet18")
+    ]
+    figure = draw("heterogeneous", rows)
+    titles = [axes.get_title() for axes in shown(figure)]
+    assert titles == [f"{network} ({link})" for network in ("VGG-5", "ResNet-18") for link in ("4G", "4G+", "WiFi")]
+    first = shown(figure)[0]
+    assert heights(first) == pytest.approx([10.04, 11.04, 12.04, 20.08, 22.08, 24.08])
+    assert [label.get_text() for label in first.get_xticklabels()] == ["alike", "half at half speed"]
+
+
+def test_noise_stands_on_top_of_the_epoch_without_it() -> None:
+    rows = [
+        {"network": "vgg5", "link": "4g", "method": method, "mechanism": mechanism, "seconds": base + added}
+        for method, base in (("fl", 30.0), ("pipar", 20.0))
+        for mechanism, added in (("classic", 2.0), ("none", 0.0), ("pixeldp", 0.25))
+    ]
+    figure = draw("privacy", rows)
+    (axes,) = shown(figure)
+    on_top = {(bar.get_y(), bar.get_height()) for bars in axes.containers for bar in bars if bar.get_y() > 0}
+    assert on_top == {(30.0, 2.0), (30.0, 0.25), (20.0, 2.0), (20.0, 0.25)}
+    assert heights(axes)[-3:] == [30.0] * 3
+    assert {"+2", "+0.25"} <= texts(axes)
+    assert entries(figure) == ["+ classic", "FL", "+ pixeldp", "PiPar"]
+
+
+# --- lines
+
+
+def test_losses_are_the_mean_of_the_seeds_with_their_span_behind_it() -> None:
+    rows = [
+        {
+            "network": "vgg5",
+            "data": "mnist",
+            "method": method,
+            "seed": seed,
+            "epoch": epoch,
+            "val_loss": 4 / epoch + seed,
+        }
+        for method, seed, epoch in product(METHODS, (0, 2), (2, 1))
+    ]
+    figure = draw("convergence", rows)
+    (axes,) = shown(figure)
+    assert curves(axes) == {name: ([1, 2], [5.0, 3.0]) for name in ("FL", "SFL", "PiPar")}
+    widths = [line.get_linewidth() for line in axes.get_lines()]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) == 3, "curves that lie on each other must all be seen"
+    spans = [band.get_paths()[0].get_extents().intervaly.tolist() for band in axes.collections]
+    assert spans == [[2.0, 6.0]] * 3
+
+
+def test_batch_sizes_are_marked_on_a_logarithmic_axis_one_panel_for_every_link() -> None:
+    rows = [row | {"batch_size": size} for size in (250, 25, 100) for row in time_rows("vgg5")]
+    figure = draw("batch-size", rows)
+    assert [axes.get_title() for axes in shown(figure)] == ["4G", "4G+", "WiFi"]
+    first = shown(figure)[0]
+    assert curves(first)["PiPar"] == ([25, 100, 250], [12.04] * 3)
+    assert first.get_xscale() == "log"
+    assert [label.get_text() for label in first.get_xticklabels()] == ["25", "100", "250"]
+
+
+def test_overheads_are_lines_with_what_the_paper_prints_beside_them() -> None:
+    rows = [
+        {"network": network, "minutes": minutes, "overhead_percent": 0.5 / minutes}
+        for network, minutes in product(("vgg5", "mine"), (60, 1, 10))
+    ]
+    printed, other = shown(draw("bandwidth", rows))
+    assert curves(printed)["PiPar"] == ([1, 10, 60], [0.5, 0.05, 0.5 / 60])
+    assert curves(printed)["as published (1 min: most of all)"] == ([60, 1], [0.14, 8.3])
+    assert list(curves(other)) == ["PiPar"]
+    assert (printed.get_xscale(), printed.get_yscale()) == ("log", "log")
+
+
+def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link() -> None:
+    rows = [row | {"devices": devices, "seconds": 2.0 * devices} for devices in (100, 1) for row in time_rows("vgg5")]
+    axes = shown(draw("scale", rows))
+    assert [one.get_title() for one in axes] == ["VGG-5 (4G)", "VGG-5 (4G+)", "VGG-5 (WiFi)"]
+    assert curves(axes[0]) == {name: ([1, 100], [2.0, 200.0]) for name in ("FL", "SFL", "PiPar")}
+    assert axes[0].get_yscale() == "log"
+    assert len({(line.get_color(), line.get_marker()) for line in axes[0].get_lines()}) == 3
+
+
+# --- maps
+
+
+def test_a_map_marks_the_chosen_pair_and_the_best_one() -> None:
+    rows = [
+        {
+            "network": "vgg5", "data": "cifar10", "link": "4g", "split_point": p, "micro_batches": n,
+            "seconds": 10.0 + abs(p - 2) + abs(n - 4), "chosen": (p, n) == (1, 8),
+        }
+        for p, n in product((1, 2, 3), (1, 4, 8))
+        if (p, n) != (3, 8)
+    ]  # fmt: skip
+    figure = draw("selection", rows)
+    axes = shown(figure)[0]
+    assert axes.get_title() == "VGG-5, CIFAR-10 (4G)"
+    shown_seconds = axes.get_images()[0].get_array()
+    assert shown_seconds.shape == (3, 3)
+    assert (shown_seconds[1, 1], shown_seconds[0, 2]) == (10.0, 15.0)
+    assert bool(shown_seconds.mask[2, 2]), "a pair that was not tried is not drawn"
+    marks = {marks.get_label(): marks.get_offsets().tolist() for marks in axes.collections}
+    assert marks == {"best": [[1.0, 1.0]], "chosen": [[2.0, 0.0]]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "8"]
+
+
+# --- rows, figures and files
+
+
+def test_methods_beside_each_other_become_rows_of_their_own() -> None:
+    (fl, pipar) = by_method([{"link": "4g", "fl_s": 3.0, "pipar_s": 1.0, "pipar_server_idle": 0.5}])
+    assert (fl["method"], fl["seconds"], fl["link"]) == ("fl", 3.0, "4g")
+    assert (pipar["method"], pipar["seconds"], pipar["server_idle_s"]) == ("pipar", 1.0, 0.5)
+    assert by_method([fl]) != [fl]  # it still has both beside each other
+    assert by_method(time_rows("vgg5")) == time_rows("vgg5")
+
+
+def test_small_and_large_networks_and_other_testbeds_have_figures_of_their_own() -> None:
+    rows = [{"network": network, "devices": count} for network, count in product(("vgg5", "vgg16"), (100, 10))]
+    assert [ending for ending, _ in figures_of(rows, ("size", "devices"))] == [
+        "-small-100", "-small-10", "-large-100", "-large-10",
+    ]  # fmt: skip
+    assert [ending for ending, _ in figures_of(rows[:1], ("size", "devices"))] == [""]
+    assert figures_of([], ("size",)) == []
+
+
+def many_rows() -> dict[str, Rows]:
+    """Rows that every figure can be drawn from."""
+    rows = [
+        row | {"batch_size": size, "boards": "alike", "mechanism": "none", "devices": size, "val_loss": size / 50.0,
+               "epoch": size, "seed": 0, "minutes": size, "overhead_percent": 1.0, "split_point": 1,
+               "micro_batches": size, "server_idle_s": 1.0, "device_idle_s": 30.0, "run": "abc"}
+        for size in (50, 100)
+        for row in time_rows("vgg5")
+    ]  # fmt: skip
+    once = dict.fromkeys(("time", "idle", "heterogeneous", "privacy"), rows[:9])
+    lines = {name: [row for row in rows if row["method"] == "pipar"] for name in ("bandwidth", "selection")}
+    return {**dict.fromkeys(FIGURES, rows), **once, **lines}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(FIGURES)]
+)
+def test_the_same_rows_give_the_same_files(name: str, tmp_path: Path) -> None:
+    rows = many_rows()[name]
+    first, second = plot(name, rows, tmp_path / "a"), plot(name, rows, tmp_path / "b")
+    assert {path.suffix for path in first} == {".svg", ".png"}
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    drawn = first[0].read_text("utf-8")
+    assert not re.search(r"<dc:date>|\b20\d\d-\d\d-\d\d", drawn), "a date would make every file another one"
+
+
+@pytest.mark.slow
+def test_a_user_with_settings_of_his_own_gets_the_same_files(tmp_path: Path) -> None:
+    import matplotlib
+
+    (before, _) = plot("time", time_rows("vgg5"), tmp_path / "a")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.hashsalt": None}):
+        (after, _) = plot("time", time_rows("vgg5"), tmp_path / "b")
+    assert before.read_bytes() == after.read_bytes()
+
+
+def test_no_rows_are_no_figure(tmp_path: Path) -> None:
+    assert plot("time", [], tmp_path) == []
+    assert plot("convergence", [{"network": "vgg5", "data": "mnist", "val_loss": None}], tmp_path) == []
+
+
+def test_an_unknown_figure_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'tmie' is no figure; there are time, idle, "):
+        plot("tmie", [], tmp_path)
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InputError, match=r"pip install 'pipar\[reproduce\]'"):
+        check_matplotlib()
+    assert plot_if_possible("time", time_rows("vgg5"), Path("nowhere")) == []
+
+
+# --- looks
+
+
+def test_methods_differ_in_colour_hatch_and_marker() -> None:
+    fields: list[Callable[[Any], str]] = [lambda look: look.colour, lambda look: look.hatch, lambda look: look.marker]
+    for field in fields:
+        assert len({field(look) for look in LOOKS.values()}) == len(LOOKS)
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.5, "1234"), (12.34, "12.3"), (0.01234, "0.0123"), (20.0, "20")])
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_columns_are_in_the_order_of_the_configuration_and_numbers_by_size() -> None:
+    rows = [{"link": link, "n": n} for link, n in (("wifi", 10), ("mine", 9), ("4g", 100), ("wifi", None))]
+    assert distinct(rows, "link") == ["4g", "wifi", "mine"]
+    assert distinct(rows, "n") == [9, 10, 100]
+
+
+def test_names_are_the_papers_and_others_stay_what_they_are() -> None:
+    assert [name_of(key) for key in ("vgg5", "mine", 3, 2.50)] == ["VGG-5", "mine", "3", "2.5"]
