@@ -62,6 +62,7 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
     Ctrl-C keeps what is done, and the same command goes on from there.
     """
     from pipar.reproduce.catalog import EXPERIMENTS, experiments
+    from pipar.reproduce.drawing import can_draw
 
     if name == _LIST:
         _list(list(EXPERIMENTS.values()), quick=quick, as_json=as_json)
@@ -81,6 +82,10 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
         return
     for one in told:
         click.echo(str(one))
+    if not can_draw():
+        click.echo(
+            "Without figures: matplotlib is not here. pip install 'pipar[reproduce]', then type it again.", err=True
+        )
 
 
 def _list(experiments: Sequence[Experiment], *, quick: bool, as_json: bool) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import DEVICES, LINKS, SMALL, Trial
@@ -86,6 +88,7 @@ BANDWIDTH = Experiment(
         "overhead_percent", "run",
     ),
     compare,
+    partial(plot_if_possible, "bandwidth"),
     rows=_rows,
     notes="Links go from 4g to 4g+ to wifi and back every so many minutes. planning_s are CPU seconds of all choices, "
     "which are made beside the training: no round waits for them. Where nothing was run, the share is what a choice "

@@ -10,6 +10,8 @@ from pipar.reproduce.beyond import EXACT_WIRE, TODAY
 from pipar.reproduce.efficiency import IDLE_LARGE, IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from pipar.reproduce.experiment import Experiment
 from pipar.reproduce.hardware import TESTBED
+from pipar.reproduce.learning import ACCURACY, CONVERGENCE, EQUALITY
+from pipar.reproduce.plan_map import PLAN_MAP
 from pipar.reproduce.scale import SCALE
 from pipar.reproduce.selection import SELECTION_LARGE, SELECTION_SMALL
 from pipar.reproduce.variations import BATCH_SIZE, HETEROGENEOUS
@@ -17,8 +19,8 @@ from pipar.reproduce.variations import BATCH_SIZE, HETEROGENEOUS
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
-        TESTBED, TIME_SMALL, TIME_LARGE, IDLE_SMALL, IDLE_LARGE, SELECTION_SMALL, SELECTION_LARGE, BATCH_SIZE,
-        HETEROGENEOUS, BANDWIDTH, TODAY, EXACT_WIRE, SCALE,
+        TESTBED, TIME_SMALL, TIME_LARGE, IDLE_SMALL, IDLE_LARGE, SELECTION_SMALL, SELECTION_LARGE, PLAN_MAP,
+        BATCH_SIZE, HETEROGENEOUS, BANDWIDTH, TODAY, EXACT_WIRE, SCALE, EQUALITY, CONVERGENCE, ACCURACY,
     )
 }  # fmt: skip
 #: Stands for all of them.

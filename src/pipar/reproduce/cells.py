@@ -18,8 +18,10 @@ from pipar.events import EpochResult, Event, Replanned, ignore
 from pipar.forecast import lane_s, predict_s, simulate
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose_for
+from pipar.planner.select import choose, choose_for, everybodys
+from pipar.planner.timing import steady_epoch_s
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import judged
@@ -104,6 +106,20 @@ def _plan(config: Config, options: Mapping[str, Any]) -> Result:
     }
 
 
+def _map(config: Config, options: Mapping[str, Any]) -> Result:
+    """Choose a plan, and predict an epoch in which everybody has it, and by every P with each of the given N."""
+    fleet = _unplanned(config).fleet()
+    (kind,) = fleet.kinds()
+    (chosen,) = choose(fleet, simulate).by_kind
+    wanted = {*options["micro_batches"], chosen.micro_batches}
+    plans = [plan for plan in allowed_plans(fleet, kind[0]) if plan.micro_batches in wanted]
+    seconds = [steady_epoch_s(simulate, fleet, everybodys(fleet, (plan,))) for plan in plans]
+    return {
+        "chosen": [chosen.split_point, chosen.micro_batches],
+        "pairs": [[plan.split_point, plan.micro_batches, s] for plan, s in zip(plans, seconds, strict=True)],
+    }
+
+
 def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
     """Return what models take on the server: weights, gradients and momentum of each replica, and what comes back.
 
@@ -168,11 +184,27 @@ def _train(config: Config, options: Mapping[str, Any]) -> Result:
         result = run(config, world="virtual")
     columns = ("seconds", "train_loss", "val_loss", "val_accuracy")
     return {
-        "plan": _plans({entry["device"]: plan_from_json(entry) for entry in result.content["plans"]}),
+        "plan": _trained_plans(result.content),
         **{name: [epoch[name] for epoch in result.epochs] for name in columns},
         "test_accuracy": result.test_accuracy,
         "weights_sha256": result.content["weights_sha256"],
     }
+
+
+def _alike(config: Config, options: Mapping[str, Any]) -> Result:
+    """Train by several methods; return how far apart their weights are, over the largest weight."""
+    from pipar.run import run, with_method
+
+    with TemporaryDirectory() as folder, _runs_in(folder):
+        results = [run(with_method(config, method), world="virtual") for method in options["methods"]]
+        first, *others = (result.state_dict() for result in results)
+    largest = max(float(weights.abs().max()) for weights in first.values())
+    apart = max(float((other[name] - weights).abs().max()) for name, weights in first.items() for other in others)
+    return {"plan": _trained_plans(results[-1].content), "largest_difference": apart / largest}
+
+
+def _trained_plans(content: Mapping[str, Any]) -> str:
+    return _plans({entry["device"]: plan_from_json(entry) for entry in content["plans"]})
 
 
 @contextmanager
@@ -191,7 +223,9 @@ def _runs_in(folder: str) -> Iterator[None]:
 RUNNERS: dict[str, Callable[[Config, Mapping[str, Any]], Result]] = {
     "timing": _timing,
     "plan": _plan,
+    "map": _map,
     "search": _search,
     "replan": _replan,
     "train": _train,
+    "alike": _alike,
 }

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import DEVICES, LARGE, SMALL, Trial, trainings
@@ -202,8 +203,11 @@ TIME_NOTES = (
 )
 
 
+plot_times = partial(plot_if_possible, "time")
+
+
 def _timing(name: str, title: str, cells: Callable[[bool], list[Cell]]) -> Experiment:
-    return Experiment(name, title, cells, _TIME_COLUMNS, compare_times, rows=time_rows, notes=TIME_NOTES)
+    return Experiment(name, title, cells, _TIME_COLUMNS, compare_times, plot_times, rows=time_rows, notes=TIME_NOTES)
 
 
 TIME_SMALL = _timing("time-small", "Training time per epoch, small networks (Fig. 4)", partial(_paper_cells, SMALL))
@@ -256,7 +260,16 @@ _IDLE_NOTES = (
 
 def _idling(name: str, title: str, models: tuple[str, ...]) -> Experiment:
     cells = partial(_paper_cells, models)
-    return Experiment(name, title, cells, _IDLE_COLUMNS, compare_idle, rows=_idle_rows, notes=_IDLE_NOTES)
+    return Experiment(
+        name,
+        title,
+        cells,
+        _IDLE_COLUMNS,
+        compare_idle,
+        partial(plot_if_possible, "idle"),
+        rows=_idle_rows,
+        notes=_IDLE_NOTES,
+    )
 
 
 IDLE_SMALL = _idling("idle-small", "Idle time per epoch, small networks (Fig. 6)", SMALL)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 from pipar.reproduce.efficiency import METHODS
 from pipar.reproduce.experiment import Cell, Experiment, Outcome, Row
+from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.testbed import Trial
 
 #: Up to so many devices the programs themselves are run; of larger fleets a sample of 128 is forecast, with its share
@@ -59,6 +61,7 @@ SCALE = Experiment(
         "network", "link", "devices", "method", "is_run", "plan", "seconds", "times_one", "up_GB", "down_GB",
         "server_GB", "planning_s", "is_enough", "run",
     ),
+    plot=partial(plot_if_possible, "scale"),
     rows=_rows,
     notes="500 samples of 3x32x32 a device. Up to 1,000 devices the programs are run, beyond that a sample of the "
     "fleet is forecast. server_GB are the models on the server, planning_s CPU seconds. One server is enough while an "

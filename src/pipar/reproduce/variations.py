@@ -19,6 +19,7 @@ from pipar.reproduce.efficiency import (
     why,
 )
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Row
+from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import published
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import LINKS, SMALL, Trial
@@ -68,6 +69,7 @@ BATCH_SIZE = Experiment(
     _batch_size_cells,
     (*_SIZED, "fl_s", "sfl_s", "pipar_s", "fl/pipar", "sfl/pipar", "sfl_plan", "pipar_plan", "run"),
     _compare_batch_sizes,
+    partial(plot_if_possible, "batch-size"),
     rows=partial(time_rows, keys=_SIZED),
     notes="The paper prints no batch sizes; these divide the 500 samples of a device. " + TIME_NOTES,
 )
@@ -119,6 +121,7 @@ HETEROGENEOUS = Experiment(
     _heterogeneous_cells,
     (*_MIXED, "fl_s", "sfl_s", "pipar_s", "fl/pipar", "sfl/pipar", "sfl_plan", "pipar_plan", "run"),
     _compare_heterogeneous,
+    partial(plot_if_possible, "heterogeneous"),
     rows=partial(time_rows, keys=_MIXED),
     notes="Every other board at half its clock: half its speed. " + TIME_NOTES,
 )

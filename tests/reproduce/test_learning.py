@@ -1,0 +1,172 @@
+"""What is trained for the paper's curves and accuracies, and what is made of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipar.config import config_from
+from pipar.reproduce.cells import run_cell
+from pipar.reproduce.experiment import Cell, Outcome
+from pipar.reproduce.learning import (
+    EXPERIMENTS,
+    METHODS,
+    QUICK,
+    SEEDS,
+    accuracy_rows,
+    compare_accuracies,
+    compare_losses,
+    compare_weights,
+    equality_cells,
+    loss_rows,
+    training_cells,
+)
+
+
+def outcome(method: str, seed: int, accuracy: float, losses: tuple[float, ...] = (1.0, 0.5)) -> Outcome:
+    cell = QUICK[0].cell(method, seed)
+    result = {
+        "plan": "P=1 N=6",
+        "train_loss": [2 * loss for loss in losses],
+        "val_loss": list(losses),
+        "val_accuracy": [0.5] * len(losses),
+        "test_accuracy": accuracy,
+    }
+    return Outcome(cell, result)
+
+
+def outcomes(of: Callable[[str, int], float]) -> list[Outcome]:
+    return [outcome(method, seed, of(method, seed)) for seed in SEEDS for method in METHODS]
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_methods_and_seeds_are_all_that_runs_of_a_training_differ_in(quick: bool) -> None:
+    def without_run(cell: Cell) -> dict[str, Any]:
+        kept = {key: value for key, value in cell.config["run"].items() if key not in ("method", "seed")}
+        return {**cell.config, "run": kept}
+
+    by_training: dict[tuple[str, str], list[Cell]] = {}
+    for cell in training_cells(quick):
+        by_training.setdefault((cell.labels["network"], cell.labels["data"]), []).append(cell)
+    for cells in by_training.values():
+        assert all(without_run(cell) == without_run(cells[0]) for cell in cells)
+        runs = [(cell.config["run"]["method"], cell.config["run"]["seed"]) for cell in cells]
+        assert sorted(runs) == sorted((method, seed) for method in METHODS for seed in SEEDS)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_cell_is_a_configuration_of_its_own(quick: bool) -> None:
+    for experiment in EXPERIMENTS:
+        cells = experiment.cells(quick)
+        assert all(config_from(cell.config) for cell in cells)
+        assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_all_of_mnist_is_trained_on() -> None:
+    for cell in training_cells(False):
+        if cell.labels["data"] == "mnist":
+            (group,) = cell.config["devices"]
+            assert group["count"] * cell.config["data"]["samples_per_device"] == 60_000
+
+
+def test_plans_are_those_that_the_paper_prints_for_wifi() -> None:
+    plans = {
+        (cell.labels["network"], cell.labels["data"]): (
+            cell.config["plan"]["split_point"],
+            cell.config["plan"]["micro_batches"],
+        )
+        for cell in training_cells(False)
+    }
+    assert plans == {("vgg5", "mnist"): (1, 6), ("mobilenetv3_small", "mnist"): (1, 4), ("vgg5", "cifar10"): (1, 3)}
+
+
+def test_equality_is_asked_of_networks_whose_pieces_do_not_see_each_other() -> None:
+    for cell in equality_cells(False):
+        assert cell.config["model"]["dtype"] == "float64"
+        assert cell.config["model"]["norm"] in ("none", "group")
+
+
+# --- what is made of it
+
+
+def test_every_epoch_of_every_run_is_a_row_of_the_curves() -> None:
+    rows = loss_rows([outcome("fl", 0, 0.9), outcome("pipar", 1, 0.9)])
+    assert [(row["method"], row["seed"], row["epoch"], row["val_loss"], row["train_loss"]) for row in rows] == [
+        ("fl", 0, 1, 1.0, 2.0),
+        ("fl", 0, 2, 0.5, 1.0),
+        ("pipar", 1, 1, 1.0, 2.0),
+        ("pipar", 1, 2, 0.5, 1.0),
+    ]
+    assert all(row["run"] for row in rows)
+
+
+def test_accuracies_are_means_over_seeds_and_their_spread_is_of_one_method() -> None:
+    accuracies = {"fl": (0.90, 0.91, 0.92), "sfl": (0.91, 0.92, 0.93), "pipar": (0.90, 0.93, 0.96)}
+    (row,) = accuracy_rows(outcomes(lambda method, seed: accuracies[method][seed]))
+    assert [row[method] for method in METHODS] == pytest.approx([91.0, 92.0, 93.0])
+    assert row["difference"] == pytest.approx(1.0)
+    assert row["spread"] == pytest.approx(6.0)
+    assert row["printed"] == "97.96 / 97.96 / 97.94"
+    assert len(row["run"].split()) == 9
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [(0.0, "inside"), (0.009, "inside"), (0.03, "below"), (-0.03, "above")])
+def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, verdict: str) -> None:
+    rows = accuracy_rows(outcomes(lambda method, seed: 0.9 + seed / 100 - (lost if method == "pipar" else 0.0)))
+    (compared,) = compare_accuracies(rows)
+    assert compared.verdict == verdict
+    assert (compared.paper, compared.place) == ("-0.02", "V-C2, Table V")
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "inside"), (0.05, "inside"), (0.3, "above")])
+def test_curves_lie_on_each_other_if_they_are_as_near_as_those_of_one_method(off: float, verdict: str) -> None:
+    runs = [
+        outcome(method, seed, 0.9, (1.0, 0.5 + seed / 10 + (off if method == "pipar" else 0.0)))
+        for seed in SEEDS
+        for method in METHODS
+    ]
+    (compared,) = compare_losses(loss_rows(runs))
+    assert compared.ours == pytest.approx(off)
+    assert compared.verdict == verdict
+
+
+def test_weights_that_differ_in_what_float64_can_tell_are_not_equal() -> None:
+    rows = [{"network": "vgg5", "norm": "group", "largest_difference": value} for value in (1e-15, 1e-9)]
+    assert [compared.verdict for compared in compare_weights(rows)] == ["inside", "above"]
+
+
+# --- running it
+
+
+@pytest.mark.slow
+def test_three_methods_train_the_same_weights_in_float64() -> None:
+    (cell,) = (cell for cell in equality_cells(True) if cell.labels["norm"] == "group")
+    few = {**cell.config, "data": {**cell.config["data"], "samples_per_device": 60}}
+    row = {**cell.labels, **run_cell(cell.how, few, cell.options)}
+    (compared,) = compare_weights([row])
+    assert compared.verdict == "inside"
+    assert row["plan"] == "P=1 N=6"
+
+
+@pytest.mark.slow
+def test_batch_normalisation_is_seen_in_the_weights() -> None:
+    (cell,) = (cell for cell in equality_cells(True) if cell.labels["norm"] == "group")
+    few = {**cell.config, "data": {**cell.config["data"], "samples_per_device": 60}}
+    batch = {**few, "model": {**few["model"], "norm": "batch"}}
+    assert run_cell(cell.how, batch, {"methods": ["fl", "pipar"]})["largest_difference"] > 1e-6
+
+
+@pytest.mark.slow
+def test_curves_and_accuracies_come_out_of_a_training() -> None:
+    cell = QUICK[0].cell("sfl", 0)
+    few = {"name": "digits", "samples_per_device": 50, "validation": 20, "test": 50}
+    result = run_cell(cell.how, {**cell.config, "data": few}, cell.options)
+    rows = loss_rows([Outcome(cell, result)])
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert all(row["val_loss"] > 0 for row in rows)
+    assert 0 <= result["test_accuracy"] <= 1
