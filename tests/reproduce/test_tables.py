@@ -83,6 +83,14 @@ def test_up_to_is_held_against_our_largest_and_at_least_against_our_smallest() -
     assert against(span, []).verdict == "not run"
 
 
+def test_what_is_better_than_the_papers_number_is_inside() -> None:
+    optimal, cost = published().statement("optimal-plans"), published().statement("planning-cost")
+    assert [against(optimal, [value], better="more").verdict for value in (80.0, 83.3, 95.0)] == [
+        "below", "inside", "inside",
+    ]  # fmt: skip
+    assert [against(cost, [value], better="less").verdict for value in (10.0, 30.0)] == ["inside", "above"]
+
+
 def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> None:
     lines = [
         Compared("V-B", "time of A", "10 s", 9.0, 10.0, 10.0, "s", within=0.25, why="unused"),

@@ -1,1 +1,1 @@
-"""The paper's evaluation on a virtual testbed: what is run, what came out, and how it compares with what was printed."""
+"""The evaluation of the paper, run again: its trainings, its tables and its figures."""

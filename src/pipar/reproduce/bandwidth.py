@@ -71,7 +71,7 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
             if row["network"] in statement.models and least <= row["minutes"] <= most
         ]
         what = f"{', '.join(statement.models)}: {statement.what}"
-        lines.append(against(statement, values, what=what, why="less is better: choosing takes a fraction of a second"))
+        lines.append(against(statement, values, what=what, better="less"))
     return lines
 
 

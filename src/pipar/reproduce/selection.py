@@ -8,7 +8,7 @@ from functools import partial
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
 from pipar.reproduce.published import published
 from pipar.reproduce.tables import against
-from pipar.reproduce.testbed import LARGE, SMALL, Trial, trainings
+from pipar.reproduce.testbed import BATCH_SIZE, LARGE, SAMPLES, SMALL, Trial, trainings
 
 SEED = 20240612
 #: N of a quick search.
@@ -45,20 +45,33 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
     same_cut = [row["chosen"].split()[0] == row["best"].split()[0] for row in rows]
     optimal = [row["score"] >= _OPTIMAL for row in rows]
     costs = [100 * row["planning_s"] / row["chosen_s"] for row in rows]
-    faster = [row["search_s"] / row["planning_s"] for row in rows if row["planning_s"]]
+    faster = [_training_every_pair_s(row) / row["planning_s"] for row in rows if row["planning_s"]]
     of = published().statement
     return [
         against(of("score"), [row["score"] for row in rows]),
-        against(of("optimal-plans"), [_percent(optimal)], what=f"cases with a score of {_OPTIMAL} or more"),
-        against(of("optimal-split-points"), [_percent(same_cut)], why="other cuts that are as good count as others"),
-        against(of("planning-cost"), [_mean(costs)], why="choosing simulates; nothing is profiled on the devices"),
+        against(
+            of("optimal-plans"),
+            [_percent(optimal)],
+            what=f"cases with a score of {_OPTIMAL} or more",
+            better="more",
+        ),
+        against(of("optimal-split-points"), [_percent(same_cut)], why="other cuts may be as good"),
+        against(of("planning-cost"), [_mean(costs)], better="less"),
         against(
             of("planning-speed-up"),
             [_mean(faster)],
-            why="the search simulates as well, and leaves out what bounds rule out; the paper's trains every pair",
+            what="time of an iteration by every plan that was searched, at least, over time to choose, on average",
+            why="an iteration of each is counted with the best one's seconds",
+            better="more",
         ),
         against(of("planning-overhead"), [_mean(costs) / _EPOCHS], what=f"time to choose, of {_EPOCHS} epochs"),
     ]
+
+
+def _training_every_pair_s(row: Row) -> float:
+    """Return what the paper's search takes at least: each plan is trained for one iteration, the best as all others."""
+    iterations = -(-SAMPLES[row["data"]] // BATCH_SIZE)
+    return float((row["searched"] + row["ruled_out"]) * row["best_s"] / iterations)
 
 
 def _percent(held: Sequence[bool]) -> float:

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipar.errors import InputError
 from pipar.reproduce.experiment import Compared, Experiment, Row
@@ -97,14 +97,21 @@ def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def against(
-    statement: Statement, values: Iterable[float], *, why: str = "", what: str = "", scale: float = 1.0
+    statement: Statement,
+    values: Iterable[float],
+    *,
+    what: str = "",
+    why: str = "",
+    better: Literal["more", "less"] | None = None,
 ) -> Compared:
     """Return what a statement of the paper says, and all of ours that it is about.
 
-    "Up to" is held against our largest, "at least" against our smallest, a range against both.
+    "Up to" is held against our largest, "at least" against our smallest, a range against both. What is `better` is
+    inside, too.
     """
-    found = sorted(value * scale for value in values)
-    low, high = statement.low, statement.high
+    found = sorted(values)
+    low = None if better == "less" else statement.low
+    high = None if better == "more" else statement.high
     least = None if not found else found[-1] if low is None else found[0]
     return Compared(
         place=statement.place,
