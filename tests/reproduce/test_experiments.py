@@ -16,6 +16,7 @@ from pipar.reproduce.cells import RUNNERS, run_cell
 from pipar.reproduce.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from pipar.reproduce.experiment import Compared, Outcome
 from pipar.reproduce.hardware import TESTBED
+from pipar.reproduce.noise import PRIVACY
 from pipar.reproduce.scale import SCALE
 from pipar.reproduce.selection import SELECTION_SMALL
 from pipar.reproduce.testbed import BOARD_SPEED, SERVER_SPEED, Trial, error, printed_epochs
@@ -116,6 +117,18 @@ def test_what_slow_boards_add_is_compared_between_methods() -> None:
         found += outcomes(Trial("vgg5", "cifar10", "4g", slow=1 - more / 2), results, boards=boards)
     (line,) = _lines(HETEROGENEOUS.compare(HETEROGENEOUS.rows(found)), "slow boards add")
     assert (line.ours, line.verdict) == (4.0, "inside")
+
+
+def test_what_noise_adds_is_held_against_the_papers_largest() -> None:
+    found = []
+    for mechanism, more in (("none", 0.0), ("classic-dp", 1.0), ("pixeldp", 0.2)):
+        results = {"fl": timing(20 + 9 * more), "sfl": timing(15 + more / 10), "pipar": timing(10 + more / 2)}
+        found += outcomes(Trial("vgg5", "cifar10", "4g"), results, mechanism=mechanism)
+    compared = PRIVACY.compare(PRIVACY.rows(found))
+    told = {line.what.partition(":")[0]: (line.ours, line.verdict) for line in compared}
+    assert told["fl, classic-dp"] == (pytest.approx(9.0), "inside")
+    assert told["pipar, classic-dp"] == (pytest.approx(0.5), "above")
+    assert told["sfl, pixeldp"] == (pytest.approx(0.02), "inside")
 
 
 def test_half_of_the_boards_are_slow() -> None:

@@ -54,10 +54,12 @@ class Trial:
     server_speed: float = SERVER_SPEED
     samples: int | None = None  # of each device
     plan: tuple[int, int] | None = None  # P and N of every device; None: chosen
+    privacy: Mapping[str, float] | None = None
 
     def tree(self) -> dict[str, Any]:
         """Return its configuration."""
         return {
+            **({"privacy": dict(self.privacy)} if self.privacy else {}),
             "run": {"method": self.method, "epochs": 1, "batch_size": self.batch_size, "trace": "off"},
             "model": {"name": self.model, "norm": "batch"},
             "data": {"name": self.dataset, "samples_per_device": self._samples, "validation": 0, "test": 0},
