@@ -62,7 +62,7 @@ assert set(_METHOD_ORDER) == set(METHODS)
 
 #: Inches of one panel, and above all of them for the legend.
 _WIDTH, _HEIGHT, _LEGEND = 3.4, 2.5, 0.5
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": 8,
     "axes.titlesize": 9,

@@ -29,7 +29,10 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained by each method and from each seed; `samples` are those of one device."""
+    """What is trained by each method and from each seed; `samples` are those of one device.
+
+    Without a size, validation and test sets are 2,000 and 8,000 images as in the paper, or what there is.
+    """
 
     model: str
     dataset: str
@@ -37,8 +40,8 @@ class Training:
     epochs: int
     norm: str = "batch"
     learning_rate: float = 0.01
-    validation: int = 2000
-    test: int = 8000
+    validation: int | None = None
+    test: int | None = None
 
     def tree(self, method: str, seed: int) -> dict[str, Any]:
         """Return the configuration of one run."""
@@ -48,12 +51,7 @@ class Training:
             "run": {"method": method, "epochs": self.epochs, "seed": seed, "trace": "off"},
             "model": {"name": self.model, "norm": self.norm},
             "optimizer": {"learning_rate": self.learning_rate},
-            "data": {
-                "name": self.dataset,
-                "samples_per_device": self.samples,
-                "validation": self.validation,
-                "test": self.test,
-            },
+            "data": {"name": self.dataset, "samples_per_device": self.samples, **self._held_out()},
             "plan": {
                 "split_point": printed.split_point,
                 "micro_batches": printed.micro_batches,
@@ -63,6 +61,10 @@ class Training:
             "server": {"profile": SERVER},
             "devices": [{"name": "board", "count": DEVICES, "profile": BOARD, "link": "wifi"}],
         }
+
+    def _held_out(self) -> dict[str, int]:
+        sizes = {"validation": self.validation, "test": self.test}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def cell(self, method: str, seed: int) -> Cell:
         labels = {"network": self.model, "data": self.dataset, "norm": self.norm, "method": method, "seed": seed}
@@ -78,7 +80,7 @@ FULL = (
 #: So much of them that it is a matter of minutes.
 QUICK = (
     Training("vgg5", "mnist", samples=1_000, epochs=2, validation=500, test=2_000),
-    Training("vgg5", "cifar10", samples=500, epochs=4, learning_rate=0.03, validation=500, test=2_000),
+    Training("vgg5", "cifar10", samples=500, epochs=4, learning_rate=0.03, validation=400, test=1_600),
 )
 
 
