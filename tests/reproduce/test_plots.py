@@ -108,6 +108,12 @@ def test_published_seconds_are_marked_at_the_bars_of_pipar() -> None:
     assert across == pytest.approx(middles)
 
 
+def test_a_published_mark_that_is_far_above_its_bar_is_seen() -> None:
+    rows = [row | {"seconds": 1.0} for row in time_rows("vgg16", data="tiny_imagenet")]
+    (axes,) = shown(draw("time", rows))
+    assert axes.get_ylim()[1] > 455.7
+
+
 def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
     figure = draw("time", time_rows("mine"))
     assert [axes.get_title() for axes in shown(figure)] == ["mine (CIFAR-10)"]

@@ -64,17 +64,19 @@ def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> N
     axes, rows = panel.axes, panel.rows
     places = Places(distinct(rows, group), distinct(rows, "method"))
     drawn = having(rows, group, "method", "seconds")
+    tops = [row["seconds"] for row in drawn]
     for method in places.series:
         own = [row for row in drawn if row["method"] == method]
         at, heights = [places.at(row[group], method) for row in own], [row["seconds"] for row in own]
         axes.bar(at, heights, places.width, label=name_of(method), **filled(look_of(method, places.series)))
         marks = {x: seconds for x, row in zip(at, own, strict=True) if (seconds := printed(row)) is not None}
+        tops += marks.values()
         mark_published(axes, list(marks), list(marks.values()), f"{name_of(method)}, {PUBLISHED}")
         for x, row in zip(at, own, strict=True):
             text = _with_speed_up(row, _compared_with(drawn, group, row))
             _write_above(axes, x, row["seconds"], marks.get(x, 0.0), text)
     _mark_missing(axes, rows, group, places)
-    scale_heights(axes, [row["seconds"] for row in drawn])
+    scale_heights(axes, tops)
     name_groups(axes, places.groups)
     axes.set_ylabel(SECONDS)
 
