@@ -143,22 +143,30 @@ def test_weights_that_differ_in_what_float64_can_tell_are_not_equal() -> None:
 # --- running it
 
 
+def with_few_samples(norm: str) -> dict[str, Any]:
+    """The configuration of an equality, with two batches of two devices."""
+    cell = equality_cells(True)[0]
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"epochs": 1, "batch_size": 12},
+        "model": {"norm": norm},
+        "data": {"samples_per_device": 24},
+    }
+    tree = {name: {**cell.config[name], **changes.get(name, {})} for name in cell.config if name != "devices"}
+    return {**tree, "devices": [{**cell.config["devices"][0], "count": 2}]}
+
+
 @pytest.mark.slow
 def test_three_methods_train_the_same_weights_in_float64() -> None:
-    (cell,) = (cell for cell in equality_cells(True) if cell.labels["norm"] == "group")
-    few = {**cell.config, "data": {**cell.config["data"], "samples_per_device": 60}}
-    row = {**cell.labels, **run_cell(cell.how, few, cell.options)}
-    (compared,) = compare_weights([row])
+    result = run_cell("alike", with_few_samples("group"), {"methods": list(METHODS)})
+    (compared,) = compare_weights([{"network": "vgg5", "norm": "group", **result}])
     assert compared.verdict == "inside"
-    assert row["plan"] == "P=1 N=6"
+    assert result["plan"] == "P=1 N=6"
 
 
 @pytest.mark.slow
 def test_batch_normalisation_is_seen_in_the_weights() -> None:
-    (cell,) = (cell for cell in equality_cells(True) if cell.labels["norm"] == "group")
-    few = {**cell.config, "data": {**cell.config["data"], "samples_per_device": 60}}
-    batch = {**few, "model": {**few["model"], "norm": "batch"}}
-    assert run_cell(cell.how, batch, {"methods": ["fl", "pipar"]})["largest_difference"] > 1e-6
+    result = run_cell("alike", with_few_samples("batch"), {"methods": ["fl", "pipar"]})
+    assert result["largest_difference"] > 1e-6
 
 
 @pytest.mark.slow
