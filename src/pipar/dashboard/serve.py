@@ -35,7 +35,7 @@ MOST_STREAMS = 16
 #: When the program ends, browsers have so long to take what was said last.
 _LAST_WORDS_S = 1
 #: Reports are made anew with no more than this share of a core: in a server, the training waits for Python meanwhile.
-_REPORTING_SHARE = 0.005
+_REPORTING_SHARE = 0.003
 #: Beyond so many events that were not taken in, reports of progress are dropped: others follow.
 _MOST_WAITING = 10_000
 
