@@ -354,7 +354,7 @@ def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) ->
             dashboard.observe(Progress("a", 1, number, 1, 1.0, 1.0))
         took_s, waiting = time.monotonic() - began, len(dashboard._inbox)
         hold.set()
-    assert took_s < 1.0
+    assert took_s < 10.0  # of thirty for which the page is held up, also on a machine that does much else
     assert waiting <= 10_001
 
 

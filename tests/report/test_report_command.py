@@ -90,8 +90,8 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
 
 
 def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any) -> None:
-        train(*arguments)
+    def interrupted(*arguments: Any, **words: Any) -> None:
+        train(*arguments, **words)
         raise KeyboardInterrupt
 
     train = virtual.train_without_mathematics
