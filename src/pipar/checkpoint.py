@@ -32,6 +32,9 @@ _LENGTHS = struct.Struct("<QQ")
 _HEADER_BYTES = _START.size + _LENGTHS.size
 _NAME = re.compile(r"round-(\d{6,})\.pipar")
 _PARTIAL = ".partial"
+_NOISE = "noise on updates, by [privacy],"
+#: What a checkpoint means that says nothing of it: it is of a version in which there was nothing else.
+_BEFORE = {_NOISE: False}
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def identity_of(config: Config) -> dict[str, Any]:
     }
     identity = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     # Rounds without noise cannot be taken back, and no epsilon is true of them; how much there is of it may change.
-    return {**identity, "noise on updates, by [privacy],": config.privacy.clips}
+    return {**identity, _NOISE: config.privacy.clips}
 
 
 # --- saving
@@ -276,7 +279,8 @@ def _checkpoint(content: Mapping[str, Any], tensors: bytearray) -> Checkpoint:
 
 
 def _refuse_another_training(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    # A key that the file does not know came with a later version, where its default is what was before.
+    theirs = {**_BEFORE, **theirs}
+    # Any other key that the file does not know came with a later version, where its default is what was before.
     other = next((key for key in ours if key in theirs and theirs[key] != ours[key]), None)
     if other is not None:
         raise InputError(

@@ -96,8 +96,8 @@ class Reception:
             raise ProtocolError(f"The first message is to be HELLO, but {hello.message} came.")
         who = read_hello(hello.only(), self._network, peer)
         self._doorkeeper.check(who)
-        self._spending.learn(who.name, who.spent)
         self._replace(who.name, is_proved=peer is not None)
+        self._spending.learn(who.name, who.spent)  # of who is let in: nobody else may say what a device has spent
         return self._begin(who, transport)
 
     def _replace(self, name: str, *, is_proved: bool) -> None:

@@ -57,6 +57,8 @@ class Optimizer:
 
 #: What torch's optimiser calls the momentum of a parameter.
 _MOMENTUM = "momentum_buffer"
+#: What torch's normalising layers call the number of their batches, which everybody knows.
+_ITERATIONS = "num_batches_tracked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,21 +309,33 @@ class TorchDevicePart(Part):
         """Clip what has changed in this part since it came, in one norm over all of it, and add noise to it.
 
         In place: it is nobody's any more but the server's. Running variances stay at least 0, which says nothing more
-        of the data than they do.
+        of the data than they do. What has no noise goes as it came, whatever a module has made of it.
         """
         assert self._base is not None
         learned = self._learned()
+        self._take_back(self._base)
         base = arrays({name: self._base[name] for name in learned})
         mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, chance=chance)
         for name, tensor in learned.items():
             if name.endswith("running_var"):
                 tensor.clamp_(min=0.0)
 
+    def _take_back(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Put back what gets no noise: weights that are not learned, and integers but those that count iterations.
+
+        They are as they came, unless a module keeps something in them, as averages of weights or counts of labels.
+        """
+        module, every = self.module, {"remove_duplicate": False}  # also by the other names of what layers share
+        noised = {name for name, weight in module.named_parameters(**every) if weight.requires_grad}
+        noised |= {name for name, buffer in module.named_buffers(**every) if buffer.is_floating_point()}
+        for name, tensor in self.state().items():
+            if name not in noised and not name.endswith(_ITERATIONS):
+                tensor.copy_(base[name])
+
     def _learned(self) -> dict[str, torch.Tensor]:
         """Return all that the data have changed, by name: what is learned, and statistics of it.
 
-        A weight that two layers share is in it once, or it would have noise twice, and less of it on average. Weights
-        that are not learned are as they came, and integers count iterations: neither tells of the data.
+        A weight that two layers share is in it once, or it would have noise twice, and less of it on average.
         """
         state = self.state()
         learned = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
