@@ -179,6 +179,7 @@ def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) ->
     server.says("stopping")
     server.says("pi-2 is let go: The server stops for now")
     assert "pi-2 is lost" not in server.text()
+    assert "joined" not in server.text().partition("stopping")[2]  # again, before there is another server
     saved = here.rounds()
     assert here.result()["rounds"] == saved
     assert set(here.result()) >= {"weights_sha256", "epochs"}

@@ -29,6 +29,7 @@ from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopp
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.lifeline import Lifeline
+from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.limits import Keepalive
 from pipar.link.security import DeviceSecurity, ServerSecurity
@@ -144,7 +145,7 @@ class _ServerProgram:
         self._options = options
         self._observe = folder.watching(observe)
         self._checkpoints = checkpoints
-        self._has_begun = False
+        self._has_begun = self._is_stopping = False
         self.fleet: Fleet | None = None  # as the training has shown it, when it is over
 
     async def run(self, job: Job, found: Checkpoint | None) -> None:
@@ -181,8 +182,15 @@ class _ServerProgram:
             done=[result.val_loss for result in self._folder.epochs][:done] if found is not None else (),
         )
         keepalive = Keepalive.every(config.server.keepalive)
+
+        async def admit(transport: Transport, peer: str | None) -> None:
+            if self._is_stopping:  # who was let go comes back at once, and is to find the next server
+                await transport.close()
+            else:
+                await server.admit(transport, peer)
+
         listener = Listener(
-            server.admit,
+            admit,
             security=self._options.security,
             keepalive=keepalive,
             barred=lambda why: self._observe(Barred(why)),
@@ -199,6 +207,7 @@ class _ServerProgram:
             self.fleet = server.fleet()
             await server.farewell()
         except asyncio.CancelledError:
+            self._is_stopping = True
             self._observe(Stopping("The server was asked to stop; `--resume` goes on from here."))
             await server.dismiss("The server stops for now.")
             # In the middle of a round the replicas have moved on, and in split learning the global model has, too.
