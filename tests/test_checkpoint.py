@@ -282,6 +282,15 @@ def test_identity_survives_json_and_a_key_of_a_later_version(tmp_path: Path) -> 
     assert latest(tmp_path, {**identity, "model.flavour": "new"}, refuse_warnings) is not None
 
 
+def test_rounds_of_a_version_without_noise_are_not_gone_on_with_as_if_they_had_some(tmp_path: Path) -> None:
+    config = config_from({"privacy": {"noise_multiplier": 1.0}})
+    before = {key: value for key, value in IDENTITY.items() if not key.startswith("noise")}
+    Checkpoints(tmp_path).save(replace(checkpoint(1), identity=before))
+    with pytest.raises(InputError, match=r"there noise on updates, by \[privacy\], was false"):
+        latest(tmp_path, identity_of(config), refuse_warnings)
+    assert latest(tmp_path, IDENTITY, refuse_warnings) is not None
+
+
 # --- a full disk
 
 

@@ -30,7 +30,7 @@ LINES = [
     nn.*
     data.*
     privacy.*
-    link.*
+    link.* privacy.memory
     forecast judge
     compute lifeline device server turns ledger hollow job results session silence reception replanning foresight \
     choosing validation keeper

@@ -442,10 +442,19 @@ class Config(_Section):
         return self
 
 
+#: Clips and multipliers of noise beyond these leave the numbers that computers are exact with: a server that orders them
+#: would have a device add less noise than it counts.
+LEAST_SCALE, LARGEST_SCALE = 1e-100, 1e100
+
+
 def check_private_updates(config: Config) -> None:
     """Raise ValueError if updates are to have noise where something else of a round would leave without any."""
     if not config.privacy.clips:
         return
+    for key in ("clip", "noise_multiplier"):
+        value = getattr(config.privacy, key)
+        if value is not None and not LEAST_SCALE <= value <= LARGEST_SCALE:
+            raise ValueError(f"privacy.{key} = {value:g} is not allowed: give a number from 1e-100 to 1e100")
     if METHODS[config.run.method].shares_server_model:
         raise ValueError(
             f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) is for methods in which every device "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.backoff import Backoff
@@ -33,15 +34,18 @@ from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.limits import Keepalive
 from pipar.link.security import DeviceSecurity, ServerSecurity
+from pipar.methods import METHODS
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.fleet import Fleet
+from pipar.planner.profile import Profile
 from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
 from pipar.privacy.leakage_file import Subject
 from pipar.privacy.leakage_limit import LeakageLimit
-from pipar.privacy.spending import Guard, terms_of
+from pipar.privacy.memory import Memory
+from pipar.privacy.spending import Cuts, Guard, terms_of
 from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
@@ -78,6 +82,7 @@ class DeviceOptions:
     data: str | None = None  # a folder with the device's own data
     give_up_after_s: float | None = None
     noise_seed: int | None = None  # None: drawn from the system, and known to nobody
+    privacy_file: Path | None = None  # what the device remembers of its privacy over restarts; None: nothing
 
 
 # --- the server
@@ -357,10 +362,12 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     """Take part in a training to its end; return the exit code."""
     _prepare_process()
     spec = next((spec for spec in _listed(config) if spec.name == options.name), unlisted_spec(options.name))
-    guard = own_guard(config, options.noise_seed)
-    workload = device_workload(config, options, guard.noise_seed)
-    samples = workload.own_shard(options.name)
-    profile = measured_profile(workload, workload.checked_model(), observe, memory_bytes=spec.memory_bytes)
+    memory = None if options.privacy_file is None else Memory.open(options.privacy_file, options.name)
+    seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
+    workload = device_workload(config, options, seed, None if memory is None else memory.label_seed)
+    samples, model = workload.own_shard(options.name), workload.checked_model()
+    guard = own_guard(config, seed, cuts=own_cuts(workload, model), memory=memory)
+    profile = discreet(config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes))
     seed_dropout(config.run.seed, options.name)
     build, lanes = part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed)
     equipment = Equipment(samples, build, lanes, profile, guard)
@@ -384,21 +391,63 @@ async def _live(
     observe(Stopping("The training is over."))
 
 
-def own_guard(config: Config, noise_seed: int | None = None) -> Guard:
+def own_guard(
+    config: Config, noise_seed: int | None = None, *, cuts: Cuts | None = None, memory: Memory | None = None
+) -> Guard:
     """Return what a device allows by its own configuration, whatever its server says."""
     privacy = config.privacy
     budget = math.inf
     if privacy.target_epsilon is not None:
         budget = accounting.budget(privacy.target_epsilon, privacy.delta)
-    return Guard(noise_seed, least_multiplier=privacy.noise_multiplier or 0.0, budget=budget)
+    return Guard(
+        noise_seed,
+        least_multiplier=privacy.noise_multiplier or 0.0,
+        budget=budget,
+        cuts=cuts,
+        spent=None if memory is None else memory.spent,
+        remember=None if memory is None else memory.remember,
+    )
 
 
-def device_workload(config: Config, options: DeviceOptions, noise_seed: int | None = None) -> Workload:
+def own_cuts(workload: Workload, model: nn.Sequential) -> Cuts | None:
+    """Return where a device lets the network be cut: nowhere in federated learning, or where it leaks little enough."""
+    config, layers = workload.config, len(model)
+    if not METHODS[config.run.method].splits:
+        why = f"by its own configuration, method = '{config.run.method}', no activations leave this device"
+        return Cuts(layers, frozenset([layers]), why)
+    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
+    if limit is None:
+        return None
+    leaky = limit.leaky_cuts(list(model._modules))
+    why = f"by this device's own privacy.max_leakage = {limit.most:g} that one leaks too much"
+    return Cuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
+
+
+def discreet(config: Config, profile: Profile) -> Profile:
+    """Return a profile without what its samples have told, where a server is to learn nothing of them by that.
+
+    How well activations, gradients and changes are compressed was measured with the device's own samples. Where no
+    activations leave it, or these have noise, that would be told besides.
+    """
+    splits = METHODS[config.run.method].splits
+    if not (config.privacy.pixel_scale or (config.privacy.clips and not splits)):
+        return profile
+    return replace(profile, layers=tuple(replace(one, shares={}) for one in profile.layers), changes_share=1.0)
+
+
+def device_workload(
+    config: Config, options: DeviceOptions, noise_seed: int | None = None, label_seed: int | None = None
+) -> Workload:
     """Return the workload of one device: its share of a known dataset, or data of its own."""
+    if config.privacy.label_epsilon is not None and config.data.factory is not None and config.data.classes is None:
+        raise ConfigError(
+            "privacy.label_epsilon with data.factory needs data.classes: counted in this device's own labels, the "
+            "classes that others are told from would give the highest one away."
+        )
     names = [spec.name for spec in _listed(config)]
     if config.data.factory is None and options.data is None:
         if options.name in names:
-            return Workload(config, noise_seed=noise_seed)
+            return Workload(config, noise_seed=noise_seed, label_seed=label_seed)
         raise ConfigError(
             f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
             "[[devices]], or give its own data with --data."
@@ -411,7 +460,7 @@ def device_workload(config: Config, options: DeviceOptions, noise_seed: int | No
     alone = DeviceSection(name=options.name)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
     own = config.model_copy(update={"devices": (alone,), "data": data})
-    return Workload(own, noise_seed=noise_seed)
+    return Workload(own, noise_seed=noise_seed, label_seed=label_seed)
 
 
 # --- both

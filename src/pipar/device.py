@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pipar.clock import clock_machine
 from pipar.compute import Compute
 from pipar.errors import (
-    BudgetSpentError,
     LinkError,
+    PrivacyError,
     ProtocolError,
     ServerStopsError,
     SessionOverError,
@@ -117,15 +117,21 @@ class Device:
             return  # the training was over before this device came
         self._orders = Orders.read(welcome)
         self._channel.session = self._orders.session
-        self._guard.accept(self._orders.noise_multiplier, Spent(self._orders.releases, self._orders.spent))
-        self._part = self._build_part(self._orders)
-        self._observe(Welcomed(self.name, str(self._orders.plan)))
+        try:
+            self._guard.accept(self._orders.noise_multiplier, Spent(self._orders.releases, self._orders.spent))
+            self._guard.accept_cut(self._orders.plan.split_point, self._orders.layers)
+            self._part = self._build_part(self._orders)
+            self._observe(Welcomed(self.name, str(self._orders.plan)))
+            await self._take_orders()
+        except (ProtocolError, PrivacyError) as error:
+            self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
+            raise
+
+    async def _take_orders(self) -> None:
+        """Do what the server says, until it says stop."""
         helpers = [self._loop.create_task(self._receive()), self._loop.create_task(self._upload())]
         try:
             await self._while_running(self._obey(), helpers)
-        except (ProtocolError, BudgetSpentError) as error:
-            self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
-            raise
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -274,6 +280,7 @@ class Device:
     async def _adopt(self, message: Message) -> None:
         """Go on by another plan; layers that leave this device take their momentum along if it is kept."""
         before, self._orders = self._orders, self._orders.changed_by(message)
+        self._guard.accept_cut(self._orders.plan.split_point, self._orders.layers)
         if self._orders.plan.split_point == before.plan.split_point:
             return
         build = Work("install", message.epoch)

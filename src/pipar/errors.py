@@ -74,7 +74,11 @@ class TrainingError(PiparError):
     """Training could not go on."""
 
 
-class BudgetSpentError(TrainingError):
+class PrivacyError(TrainingError):
+    """A device's own configuration does not let that be sent of it."""
+
+
+class BudgetSpentError(PrivacyError):
     """A device has nothing left of its privacy budget, and sends no more."""
 
 

@@ -48,13 +48,16 @@ class CheckpointKeeper:
         self._observe = observe
         self._saving: asyncio.Task[None] | None = None
         self._kept = done  # the last round that was copied
+        self._kept_spent = folder.spending.as_notes()
 
     async def keep(self, epoch: int, *, last: bool) -> None:
         """Save the state behind a round if that is due; returns when it is copied."""
-        every = self._config.server.checkpoint_every
-        if epoch <= self._kept or (not is_due(epoch, every) and not (last and every)):
+        every, spent = self._config.server.checkpoint_every, self._folder.spending.as_notes()
+        # Of a round that is not over, what devices have sent of it is to be known nevertheless.
+        is_new = epoch > self._kept or (epoch == self._kept > 0 and spent != self._kept_spent)
+        if not is_new or (not is_due(epoch, every) and not (last and every)):
             return
-        self._kept = epoch
+        self._kept, self._kept_spent = epoch, spent
         await self.finish()
         tensors = await self._lane.run((Work("save", epoch), self._learner.snapshot))
         job = self._job()
@@ -68,7 +71,7 @@ class CheckpointKeeper:
             round_log=list(self._folder.round_log),
             notes={
                 "partly": {str(number): taught for number, taught in self._folder.partly.items()},
-                "spent": self._folder.spending.as_notes(),
+                "spent": spent,
             },
         )
         self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))

@@ -114,10 +114,18 @@ def _partition(config: Config, images: Images) -> dict[str, Any]:
 class Workload:
     """The network and the data of one training; loads what is asked for, once."""
 
-    def __init__(self, config: Config, own: Own | None = None, *, noise_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        own: Own | None = None,
+        *,
+        noise_seed: int | None = None,
+        label_seed: int | None = None,
+    ) -> None:
         self.config = config
         #: Of what is to be noise to everybody else. A simulation repeats it; who really has something to hide does not.
         self.noise_seed = config.run.seed if noise_seed is None else noise_seed
+        self._label_seed = label_seed  # None: the same
         self.own = own or Own()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -170,7 +178,9 @@ class Workload:
         if privacy.pixel_epsilon is None and privacy.label_epsilon is None:
             return None
         # The classes may be those of all shards' labels, of which this one is the first.
-        return Disguise(self.noise_seed, privacy.pixel_scale, privacy.label_epsilon, lambda: self.classes)
+        return Disguise(
+            self.noise_seed, privacy.pixel_scale, privacy.label_epsilon, lambda: self.classes, self._label_seed
+        )
 
     def shard(self, device: str) -> Shard:
         """Return the samples of one device."""

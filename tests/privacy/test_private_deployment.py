@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from programs import address_of, place
 from test_deployment import training
 
+from pipar.checkpoint import Checkpoints, identity_of, latest
+from pipar.clock import run_virtually
+from pipar.compute import VirtualCompute
 from pipar.config import config_from
-from pipar.deployment import own_guard
+from pipar.deployment import discreet, own_cuts, own_guard
 from pipar.errors import TrainingError
+from pipar.events import ignore
+from pipar.keeper import CheckpointKeeper
+from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
-from pipar.privacy.spending import Spent
+from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
+from pipar.privacy.spending import Cuts, Spending, Spent, terms_of
+from pipar.protocol.messages import EMPTY
+from pipar.trace import Recorder
+from pipar.workload import Workload
 
 
 def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> None:
@@ -29,6 +41,79 @@ def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> 
     free = own_guard(config_from({}))
     free.accept(0.0, Spent())
     assert free.noise_seed > 2**64  # but for one in 2^64
+
+
+def cuts_of(method: str, **privacy: object) -> Cuts | None:
+    workload = Workload(config_from({"run": {"method": method}, "privacy": privacy}))
+    return own_cuts(workload, workload.build_model())
+
+
+def test_a_device_of_federated_learning_lets_its_network_be_cut_nowhere(tmp_path: Path) -> None:
+    cuts = cuts_of("fl")
+    assert cuts is not None
+    assert (cuts.layers, cuts.allowed) == (5, {5})
+    assert cuts_of("pipar") is None
+    layers = tuple(Workload(config_from({})).build_model()._modules)
+    table = LeakageTable(
+        "vgg5", "group", "digits", (1, 32, 32), layers, 0, "first ones", 0.0, 1, 4, 1, 0.0, {"small": "some"},
+        tuple(CutLeakage(p, 0.5, {"small": Rebuilt(0.9 - 0.2 * p, 10.0)}) for p in (1, 2, 3, 4)),
+    )  # fmt: skip
+    (tmp_path / "leakage.json").write_text(table.to_json())
+    cuts = cuts_of("pipar", max_leakage=0.4, leakage=str(tmp_path / "leakage.json"))
+    assert cuts is not None
+    assert cuts.allowed == {3, 4, 5}
+
+
+PROFILE = Profile(
+    "own",
+    "float32",
+    (10,),
+    (LayerProfile("one", (1.0,), (2.0,), 8, 16, shares={"sparse": (0.4, 0.3)}),),
+    changes_share=0.7,
+)
+
+
+@pytest.mark.parametrize(
+    ("tree", "tells"),
+    [
+        ({"run": {"method": "fl"}, "privacy": {"noise_multiplier": 1.0}}, False),
+        ({"privacy": {"pixel_epsilon": 1.0}}, False),
+        ({"privacy": {"noise_multiplier": 1.0}}, True),  # the server has the activations themselves
+        ({"run": {"method": "fl"}}, True),
+    ],
+)
+def test_a_profile_tells_nothing_that_was_measured_of_samples_where_these_are_hidden(
+    tree: dict[str, Any], tells: bool
+) -> None:
+    told = discreet(config_from(tree), PROFILE)
+    assert (told.layers[0].shares, told.changes_share) == (({"sparse": (0.4, 0.3)}, 0.7) if tells else ({}, 1.0))
+    assert told.layers[0].forward_s == PROFILE.layers[0].forward_s
+
+
+def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_one_before(tmp_path: Path) -> None:
+    config = config_from({"privacy": {"noise_multiplier": 4.0}})
+    spending, saved = Spending(terms_of(config)), Checkpoints(tmp_path)
+    folder: Any = SimpleNamespace(spending=spending, plans={}, epochs=[], round_log=[], partly={})
+
+    async def keep() -> list[dict[str, Any]]:
+        lane = VirtualCompute(["save"], Recorder("server"), lambda _: 0.0)
+        job: Any = SimpleNamespace(sizes={})
+        learner: Any = SimpleNamespace(snapshot=lambda: EMPTY)
+        keeper = CheckpointKeeper(
+            saved, learner, folder, config=config, job=lambda: job, lane=lane, observe=ignore, done=0
+        )
+        found = []
+        for epoch, last in ((0, True), (1, False), (1, True), (1, True)):
+            await keeper.keep(epoch, last=last)
+            await keeper.finish()
+            now = latest(tmp_path, identity_of(config), print)
+            found.append({} if now is None else dict(now.notes["spent"]))
+            if (epoch, last) != (1, True):
+                spending.note("pi")
+        return found
+
+    counts = [notes.get("pi", {}).get("releases") for notes in run_virtually(keep())]
+    assert counts == [None, 1, 2, 2]
 
 
 @pytest.mark.slow

@@ -216,6 +216,36 @@ def test_statistics_have_noise_counters_and_frozen_weights_have_none_and_varianc
     assert after["1.running_var"].min() == 0.0
 
 
+class Keeps(nn.Module):
+    """A layer that keeps something of its data where there is no noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.average = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average += inputs.mean(dim=0)
+            self.seen += (inputs > 0).sum(dim=0)
+        return self.layer(inputs)
+
+
+def test_what_a_module_keeps_of_its_data_without_noise_is_not_sent() -> None:
+    kept = Keeps()
+    made = part(nn.Sequential(kept, nn.BatchNorm1d(4), kept))
+    before = {name: tensor.clone() for name, tensor in made.state().items()}
+    made.module(torch.rand(8, 4))
+    made.protect(noise, clip=1.0, multiplier=1.0)
+    sent = read_state(made.pack())
+    for name in ("0.average", "2.average", "0.seen", "2.seen"):
+        assert torch.equal(sent[name], before[name])
+    assert sent["1.num_batches_tracked"] == 1
+    assert torch.equal(sent["0.layer.weight"], sent["2.layer.weight"])
+    assert not torch.equal(sent["0.layer.weight"], before["0.layer.weight"])
+
+
 def test_a_protected_update_can_be_sent_as_what_has_changed() -> None:
     made = part(nn.Sequential(nn.Linear(40, 40)))
     base = {name: tensor.clone() for name, tensor in made.state().items()}

@@ -19,14 +19,14 @@ from small_runs import SETTINGS
 import pipar
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.config import config_from
-from pipar.errors import BudgetSpentError, ConfigError, InputError, ProtocolError, TrainingError
-from pipar.events import BudgetSpent, Dropped, Event, RoundOver
+from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
+from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver
 from pipar.link.channel import Channel
 from pipar.logs import Narrator
 from pipar.methods import Plan
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
-from pipar.privacy.spending import Guard, Spending, Spent, Terms, terms_of
+from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.protocol.messages import EMPTY, Kind, Message
 from pipar.protocol.orders import Orders
 from pipar.run import with_method
@@ -77,10 +77,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "momentum of layers that change sides would be sent without any",
     ),
     ({"privacy": {"pixel_epsilon": 1.5}}, "privacy.pixel_epsilon = 1.5 is not allowed"),
+    ({"privacy": {"noise_multiplier": 1e-160}}, "privacy.noise_multiplier = 1e-160 is not allowed"),
+    ({"privacy": {"noise_multiplier": 1.0, "clip": 1e-320}}, "is not allowed: give a number from 1e-100 to 1e100"),
 ]
 
 
-@pytest.mark.parametrize(("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel"])
+@pytest.mark.parametrize(("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel", "noise", "clip"])
 def test_what_cannot_be_private_is_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_from(tree)
@@ -279,6 +281,50 @@ def test_a_count_that_is_none_is_a_breach(said: dict[str, Any]) -> None:
     outcome = train([honest("a"), scripted(liar), honest("b", starts_s=1.0)], terms=NO_LIMIT)
     assert outcome.failure is None
     assert isinstance(outcome.lives[1], TrainingError)
+
+
+def test_nobody_else_says_what_a_device_has_spent() -> None:
+    async def stranger(channel: Channel) -> None:
+        await asyncio.sleep(1.0)
+        channel.post(hello("b", releases=1000, spent=1e9))
+        await until(channel, Kind.STOP)
+
+    outcome = train([honest("a"), honest("b"), scripted(stranger)], epochs=2, terms=limited(2))
+    assert outcome.failure is None
+    assert isinstance(outcome.lives[2], TrainingError)
+    assert len(outcome.results) == 2
+    assert releases(outcome) == {"a": 2, "b": 2}
+
+
+FEDERATED = Cuts(2, frozenset([2]), "by its own configuration no activations leave this device")
+
+
+def test_a_device_of_federated_learning_gives_no_server_its_activations() -> None:
+    refusing = honest("b", guard=Guard(1, cuts=FEDERATED))
+    outcome = train([honest("a"), refusing], method="pipar", terms=NO_LIMIT)
+    assert isinstance(outcome.lives[1], PrivacyError)
+    assert [sorted(counted) for counted in outcome.counted] == [["a"]]
+    assert any("no activations leave this device" in event.reason for event in outcome.of(Lost))
+    assert train([honest("a"), refusing], method="fl", terms=NO_LIMIT).lives == [None, None]
+
+
+@pytest.mark.parametrize(("split_point", "layers"), [(1, 2), (2, 3), (3, 3)])
+def test_a_server_does_not_talk_a_device_into_another_cut(split_point: int, layers: int) -> None:
+    with pytest.raises(PrivacyError, match="start both with the same configuration"):
+        Guard(1, cuts=FEDERATED).accept_cut(split_point, layers)
+
+
+def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipar.replanning.NOTICED", -1.0)  # every round gets a new plan
+    late = Cuts(2, frozenset([1]), "there it leaks too much")
+
+    async def choose(_: Any) -> dict[str, Plan]:
+        return {"a": Plan(2, 1), "b": Plan(2, 1)}
+
+    lives = [honest("a"), honest("b", guard=Guard(1, cuts=late))]
+    outcome = train(lives, epochs=3, terms=NO_LIMIT, choose=choose)
+    assert outcome.lives[0] is None
+    assert isinstance(outcome.lives[1], PrivacyError)
 
 
 # --- a run

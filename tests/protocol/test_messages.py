@@ -129,6 +129,14 @@ def test_a_welcome_with_a_proximal_weight_that_is_none_is_refused(proximal: floa
         Orders.read(Message(Kind.WELCOME, body=replace(ORDERS, proximal=proximal).to_body()))
 
 
+@pytest.mark.parametrize("noise", [{"clip": 1e-320}, {"clip": 0.0}, {"clip": 1e300}, {"noise_multiplier": 1e-160}])
+def test_a_welcome_with_noise_that_is_rounded_away_is_refused(noise: dict[str, float]) -> None:
+    """Below the normal numbers sigma C is rounded to less than what is counted."""
+    orders = replace(ORDERS, keep_momentum=False, **{"noise_multiplier": 1.0, **noise})
+    with pytest.raises(ProtocolError, match="computes wrong"):
+        Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
+
+
 @pytest.mark.parametrize("plan", [Plan(1, 1), Plan(5, 7, 3)])
 def test_a_plan_changes_the_orders_and_nothing_else_in_them(plan: Plan) -> None:
     message = Message(Kind.PLAN, 1, body=plan_body(plan))

@@ -127,6 +127,12 @@ def server(
         metavar="N",
         help="Noise that can be repeated, for tests only: who knows N can take it off.  [default: known to nobody]",
     ),
+    click.option(
+        "--privacy-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Where this device keeps what it has spent of its privacy, and how its labels were told, over restarts.",
+    ),
     *_LOGS,
     SET,
 )
@@ -141,6 +147,7 @@ def device(
     insecure: bool,
     give_up_after: str | None,
     noise_seed: int | None,
+    privacy_file: Path | None,
     log_format: str,
     metrics: str | None,
     settings: Sequence[str],
@@ -173,7 +180,7 @@ def device(
         from pipar.deployment import DeviceOptions, take_part
 
         try:
-            asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed)
+            asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed, privacy_file)
             return take_part(loaded, asked, observe)
         except CredentialError as error:
             raise InputError(str(error)) from None  # trying again is no use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ class Disguise:
     pixel_scale: float = 0.0  # of PixelDP; 0 without noise
     label_epsilon: float | None = None  # of randomised response; None: labels are told as they are
     classes: Callable[[], int] = lambda: 0  # that there are labels of; asked for when it is needed
+    label_seed: int | None = None  # of the labels alone, if a device that starts anew is to tell the same ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +93,19 @@ class Shard:
 
     @cached_property
     def _told(self) -> Tensor | None:
-        """The label of each position that the server is told; drawn once, as asking again would give it away."""
-        if self.disguise is None or self.disguise.label_epsilon is None:
+        """The label of each position that the server is told; drawn once, as asking again would give it away.
+
+        Of other labels, or with another epsilon, it is drawn by another key: the same chance for two of them would tell
+        how they differ.
+        """
+        disguise = self.disguise
+        if disguise is None or disguise.label_epsilon is None:
             return None
         labels = self.images.labels[torch.from_numpy(np.asarray(self.indices, np.int64))].numpy()
-        rng = keyed.generator(self.disguise.noise_seed, "label", self.device)
-        classes, epsilon = self.disguise.classes(), self.disguise.label_epsilon
+        classes, epsilon = disguise.classes(), disguise.label_epsilon
+        seed = disguise.noise_seed if disguise.label_seed is None else disguise.label_seed
+        of = hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
+        rng = keyed.generator(seed, "label", self.device, classes, float(epsilon).hex(), of)
         return torch.from_numpy(randomised_labels(labels, classes=classes, epsilon=epsilon, rng=rng))
 
     def materialised(self) -> Shard:

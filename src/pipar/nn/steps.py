@@ -325,9 +325,12 @@ class TorchDevicePart(Part):
 
         They are as they came, unless a module keeps something in them, as averages of weights or counts of labels.
         """
-        module, every = self.module, {"remove_duplicate": False}  # also by the other names of what layers share
-        noised = {name for name, weight in module.named_parameters(**every) if weight.requires_grad}
-        noised |= {name for name, buffer in module.named_buffers(**every) if buffer.is_floating_point()}
+        # Also by the other names of what layers share.
+        weights, buffers = (
+            named(remove_duplicate=False) for named in (self.module.named_parameters, self.module.named_buffers)
+        )
+        noised = {name for name, weight in weights if weight.requires_grad}
+        noised |= {name for name, buffer in buffers if buffer.is_floating_point()}
         for name, tensor in self.state().items():
             if name not in noised and not name.endswith(_ITERATIONS):
                 tensor.copy_(base[name])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.config import Config
-from pipar.errors import BudgetSpentError, ConfigError, TrainingError
+from pipar.errors import BudgetSpentError, ConfigError, PrivacyError
 from pipar.privacy import accounting
 
 if TYPE_CHECKING:
@@ -143,29 +143,58 @@ class Spending:
         }
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """Where a device lets its network be cut, and why nowhere else."""
+
+    layers: int
+    allowed: frozenset[int]
+    why: str
+
+
 class Guard:
     """What a device itself allows to be sent of it, and the noise that only it knows.
 
-    It outlives connections and sessions: what was sent in any of them was sent.
+    It outlives connections and sessions: what was sent in any of them was sent. With something that remembers, it
+    outlives the device's program, too; `spent` is what was sent before.
     """
 
     def __init__(
-        self, noise_seed: int | None = None, *, least_multiplier: float = 0.0, budget: float = math.inf
+        self,
+        noise_seed: int | None = None,
+        *,
+        least_multiplier: float = 0.0,
+        budget: float = math.inf,
+        cuts: Cuts | None = None,
+        spent: Spent | None = None,
+        remember: Callable[[Spent], None] | None = None,
     ) -> None:
+        # Never the seed of a run before: who starts anew counts anew, and noise must not come twice.
         self.noise_seed = secrets.randbits(128) if noise_seed is None else noise_seed
-        self.spent = Spent()
+        self.spent = spent or Spent()
         self._least_multiplier = least_multiplier
         self._budget = budget
+        self._cuts = cuts
+        self._remember = remember
 
     def accept(self, multiplier: float, seen: Spent) -> None:
         """Take the noise that a server orders and the count that it has, or raise if that is not enough noise."""
         if multiplier < self._least_multiplier or (multiplier == 0.0 and self._budget < math.inf):
-            raise TrainingError(
+            raise PrivacyError(
                 f"The server orders noise of {multiplier:g} times the clip on updates, and this device's configuration "
                 f"wants {'some' if self._least_multiplier == 0.0 else f'at least {self._least_multiplier:g}'}: start "
                 "both with the same [privacy]."
             )
-        self.spent = self.spent.or_more(seen)
+        self._take(self.spent.or_more(seen))
+
+    def accept_cut(self, split_point: int, layers: int) -> None:
+        """Raise if a server wants activations of this device that its own configuration does not let it have."""
+        cuts = self._cuts
+        if cuts is not None and (layers != cuts.layers or split_point not in cuts.allowed):
+            raise PrivacyError(
+                f"The server orders the split point {split_point} of {layers}, and {cuts.why}: start both with the "
+                "same configuration."
+            )
 
     def check(self, multiplier: float) -> None:
         """Raise if one more release would exceed the budget."""
@@ -178,7 +207,13 @@ class Guard:
     def note(self, multiplier: float) -> None:
         """An update is about to be sent."""
         self.check(multiplier)
-        self.spent = self.spent.plus(multiplier)
+        self._take(self.spent.plus(multiplier))
+
+    def _take(self, spent: Spent) -> None:
+        """Take another count; it is remembered before anything that it counts is sent."""
+        if spent != self.spent and self._remember is not None:
+            self._remember(spent)
+        self.spent = spent
 
     def chance(self, device: str, epoch: int) -> Chance:
         """Return the noise of the next release, by a tensor's name.

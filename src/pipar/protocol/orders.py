@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipar.coding import encodings
+from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
 from pipar.protocol.messages import Body, Message, json_body, read_json
@@ -46,8 +48,8 @@ class Orders:
         for key, what in _AMOUNTS.items():
             if not (math.isfinite(content[key]) and content[key] >= 0):
                 raise ProtocolError(f"The server's welcome has a {what} of {content[key]}, not a number from 0 on.")
-        if content["noise_multiplier"] > 0 and content["keep_momentum"]:
-            raise ProtocolError("The server orders noise on updates and momentum that moves with layers, without any.")
+        if content["noise_multiplier"] > 0:
+            _check_noise(content)
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
         _check_encodings(plan)
         return cls(plan=plan, **content)
@@ -94,6 +96,16 @@ _CONTENT = {
     "keep_momentum": bool,
     **dict.fromkeys(_AMOUNTS, float),
 }
+
+
+def _check_noise(content: Mapping[str, Any]) -> None:
+    if content["keep_momentum"]:
+        raise ProtocolError("The server orders noise on updates and momentum that moves with layers, without any.")
+    for key in ("clip", "noise_multiplier"):
+        if not LEAST_SCALE <= content[key] <= LARGEST_SCALE:
+            raise ProtocolError(
+                f"The server's welcome has a {_AMOUNTS[key]} of {content[key]:g}, which computes wrong."
+            )
 
 
 def _check_encodings(plan: Plan) -> None:

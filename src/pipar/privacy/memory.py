@@ -1,0 +1,79 @@
+"""What a device remembers of its privacy when it is started again, in a file that is its own.
+
+That is what it has spent, and the key by which its labels were told: with another one they would be told a second time.
+The key of the noise on updates is not in it. It is drawn anew at each start, so that no noise can come twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from pathlib import Path
+from typing import Any
+
+from pipar.errors import InputError, PrivacyError
+from pipar.link.private_files import write_private
+from pipar.privacy.spending import Spent
+
+FORMAT = 1
+_FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_squared": float}
+
+
+class Memory:
+    """The file of one device; what it says is on the disk before a method returns."""
+
+    def __init__(self, path: Path, device: str, label_seed: int, spent: Spent) -> None:
+        self.label_seed = label_seed
+        self.spent = spent
+        self._path = path
+        self._device = device
+
+    @classmethod
+    def open(cls, path: Path, device: str) -> Memory:
+        """Return what a file says of a device; one that is not there is begun."""
+        try:
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            begun = cls(path, device, secrets.randbits(128), Spent())
+            begun.remember(begun.spent)
+            return begun
+        except OSError as error:
+            raise InputError(f"Cannot read --privacy-file {path}: {error.strerror}.") from None
+        except ValueError:
+            text = ""
+        content = _read(text)
+        if content is None:
+            raise InputError(
+                f"--privacy-file {path} is not what `pipar device` wrote: bring it back, or give another one, by which this "
+                "device begins to count anew."
+            )
+        if content["device"] != device:
+            raise InputError(f"--privacy-file {path} is that of '{content['device']}': give '{device}' its own.")
+        return cls(path, device, int(content["label_key"], 16), Spent(content["releases"], content["mu_squared"]))
+
+    def remember(self, spent: Spent) -> None:
+        """Write down what the device has spent, with what is about to be sent; if that fails it may not be."""
+        content = {
+            "format": FORMAT,
+            "device": self._device,
+            "label_key": f"{self.label_seed:032x}",
+            "releases": spent.releases,
+            "mu_squared": float(spent.mu_squared),
+        }
+        try:
+            write_private(self._path, json.dumps(content).encode() + b"\n")
+        except InputError as error:
+            raise PrivacyError(f"{error} It is the --privacy-file: what is not counted is not sent.") from None
+        self.spent = spent
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    """Return the content of a file; None if it is not one."""
+    try:
+        content = json.loads(text)
+        is_one = {key: type(value) for key, value in content.items()} == _FIELDS and content["format"] == FORMAT
+        is_one = is_one and content["releases"] >= 0 and 0 <= content["mu_squared"] < math.inf
+        return content if is_one and int(content["label_key"], 16) >= 0 else None
+    except (ValueError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,113 @@
+"""A device that is started again knows what it has spent and how it has told its labels, and nobody else does."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipar.config import config_from
+from pipar.data.datasets import Images
+from pipar.data.shard import Disguise, Shard
+from pipar.deployment import DeviceOptions, device_workload, own_guard
+from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
+from pipar.privacy.accounting import cost, epsilon_after
+from pipar.privacy.memory import Memory
+from pipar.privacy.spending import Spent
+
+
+def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "pi.json"
+    target = epsilon_after(4.0, 3, 1e-5) * 1.001
+    config = config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}})
+    first = own_guard(config, memory=Memory.open(path, "pi"))
+    for _ in range(2):
+        first.note(4.0)
+    again = own_guard(config, memory=Memory.open(path, "pi"))
+    assert again.spent == Spent(2, 2 * cost(4.0))
+    assert again.noise_seed != first.noise_seed
+    again.note(4.0)
+    with pytest.raises(BudgetSpentError, match="has sent 3 updates"):
+        own_guard(config, memory=Memory.open(path, "pi")).check(4.0)
+
+
+def test_what_a_server_has_seen_is_remembered_too(tmp_path: Path) -> None:
+    guard = own_guard(config_from({}), memory=Memory.open(tmp_path / "pi.json", "pi"))
+    guard.accept(4.0, Spent(5, 5 * cost(4.0)))
+    assert Memory.open(tmp_path / "pi.json", "pi").spent.releases == 5
+
+
+def test_the_file_is_its_owners_only(tmp_path: Path) -> None:
+    Memory.open(tmp_path / "pi.json", "pi")
+    assert stat.S_IMODE((tmp_path / "pi.json").stat().st_mode) == 0o600
+
+
+def test_what_cannot_be_written_down_is_not_sent(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    guard = own_guard(config_from({}), memory=Memory.open(folder / "pi.json", "pi"))
+    (folder / "pi.json").unlink()
+    folder.rmdir()
+    folder.write_text("no folder any more")
+    with pytest.raises(PrivacyError, match="what is not counted is not sent"):
+        guard.note(4.0)
+    assert guard.spent == Spent()
+
+
+GOOD = {"format": 1, "device": "pi", "label_key": "ff", "releases": 1, "mu_squared": 0.25}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "[]", "nothing", *({**GOOD, **change} for change in (
+        {"format": 2}, {"releases": -1}, {"releases": 1.5}, {"mu_squared": float("nan")}, {"label_key": "no number"},
+    ))],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_and_stays_as_it_is(tmp_path: Path, wrong: Any) -> None:
+    path = tmp_path / "pi.json"
+    text = wrong if isinstance(wrong, str) else json.dumps(wrong)
+    path.write_text(text)
+    with pytest.raises(InputError, match="is not what `pipar device` wrote"):
+        Memory.open(path, "pi")
+    assert path.read_text() == text
+
+
+def test_the_file_of_another_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pi.json").write_text(json.dumps(GOOD))
+    assert Memory.open(tmp_path / "pi.json", "pi").label_seed == 255
+    with pytest.raises(InputError, match="is that of 'pi': give 'other' its own"):
+        Memory.open(tmp_path / "pi.json", "other")
+
+
+# --- labels
+
+
+def told(labels: torch.Tensor, disguise: Disguise) -> torch.Tensor:
+    images = Images(torch.zeros((len(labels), 1, 2, 2)), labels)
+    shard = Shard(images, torch.arange(len(labels)).numpy(), "pi", disguise=disguise)
+    assert shard._told is not None
+    return shard._told
+
+
+def test_labels_are_told_alike_after_a_restart_but_others_are_told_by_another_chance() -> None:
+    labels = torch.arange(400) % 10
+    first = Disguise(1, 0.0, 1.0, lambda: 10, label_seed=5)
+    once = told(labels, first)
+    assert torch.equal(told(labels, replace(first, noise_seed=2)), once)  # the noise of another start
+    assert not torch.equal(told(labels, replace(first, label_seed=None)), once)
+    # With the same chance every difference of two answers would be that of their labels.
+    other = told((labels + 1) % 10, first)
+    assert ((other - once) % 10 == 1).float().mean() < 0.5
+    assert not torch.equal(told(labels, replace(first, label_epsilon=1.001)), once)
+
+
+def test_classes_are_not_counted_in_labels_that_are_to_be_hidden() -> None:
+    tree = {"privacy": {"label_epsilon": 1.0}, "data": {"factory": "somewhere:make"}}
+    with pytest.raises(ConfigError, match=r"needs data\.classes"):
+        device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1"))
+    tree["data"] |= {"classes": 10}
+    assert device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1")).classes == 10
