@@ -157,6 +157,8 @@ def train(
     outcome = Outcome(spending=Spending(terms))
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
     noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
+    if terms is not None and terms.target_epsilon is not None:
+        noise["budget"] = terms.budget
     orders = {name: Orders(n, plan, 2, 10, False, keep_momentum, **noise) for n, name in enumerate(devices, start=1)}
 
     def emit(result: EpochResult, spans: list[Span]) -> None:

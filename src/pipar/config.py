@@ -442,8 +442,8 @@ class Config(_Section):
         return self
 
 
-#: Clips and multipliers of noise beyond these leave the numbers that computers are exact with: a server that orders them
-#: would have a device add less noise than it counts.
+#: Clips and multipliers of noise beyond these leave the numbers that computers are exact with: a server that orders
+#: them would have a device add less noise than it counts.
 LEAST_SCALE, LARGEST_SCALE = 1e-100, 1e100
 
 

@@ -118,7 +118,8 @@ class Device:
         self._orders = Orders.read(welcome)
         self._channel.session = self._orders.session
         try:
-            self._guard.accept(self._orders.noise_multiplier, Spent(self._orders.releases, self._orders.spent))
+            seen = Spent(self._orders.releases, self._orders.spent)
+            self._guard.accept(self._orders.noise_multiplier, seen, self._orders.budget)
             self._guard.accept_cut(self._orders.plan.split_point, self._orders.layers)
             self._part = self._build_part(self._orders)
             self._observe(Welcomed(self.name, str(self._orders.plan)))

@@ -116,6 +116,7 @@ class Job:
                 changes_below_bps=fleet.changes_below_bps(member) if fleet.keeps_base(member) else 0.0,
                 clip=config.privacy.clip,
                 noise_multiplier=0.0 if terms is None else terms.multiplier,
+                budget=0.0 if terms is None or math.isinf(terms.budget) else terms.budget,
             )
             for number, member in enumerate(fleet.members, start=1)
         }

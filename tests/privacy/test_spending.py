@@ -272,6 +272,19 @@ def test_a_device_refuses_to_send_beyond_its_own_budget_whatever_the_server_says
     assert any("would exceed its privacy budget" in event.reason for event in outcome.of(Dropped))
 
 
+def test_the_budget_of_a_training_holds_for_a_device_that_has_none_of_its_own() -> None:
+    """Its server may not know yet what it has sent."""
+    guard = Guard(1)
+    guard.accept(4.0, Spent(), 2 * cost(4.0))
+    guard.note(4.0)
+    guard.accept(4.0, Spent(), 2 * cost(4.0))
+    guard.note(4.0)
+    with pytest.raises(BudgetSpentError, match="has sent 2 updates"):
+        guard.check(4.0)
+    guard.accept(4.0, Spent())  # another server's training, without a budget
+    guard.check(4.0)
+
+
 @pytest.mark.parametrize("said", [{"releases": -1, "spent": 1.0}, {"releases": 1, "spent": "much"}, {"spent": 1e999}])
 def test_a_count_that_is_none_is_a_breach(said: dict[str, Any]) -> None:
     async def liar(channel: Channel) -> None:

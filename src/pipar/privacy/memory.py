@@ -45,8 +45,8 @@ class Memory:
         content = _read(text)
         if content is None:
             raise InputError(
-                f"--privacy-file {path} is not what `pipar device` wrote: bring it back, or give another one, by which this "
-                "device begins to count anew."
+                f"--privacy-file {path} is not what `pipar device` wrote: bring it back, or give another one, by which "
+                "this device begins to count anew."
             )
         if content["device"] != device:
             raise InputError(f"--privacy-file {path} is that of '{content['device']}': give '{device}' its own.")

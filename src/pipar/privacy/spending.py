@@ -173,18 +173,23 @@ class Guard:
         self.noise_seed = secrets.randbits(128) if noise_seed is None else noise_seed
         self.spent = spent or Spent()
         self._least_multiplier = least_multiplier
-        self._budget = budget
+        self._own_budget = self._budget = budget
         self._cuts = cuts
         self._remember = remember
 
-    def accept(self, multiplier: float, seen: Spent) -> None:
-        """Take the noise that a server orders and the count that it has, or raise if that is not enough noise."""
-        if multiplier < self._least_multiplier or (multiplier == 0.0 and self._budget < math.inf):
+    def accept(self, multiplier: float, seen: Spent, budget: float = 0.0) -> None:
+        """Take the noise that a server orders and the count that it has, or raise if that is not enough noise.
+
+        Its budget holds besides the device's own, unless it is 0: what is still on its way, as the update of a round
+        that went on without the device, only the device knows of.
+        """
+        if multiplier < self._least_multiplier or (multiplier == 0.0 and self._own_budget < math.inf):
             raise PrivacyError(
                 f"The server orders noise of {multiplier:g} times the clip on updates, and this device's configuration "
                 f"wants {'some' if self._least_multiplier == 0.0 else f'at least {self._least_multiplier:g}'}: start "
                 "both with the same [privacy]."
             )
+        self._budget = min(self._own_budget, budget or math.inf)
         self._take(self.spent.or_more(seen))
 
     def accept_cut(self, split_point: int, layers: int) -> None:

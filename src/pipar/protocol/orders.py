@@ -30,6 +30,8 @@ class Orders:
     #: C and sigma: what a round has changed is clipped to C, and covered with noise of sigma C; sigma 0: neither.
     clip: float = 1.0
     noise_multiplier: float = 0.0
+    #: The largest mu^2 that the training's target allows; 0 without a target.
+    budget: float = 0.0
     #: What the server has seen of this device's updates: how many, and the mu^2 that they add up to.
     releases: int = 0
     spent: float = 0.0
@@ -87,6 +89,7 @@ _AMOUNTS = {
     "changes_below_bps": "rate for changes",
     "clip": "norm to clip to",
     "noise_multiplier": "multiplier of noise",
+    "budget": "budget",
     "spent": "sum of releases",
 }
 _CONTENT = {
