@@ -53,6 +53,7 @@ PLAN_MAP = Experiment(
     ("network", "data", "link", "split_point", "micro_batches", "seconds", "score", "chosen", "run"),
     plot=partial(plot_if_possible, "selection"),
     rows=_rows,
-    notes="Seconds of an epoch of 100 devices that all have this plan, as simulated; a plan that does not fit into a "
-    "board's memory has no row. The score is the best epoch over this one.",
+    notes="Seconds of an epoch of 100 devices that all have this plan, as the planner simulates them; how well it does "
+    "where it does not know the costs is in `selection-small`. A plan that does not fit into a board's memory has no "
+    "row. The score is the best epoch of these over this one.",
 )
