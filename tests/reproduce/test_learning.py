@@ -123,16 +123,28 @@ def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, v
     assert (compared.paper, compared.place) == ("-0.02", "V-C2, Table V")
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(0.0, "inside"), (0.05, "inside"), (0.3, "above")])
-def test_curves_lie_on_each_other_if_they_are_as_near_as_those_of_one_method(off: float, verdict: str) -> None:
-    runs = [
-        outcome(method, seed, 0.9, (1.0, 0.5 + seed / 10 + (off if method == "pipar" else 0.0)))
+def curves(*seeds_change: float, off: float) -> list[Outcome]:
+    """Runs whose losses change by so much from seed to seed in each epoch; in the last one pipar's is `off`."""
+    return [
+        outcome(method, seed, 0.9, (*losses[:-1], losses[-1] + (off if method == "pipar" else 0.0)))
         for seed in SEEDS
         for method in METHODS
+        for losses in [tuple(1.0 + seed * change for change in seeds_change)]
     ]
-    (compared,) = compare_losses(loss_rows(runs))
-    assert compared.ours == pytest.approx(off)
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.05, "inside"), (0.3, "above"), (-0.3, "above")])
+def test_curves_lie_on_each_other_if_they_are_as_near_as_those_of_one_method(off: float, verdict: str) -> None:
+    (compared,) = compare_losses(loss_rows(curves(0.1, 0.1, off=off)))
+    assert compared.ours == pytest.approx(abs(off))
+    assert compared.high == pytest.approx(0.2)
     assert compared.verdict == verdict
+
+
+def test_a_spread_of_one_epoch_does_not_excuse_another() -> None:
+    (compared,) = compare_losses(loss_rows(curves(0.5, 0.01, off=0.1)))
+    assert compared.verdict == "above"
+    assert "epoch 2" in compared.what
 
 
 def test_weights_that_differ_in_what_float64_can_tell_are_not_equal() -> None:
