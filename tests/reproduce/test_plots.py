@@ -192,6 +192,7 @@ def test_losses_are_the_mean_of_the_seeds_with_their_span_behind_it() -> None:
     widths = [line.get_linewidth() for line in axes.get_lines()]
     assert widths == sorted(widths, reverse=True)
     assert len(set(widths)) == 3, "curves that lie on each other must all be seen"
+    assert all(float(tick).is_integer() for tick in axes.get_xticks()), "there is no half epoch"
     spans = [band.get_paths()[0].get_extents().intervaly.tolist() for band in axes.collections]
     assert spans == [[2.0, 6.0]] * 3
 

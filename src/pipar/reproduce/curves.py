@@ -35,11 +35,14 @@ def draw_losses(rows: Rows) -> Figure:
 
     Curves that are equal lie on each other: each one is thinner than the one below it.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, found = panels(having(rows, "val_loss"), across="network", down="data")
     for panel in found:
         methods = distinct(panel.rows, "method")
         for number, method in enumerate(methods):
             _loss_curve(panel, method, look_of(method, methods), width=1.2 + 1.4 * (len(methods) - 1 - number))
+        panel.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.axes.set_xlabel("epoch")
         panel.axes.set_ylabel("validation loss")
     legend(figure)
