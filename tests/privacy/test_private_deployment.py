@@ -21,6 +21,7 @@ from pipar.keeper import CheckpointKeeper
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
+from pipar.privacy.memory import Memory
 from pipar.privacy.spending import Cuts, Spending, Spent, terms_of
 from pipar.protocol.messages import EMPTY
 from pipar.trace import Recorder
@@ -125,7 +126,8 @@ def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(t
     with place(tmp_path, profiles, tree) as here:
         server = here.server()
         address = address_of(server)
-        devices = [here.device(name, address) for name in ("pi-1", "pi-2")]
+        kept = tmp_path / "pi-1.json"
+        devices = [here.device("pi-1", address, "--privacy-file", str(kept)), here.device("pi-2", address)]
         server.says("round 2 is saved")
         server.kill()
         server = here.server("--resume", listen=address)
@@ -140,6 +142,7 @@ def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(t
             assert len(rounds) <= entry["releases"] <= 5
             assert entry["epsilon"] == pytest.approx(epsilon_after(multiplier, entry["releases"], 1e-5))
         assert max(entry["epsilon"] for entry in spent.values()) == result["epsilon"] <= 6.0
+        assert Memory.open(kept, "pi-1").spent.releases == spent["pi-1"]["releases"]
         # A round that was sent to the server that crashed was sent: then there is none left for the last one.
         assert len(rounds) == 5 or (len(rounds) == 4 and "privacy.target_epsilon is 6" in result["stopped"])
         assert (result["stopped"] is None) == (len(rounds) == 5)
