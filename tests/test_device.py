@@ -403,6 +403,10 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
         "changes of a model that it has not sent",
     ),
     "a round before any model": ([welcome(), Message(Kind.ROUND, 1)], "before there is a model to train"),
+    "a round before the model of a new plan": (
+        [welcome(), MODEL, Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))), Message(Kind.ROUND, 2)],
+        "before there is a model to train",
+    ),
     "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which a device does not take"),
     "a plan without numbers": ([welcome(), Message(Kind.PLAN, 1, body=json_body({}))], "is not a plan"),
     "a plan behind the last layer": ([welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))], "says P=3"),

@@ -286,7 +286,7 @@ class Device:
             return
         build = Work("install", message.epoch)
         part, leaving = await self._compute.run((build, partial(self._rebuild, self._orders)))
-        self._part = part
+        self._part, self._model_bytes = part, None  # the model for it comes behind the plan
         if self._orders.keep_momentum:
             self._channel.post(Message(Kind.STATE, message.epoch, body=leaving))
             self._awaits_momentum = True
