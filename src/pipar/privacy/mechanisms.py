@@ -57,8 +57,11 @@ def update_norm(trained: Mapping[str, Array], received: Mapping[str, Array]) -> 
             for part, before in zip(_chunks(_flat(values)), _chunks(_flat(received[name])), strict=True):
                 change = np.subtract(part, before, dtype=np.float64)
                 squares.append(float(np.dot(change, change)))
-    # fsum would raise where there are infinities of both signs; squares have none below zero.
-    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+    try:
+        norm = math.sqrt(math.fsum(squares))
+    except OverflowError:  # each is a number, and their sum is none
+        return math.nan
+    return norm if math.isfinite(norm) else math.nan
 
 
 def clip_factor(norm: float, clip: float) -> float:
