@@ -11,7 +11,7 @@ from leakages import LEAKS, cut, table, written
 
 from pipar.config import Config, config_from
 from pipar.errors import ConfigError, InputError, PlanError
-from pipar.privacy.leakage_file import LeakageTable, Subject, as_csv, as_markdown
+from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt, Subject, as_csv, as_markdown
 from pipar.privacy.leakage_limit import LeakageLimit
 
 LAYERS = table().layers
@@ -109,6 +109,12 @@ def test_what_was_not_measured_counts_as_leaking_everything_if_nobody_asks_for_i
     assert leaky(given) == {1: 1.0, 3: 1.0, 4: 1.0}
     alone = limited(tmp_path, 0.7, file={"leaks": {}}, run={"method": "fl"})
     assert leaky(alone) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
+
+
+def test_a_limit_needs_what_the_strongest_attack_rebuilds(tmp_path: Path) -> None:
+    weak = tuple(CutLeakage(p, 0.7, {"small": Rebuilt(0.1, 10.0)}) for p in LEAKS)
+    with pytest.raises(ConfigError, match=r"by the attacks small alone, and a limit needs what decoder, the strongest"):
+        leaky(limited(tmp_path, file={"attacks": {"small": "a few steps"}, "cuts": weak}))
 
 
 def test_more_noise_than_was_measured_with_is_allowed_and_less_is_not(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from pipar.errors import ConfigError, PlanError
 from pipar.methods import METHODS
 from pipar.privacy.leakage_file import LeakageTable, Subject
 
+#: A limit that holds against a weak attack alone says nothing.
+STRONGEST = "decoder"
+
 
 @dataclass(frozen=True)
 class LeakageLimit:
@@ -31,6 +34,11 @@ class LeakageLimit:
             raise ConfigError(
                 f"privacy.leakage = {privacy.leakage} was measured of {table.subject}, but {subject} is to be trained: "
                 "measure that with 'pipar leakage'."
+            )
+        if STRONGEST not in table.attacks:
+            raise ConfigError(
+                f"privacy.leakage = {privacy.leakage} was measured by the attacks {', '.join(table.attacks)} alone, and "
+                f"a limit needs what {STRONGEST}, the strongest, rebuilds: measure with it by 'pipar leakage'."
             )
         if table.pixel_scale > privacy.pixel_scale:
             raise ConfigError(
