@@ -11,6 +11,7 @@ from pipar.reproduce.efficiency import IDLE_LARGE, IDLE_SMALL, TIME_LARGE, TIME_
 from pipar.reproduce.experiment import Experiment
 from pipar.reproduce.hardware import TESTBED
 from pipar.reproduce.learning import ACCURACY, CONVERGENCE, EQUALITY
+from pipar.reproduce.noise import PRIVACY
 from pipar.reproduce.plan_map import PLAN_MAP
 from pipar.reproduce.scale import SCALE
 from pipar.reproduce.selection import SELECTION_LARGE, SELECTION_SMALL
@@ -20,7 +21,7 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         TESTBED, TIME_SMALL, TIME_LARGE, IDLE_SMALL, IDLE_LARGE, SELECTION_SMALL, SELECTION_LARGE, PLAN_MAP,
-        BATCH_SIZE, HETEROGENEOUS, BANDWIDTH, TODAY, EXACT_WIRE, SCALE, EQUALITY, CONVERGENCE, ACCURACY,
+        BATCH_SIZE, HETEROGENEOUS, PRIVACY, BANDWIDTH, TODAY, EXACT_WIRE, SCALE, EQUALITY, CONVERGENCE, ACCURACY,
     )
 }  # fmt: skip
 #: Stands for all of them.
