@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pipar.planner.select import TIE
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published
@@ -22,7 +23,7 @@ DEVICE_COUNTS = (DEVICES, 10, 1)
 #: A printed time is met if ours is off by no more than this.
 NEAR = 0.25
 #: Two simulations of the same plan may differ in their last digits.
-ROUNDING = 1e-6
+_ROUNDING = 1e-6
 
 WHERE = ("network", "data", "link", "devices")
 _SERVER_BOUND = "the server's cores are the bottleneck: the paper's rows imply faster ones, see `testbed`"
@@ -73,7 +74,6 @@ def _row(where: Row, by_method: Mapping[str, Outcome], names: Mapping[str, str])
         row |= {f"{method}_{short}": result.get(name) for method, result in of.items()}
     row |= {f"{method}_plan": result.get("plan") for method, result in of.items() if method != "fl"}
     pipar = of.get("pipar", {})
-    row["is_whole"] = pipar.get("is_whole")
     busy = pipar.get("utilisation") or {"nothing": 0.0}
     row["bottleneck"] = max(busy, key=lambda lane: busy[lane])
     row["run"] = " ".join(outcome.cell.key for outcome in by_method.values())
@@ -131,26 +131,16 @@ def compare_times(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _ties(rows: Sequence[Row], devices: int) -> list[Compared]:
-    """Count the cases in which pipar has no plan of its own, because that of fl or sfl is the best, and is as quick.
-
-    By a plan of its own it is quicker, or its planner was wrong.
-    """
-    shared = [_is_same_plan(row, other) for row in rows for other in ("fl", "sfl") if row.get(f"{other}_s") is not None]
-    slower = sum(
-        found <= 1 + ROUNDING
-        for row in rows
-        for other in ("fl", "sfl")
-        if (found := ratio(row, other, "pipar")) is not None and not _is_same_plan(row, other)
-    )
+    """Count the cases in which another method takes as long as pipar, as its planner sees it, and those of less."""
+    ratios = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
     place, whose = "V-B1, Fig. 4 and 5", who(devices)
-    what = f"{whose}: cases in which pipar chooses the very plan of fl (P = Q) or of sfl (N = 1)"
-    lines = [Compared(place, what, "0", float(sum(shared)), low=0.0, high=0.0, why=why(rows))]
-    what = f"{whose}: cases in which pipar is not quicker than fl or sfl by another plan"
-    return [*lines, Compared(place, what, "0", float(slower), low=0.0, high=0.0)]
-
-
-def _is_same_plan(row: Row, other: str) -> bool:
-    return bool(row["is_whole"]) if other == "fl" else row["pipar_plan"] == row["sfl_plan"]
+    ties = float(sum(abs(found - 1) <= TIE for found in ratios))
+    what = f"{whose}: cases in which fl or sfl takes as long as pipar, which has chosen P = Q or N = 1"
+    slower = float(sum(found < 1 - TIE for found in ratios))
+    return [
+        Compared(place, what, "0", ties, low=0.0, high=0.0, why=why(rows)),
+        Compared(place, f"{whose}: cases in which pipar takes longer than fl or sfl", "0", slower, low=0.0, high=0.0),
+    ]
 
 
 def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> list[Compared]:
@@ -164,7 +154,7 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
         return [against(statement, values, what=what, why=why(rows))] if values else []
     # "In all cases": a plan that is federated learning is a tie with it.
     values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-    return [replace(against(statement, values, what=what), within=ROUNDING)]
+    return [replace(against(statement, values, what=what), within=TIE)]
 
 
 def _spreads(statement: Statement, rows: Sequence[Row]) -> list[float]:
@@ -239,7 +229,7 @@ def compare_idle(rows: Sequence[Row]) -> list[Compared]:
 def _never_more(rows: Sequence[Row], devices: int) -> Compared:
     """Count the rows in which the server idles longer by pipar than by another method."""
     worse = sum(
-        row["pipar_server_idle"] > row[f"{other}_server_idle"] * (1 + ROUNDING)
+        row["pipar_server_idle"] > row[f"{other}_server_idle"] * (1 + _ROUNDING)
         for row in rows
         for other in ("fl", "sfl")
         if row.get(f"{other}_server_idle") is not None and row["pipar_server_idle"] is not None

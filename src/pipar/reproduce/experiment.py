@@ -31,7 +31,8 @@ class Cell:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return " ".join(str(label) for label in self.labels.values()) or self.key
+        words = [str(label) for label in self.labels.values() if not isinstance(label, bool)]
+        return " ".join(words) or self.key
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
+from pipar.planner.select import TIE
 from pipar.reproduce.efficiency import (
     METHODS,
-    ROUNDING,
     TIME_NOTES,
     about,
     by_all_methods,
@@ -47,7 +47,7 @@ def _compare_batch_sizes(rows: Sequence[Row]) -> list[Compared]:
         else:
             values = _quicker_with_more(concerned)
         what = f"{', '.join(statement.models)}: {statement.what}"
-        lines.append(replace(against(statement, values, what=what), within=ROUNDING))
+        lines.append(replace(against(statement, values, what=what), within=TIE))
     return lines
 
 
@@ -97,7 +97,7 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
             values = present(ratio(row, statement.against, "pipar") for row in about(statement, mixed))
         else:
             values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-        lines.append(replace(against(statement, values, why=why(mixed)), within=ROUNDING))
+        lines.append(replace(against(statement, values, why=why(mixed)), within=TIE))
     return lines
 
 
