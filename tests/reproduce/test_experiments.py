@@ -81,6 +81,13 @@ def test_a_quicker_method_and_a_tie_are_told_apart(seconds: float, quickest: str
     assert [line.ours for line in _lines(compared, "takes longer")] == [slower]
 
 
+def test_a_gain_that_is_larger_than_the_papers_is_said_to_be_one() -> None:
+    results = {"fl": timing(90.0), "sfl": timing(15.0), "pipar": timing(10.0)}
+    compared = TIME_SMALL.compare(TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
+    line = _lines(compared, "vgg5, 100 devices: epoch of fl over epoch of pipar")[0]
+    assert (line.verdict, line.why) == ("above", "pipar gains more here than in the paper")
+
+
 def test_a_server_that_idles_longer_by_pipar_is_counted() -> None:
     results = {
         "fl": timing(10.0, server_idle_s=9.0),
