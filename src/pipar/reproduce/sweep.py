@@ -80,9 +80,8 @@ def _run_all(cells: Sequence[Cell], processes: int) -> Generator[tuple[Cell, Res
             for done in as_completed(running):
                 yield running[done], done.result()
         except BaseException:  # also of who reads: nobody waits for what is being computed
-            pool.shutdown(wait=False, cancel_futures=True)
             _end(child for child in multiprocessing.active_children() if child not in others)
-            raise
+            raise  # without its processes the pool gives up everything else, and is waited for
 
 
 def _end(children: Iterable[Any]) -> None:
