@@ -119,7 +119,7 @@ def why(rows: Sequence[Row]) -> str:
     return _SERVER_BOUND if any(row["bottleneck"] == "server" for row in rows) else ""
 
 
-def _gained(line: Compared, rows: Sequence[Row]) -> Compared:
+def gained(line: Compared, rows: Sequence[Row]) -> Compared:
     """Return a line about what pipar gains over another method, with why it is not the paper's."""
     return replace(line, why=_MORE if line.verdict == "above" else why(rows))
 
@@ -157,7 +157,7 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
         return [against(statement, _spreads(statement, rows), what=what)]
     if statement.method is not None and statement.against is not None:
         values = present(ratio(row, statement.against, statement.method) for row in rows)
-        return [_gained(against(statement, values, what=what), rows)] if values else []
+        return [gained(against(statement, values, what=what), rows)] if values else []
     # "In all cases": a plan that is federated learning is a tie with it.
     values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
     return [replace(against(statement, values, what=what), within=TIE)]
@@ -227,7 +227,7 @@ def compare_idle(rows: Sequence[Row]) -> list[Compared]:
             concerned, value = about(statement, here), "_".join(statement.name.split("-")[:2])
             values = present(ratio(row, str(statement.against), "pipar", value) for row in concerned)
             what = f"{who(devices)}: {statement.what}, at most"
-            lines += [_gained(against(statement, values, what=what), concerned)] if values else []
+            lines += [gained(against(statement, values, what=what), concerned)] if values else []
         lines.append(_never_more(here, devices))
     return lines
 

@@ -13,10 +13,10 @@ from pipar.reproduce.efficiency import (
     TIME_NOTES,
     about,
     by_all_methods,
+    gained,
     present,
     ratio,
     time_rows,
-    why,
 )
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Row
 from pipar.reproduce.plots import plot_if_possible
@@ -97,7 +97,7 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
             values = present(ratio(row, statement.against, "pipar") for row in about(statement, mixed))
         else:
             values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-        lines.append(replace(against(statement, values, why=why(mixed)), within=TIE))
+        lines.append(gained(replace(against(statement, values), within=TIE), mixed))
     return lines
 
 
