@@ -37,8 +37,8 @@ class LeakageLimit:
             )
         if STRONGEST not in table.attacks:
             raise ConfigError(
-                f"privacy.leakage = {privacy.leakage} was measured by the attacks {', '.join(table.attacks)} alone, and "
-                f"a limit needs what {STRONGEST}, the strongest, rebuilds: measure with it by 'pipar leakage'."
+                f"privacy.leakage = {privacy.leakage} was measured by the attacks {', '.join(table.attacks)} alone, "
+                f"and a limit needs what {STRONGEST}, the strongest, rebuilds: measure with it by 'pipar leakage'."
             )
         if table.pixel_scale > privacy.pixel_scale:
             raise ConfigError(
