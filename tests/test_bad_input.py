@@ -69,7 +69,7 @@ COMMANDS = [
     ("leakage --attacks large", "--attacks names 'large', which is not one: there are small, long, decoder."),
     ("leakage --model vgg6", "--model vgg6 is neither a network nor a file: the networks are vgg5,"),
     ("leakage --model torn.toml", "torn.toml is not a safetensors file: give the model.safetensors of a run."),
-    ("leakage -o nowhere", "Cannot write to nowhere: it is not a folder"),
+    ("leakage -o /dev/null/here", "Cannot write to the folder /dev/null/here: Not a directory; give another one."),
     ("plan --set privacy.max_leakage=0.5", "privacy.max_leakage = 0.5 needs privacy.leakage"),
     (
         "plan --set privacy.max_leakage=0.5 --set privacy.leakage=none.json",

@@ -611,7 +611,8 @@ def _sentence(error: ValidationError) -> str:
         return f"{where} = {given!r} is not known{hint}; allowed are {allowed}."
     if kind == "value_error":
         cause = str(first["ctx"]["error"])
-        return f"{where} = {given!r} {cause}." if where else f"{cause}."
+        # What is wrong with two keys of a section names them itself.
+        return f"{cause}." if not where or cause.startswith(f"{where}.") else f"{where} = {given!r} {cause}."
     if kind == "model_type":
         return f"{where} = {given!r} is not allowed: write a section [{where}] with its keys below it."
     return f"{where} = {given!r} is not allowed: it {_should(first['msg'])}."

@@ -19,7 +19,7 @@ from pipar.methods import Plan
 from pipar.privacy.leakage_file import as_rows, how_lines, last_line
 from pipar.results import plan_from_json
 from pipar.units import format_bytes, format_percent
-from pipar.wording import setting_text
+from pipar.wording import privacy_text, range_text, setting_text
 
 if TYPE_CHECKING:
     from pipar.data.catalog import DatasetInfo
@@ -112,12 +112,7 @@ def _plans_in_short(content: Mapping[str, Any]) -> str:
     cuts, pieces = ([get(plan) for plan in plans] for get in (attrgetter("split_point"), attrgetter("micro_batches")))
     windows = {plan.window for plan in plans}
     schedule = f" 1f1b({windows.pop()})" if len(windows) == 1 and 0 not in windows else ""
-    return f"P={_range_text(cuts)} N={_range_text(pieces)}{schedule}"
-
-
-def _range_text(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least}-{most}"
+    return f"P={range_text(cuts)} N={range_text(pieces)}{schedule}"
 
 
 def _plans(content: Mapping[str, Any]) -> list[Plan]:
@@ -161,24 +156,15 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
     if content["test_accuracy"] is not None:
         table.add_row("test accuracy", percent(content["test_accuracy"]))
-    if content.get("privacy") is not None:
-        table.add_row("privacy", _privacy(content["privacy"]))
+    privacy = privacy_text(content, config, "\n")
+    if privacy is not None:
+        table.add_row("privacy", privacy)
     if content.get("stopped") is not None:
         table.add_row("stopped", content["stopped"])
     table.add_row("equivalence", content["equivalence"])
     table.add_row("folder", f"{result.folder}/")
     table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
     return Group(Text(), table)
-
-
-def _privacy(privacy: Mapping[str, Any]) -> str:
-    """Return what the devices have spent, and by what: "epsilon 3.2 at delta 1e-05 by 5 updates each"."""
-    devices = privacy["devices"]
-    spent, releases = [one["epsilon"] for one in devices] or [0.0], [one["releases"] for one in devices] or [0]
-    least, most = (f"{value:.4g}" for value in (min(spent), max(spent)))
-    each = f"{_range_text(releases)} update{'' if releases == [1] * len(releases) else 's'} of each device"
-    noise = f"clipped to {privacy['clip']:g}, noise {privacy['noise_multiplier']:.4g} times that"
-    return f"epsilon {most if least == most else f'{least} to {most}'} at delta {privacy['delta']:g} by {each}, {noise}"
 
 
 def _world(content: Mapping[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""Links, devices and plans in the words that tables and pages have in common."""
+"""Links, devices, plans and privacy in the words that tables and pages have in common."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pipar.config import Config, DeviceSection, Link
 
@@ -48,3 +49,35 @@ def plans_text(plans: Iterable[str]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{count} x {plan}" for plan, count in sorted(counts.items()))
+
+
+def range_text(numbers: Sequence[int]) -> str:
+    """Return "3", or "3-5" where they differ."""
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def privacy_text(result: Mapping[str, Any], config: Config | None, between: str = "; ") -> str | None:
+    """Return how a run hid what left its devices, and what that cost; None if it hid nothing."""
+    said = [_updates_text(result["privacy"], str(result.get("method")))] if result.get("privacy") else []
+    privacy = config.privacy if config else None
+    if privacy and privacy.pixel_epsilon is not None:
+        said.append(
+            f"inputs: noise of {privacy.pixel_scale:.3g} on each normalised value (PixelDP with epsilon "
+            f"{privacy.pixel_epsilon:g} and delta {privacy.pixel_delta:g} for changes up to {privacy.pixel_bound:g})"
+        )
+    if privacy and privacy.label_epsilon is not None:
+        said.append(f"labels: randomised response with epsilon {privacy.label_epsilon:g} where they leave a device")
+    return between.join(said) or None
+
+
+def _updates_text(privacy: Mapping[str, Any], method: str) -> str:
+    """Return what the devices have spent, by what, and what it does not speak of."""
+    devices = privacy["devices"]
+    spent, releases = [one["epsilon"] for one in devices] or [0.0], [one["releases"] for one in devices] or [0]
+    least, most = (f"{value:.4g}" for value in (min(spent), max(spent)))
+    each = f"{range_text(releases)} update{'' if releases == [1] * len(releases) else 's'} of each device"
+    noise = f"clipped to {privacy['clip']:g}, noise {privacy['noise_multiplier']:.4g} times that"
+    epsilon = f"epsilon {most if least == most else f'{least} to {most}'} at delta {privacy['delta']:g}"
+    uncovered = "" if method == "fl" else "; not of activations and labels, which leave as well"
+    return f"{epsilon} by {each}, {noise}{uncovered}"

@@ -89,8 +89,10 @@ def leakage(
     names = [model for model in models if model in MODELS]
     loaded = load(config, [*settings, *(f'model.name="{name}"' for name in names)])
     weights, cuts, chosen = _weights(models), _numbers(split_points), _attack_names(attacks)
-    if not output.is_dir():
-        raise InputError(f"Cannot write to {output}: it is not a folder; make it, or give another one.")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot write to the folder {output}: {error.strerror}; give another one.") from None
     with watched(quiet=as_json) as display:
         display.observe(Preparing("Loading torch, the network and the data", 0.0))
         from pipar.attacking import attack

@@ -120,6 +120,8 @@ class LeakageTable:
             return cls.from_json(path.read_text("utf-8"))
         except OSError as error:
             raise ConfigError(f"Cannot read the leakage file {path}: {error.strerror}. {_MEASURE}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not a file that 'pipar leakage' wrote: it is not text. {_MEASURE}") from None
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{path} is not a file that 'pipar leakage' wrote: {error} {_MEASURE}") from None
 

@@ -69,7 +69,7 @@ def terms_of(config: Config) -> Terms | None:
         needed = accounting.smallest_multiplier(1, target, delta)
         raise ConfigError(
             f"privacy.target_epsilon = {target:g} does not allow a single round: with noise_multiplier = "
-            f"{multiplier:g} its epsilon is {once:.3g}. Give a noise_multiplier of at least {needed + 0.005:.2f}, "
+            f"{multiplier:g} its epsilon is {once:.6g}. Give a noise_multiplier of at least {needed + 0.005:.2f}, "
             "leave it out, or give a larger target."
         )
     return terms

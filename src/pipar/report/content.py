@@ -15,7 +15,7 @@ from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
 from pipar.results import plan_from_json
 from pipar.trace import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
-from pipar.wording import link_text, plans_text, setting_text
+from pipar.wording import link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: of one run, and of each of several that are compared.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
@@ -106,6 +106,8 @@ def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
         "folder": record.folder,
         "seed": result.get("seed"),
         "equivalence": result.get("equivalence"),
+        "privacy": privacy_text(result, config),
+        "stopped": result.get("stopped"),
         "command": result.get("command"),
         "machine": result.get("machine"),
         "versions": dict(result.get("versions") or {}),

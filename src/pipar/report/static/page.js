@@ -632,7 +632,7 @@
   function factsOf(run) {
     const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
     return [["network", `${run.model} on ${run.dataset}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["batch", run.batch_size], ["seed", run.seed],
-      ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["command", run.command], ["folder", run.folder], ["machine", run.machine], ["versions", versions]]
+      ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["privacy", run.privacy], ["stopped", run.stopped], ["command", run.command], ["folder", run.folder], ["machine", run.machine], ["versions", versions]]
       .filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]);
   }
 

@@ -1,0 +1,53 @@
+"""What tables and pages say of a run's privacy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipar.config import config_from
+from pipar.errors import ConfigError
+from pipar.wording import privacy_text
+
+
+def spent(*of: tuple[int, float]) -> dict[str, Any]:
+    devices = [
+        {"device": f"d{k}", "releases": releases, "epsilon": epsilon} for k, (releases, epsilon) in enumerate(of)
+    ]
+    return {"clip": 0.5, "noise_multiplier": 4.0, "delta": 1e-5, "target_epsilon": 8.0, "devices": devices}
+
+
+def test_a_run_that_hides_nothing_says_nothing() -> None:
+    assert privacy_text({"method": "pipar", "privacy": None}, config_from({})) is None
+    assert privacy_text({}, None) is None
+
+
+def test_epsilon_is_told_with_what_it_does_not_speak_of() -> None:
+    alone = privacy_text({"method": "fl", "privacy": spent((1, 2.0))}, None)
+    assert alone == "epsilon 2 at delta 1e-05 by 1 update of each device, clipped to 0.5, noise 4 times that"
+    split = privacy_text({"method": "pipar", "privacy": spent((2, 2.5), (3, 4.25))}, None)
+    assert split is not None
+    assert split.startswith("epsilon 2.5 to 4.25 at delta 1e-05 by 2-3 updates of each device")
+    assert split.endswith("; not of activations and labels, which leave as well")
+
+
+def test_noise_on_inputs_and_labels_is_told() -> None:
+    config = config_from({"privacy": {"pixel_epsilon": 1.0, "label_epsilon": 3.0}})
+    assert privacy_text({"method": "sfl"}, config, " | ") == (
+        "inputs: noise of 0.254 on each normalised value (PixelDP with epsilon 1 and delta 0.05 for changes up to 0.1)"
+        " | labels: randomised response with epsilon 3 where they leave a device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"privacy": {"max_leakage": 0.5}}, "privacy.max_leakage = 0.5 needs privacy.leakage, the file"),
+        ({"data": {"shape": [1, 2]}}, "data.shape = [1, 2] is not the shape"),
+    ],
+)
+def test_what_is_wrong_with_two_keys_of_a_section_begins_with_one_of_them(tree: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_from(tree)
+    assert str(raised.value).startswith(says)
