@@ -209,7 +209,10 @@ def test_why_a_budget_ends_the_training_is_said_below_its_last_epoch() -> None:
     assert _shown(*RUN, replace(spent, epoch=1), terminal=False).splitlines()[-1].endswith("target_epsilon is 4.")
 
 
-def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing() -> None:
+def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
     starting = Starting("run", "vgg5 on digits by pipar")
     assert _shown(starting, RUN[0], terminal=False) == "pipar run: preparing vgg5 on digits by pipar\n"
     assert _shown(starting, RUN[0], terminal=False, quiet=True) == ""

@@ -181,7 +181,16 @@ def parse(words: list[str]) -> click.Context:
 
 
 def test_readme_has_commands() -> None:
-    assert {words[0] for words in commands()} == {"run", "compare", "plan", "certs", "server", "device", "doctor"}
+    assert {words[0] for words in commands()} == {
+        "run",
+        "compare",
+        "plan",
+        "certs",
+        "server",
+        "device",
+        "doctor",
+        "reproduce",
+    }
 
 
 def test_readme_quotes_the_results_that_are_checked_in() -> None:

@@ -144,7 +144,12 @@ class Display:
         if new is not None and done >= new.epoch - 1:
             plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
             why = f" ({one_line(new.reason)})" if new.reason else ""
-            self._print(Text(f"Planned again: {plans} from epoch {new.epoch} on{why}", style="dim"), whole=True)
+            said = f"Planned again: {plans} from epoch {new.epoch} on"
+            if self._live is None:
+                self._print(Text(f"{said}{why}", style="dim"))
+            else:  # of many devices the plans fill a terminal, and why there are new ones is not to be lost behind them
+                self._print(Text(said, style="dim"))
+                self._print(Text(why.strip(), style="dim"), whole=True)
             self._replanned = None
 
     def _tell_budget(self) -> None:

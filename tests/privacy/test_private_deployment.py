@@ -56,8 +56,8 @@ def test_a_device_of_federated_learning_lets_its_network_be_cut_nowhere(tmp_path
     assert cuts_of("pipar") is None
     layers = tuple(Workload(config_from({})).build_model()._modules)
     table = LeakageTable(
-        "vgg5", "group", "digits", (1, 32, 32), layers, 0, "first ones", 0.0, 1, 4, 1, 0.0, {"small": "some"},
-        tuple(CutLeakage(p, 0.5, {"small": Rebuilt(0.9 - 0.2 * p, 10.0)}) for p in (1, 2, 3, 4)),
+        "vgg5", "group", "digits", (1, 32, 32), layers, 0, "first ones", 0.0, 1, 4, 1, 0.0, {"decoder": "some"},
+        tuple(CutLeakage(p, 0.5, {"decoder": Rebuilt(0.9 - 0.2 * p, 10.0)}) for p in (1, 2, 3, 4)),
     )  # fmt: skip
     (tmp_path / "leakage.json").write_text(table.to_json())
     cuts = cuts_of("pipar", max_leakage=0.4, leakage=str(tmp_path / "leakage.json"))
