@@ -7,20 +7,14 @@ links is soon over when new plans for them come into force, but no loss either.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.record import Claim
-from pipar.choosing import chosen
 from pipar.config import config_from
-from pipar.events import EpochResult, Event, Replanned
 from pipar.forecast import predict_s
-from pipar.methods import Plan
-from pipar.planner.fleet import Fleet
 from pipar.prepare import prepare_timing_only
-from pipar.virtual import train_without_mathematics
+from pipar.reproduce.replanned import replanned
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")
 TRAINING_S = 600.0
@@ -62,25 +56,4 @@ def _train(model: str, *, replan: bool, epochs: int | None = None) -> dict[str, 
         first = predict_s(job.fleet(), job.plans)
         run = job.config.run.model_copy(update={"epochs": max(5, round(TRAINING_S / first))})
         job = replace(job, config=job.config.model_copy(update={"run": run}))
-    searches: list[float] = []
-    results: list[EpochResult] = []
-    replans: list[Replanned] = []
-
-    async def search(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
-        began = time.process_time()
-        found = chosen(fleet, start)
-        searches.append(time.process_time() - began)
-        return found
-
-    def observe(event: Event) -> None:
-        if isinstance(event, Replanned):
-            replans.append(event)
-
-    train_without_mathematics(job, lambda result, _: results.append(result), observe, search=search)
-    return {
-        "epochs": len(results),
-        "training_s": sum(result.seconds for result in results),
-        "searches": len(searches),
-        "planning_s": sum(searches),
-        "replans": len(replans),
-    }
+    return replanned(job)

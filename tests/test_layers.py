@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "pipar"
 LINES = [
     line.split()
     for line in """
-    errors units addresses clock keyed factory events
+    errors units addresses clock keyed factory records events
     backoff logs monitor
     coding.*
     stages schedule methods aggregation config wording

@@ -11,6 +11,7 @@ from typing import Any
 from pipar.coding import encodings
 from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
+from pipar.records import list_of, object_of, only_fields
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 10
@@ -218,12 +219,12 @@ class Profile:
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
             raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
-        values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
-        layers = tuple(_layer(layer) for layer in _list(values["layers"], "layers"))
-        lists = {key: tuple(_list(values[key], key)) for key in ("batch_sizes", "crowded")}
+        values = only_fields(cls, {key: value for key, value in tree.items() if key != "format"})
+        layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
+        lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
         coding = {
-            name: CodingTimes(**_only(CodingTimes, times))
-            for name, times in _object(values["coding"], "coding").items()
+            name: CodingTimes(**only_fields(CodingTimes, times))
+            for name, times in object_of(values["coding"], "coding").items()
         }
         return cls(**{**values, "layers": layers, "coding": coding, **lists})
 
@@ -290,32 +291,10 @@ _WRITE_ANEW = "Write it anew with 'pipar profile -o FILE'."
 
 
 def _layer(tree: Any) -> LayerProfile:
-    values = _only(LayerProfile, tree)
-    times = {key: tuple(_list(values[key], key)) for key in ("forward_s", "backward_s", "least_s")}
-    shares = {name: tuple(_list(of, "shares")) for name, of in _object(values["shares"], "shares").items()}
+    values = only_fields(LayerProfile, tree)
+    times = {key: tuple(list_of(values[key], key)) for key in ("forward_s", "backward_s", "least_s")}
+    shares = {name: tuple(list_of(of, "shares")) for name, of in object_of(values["shares"], "shares").items()}
     return LayerProfile(**{**values, **times, "shares": shares})
-
-
-def _only(record: type, tree: Any) -> dict[str, Any]:
-    """Return the tree if its keys are exactly the record's fields."""
-    wanted = {field.name for field in fields(record)}
-    given = set(tree) if isinstance(tree, dict) else set()
-    if given != wanted:
-        wrong = ", ".join(sorted(given ^ wanted))
-        raise ConfigError(f"these keys are missing or unknown: {wrong}.")
-    return dict(tree)
-
-
-def _list(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{key} is not a list.")
-    return value
-
-
-def _object(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{key} is not an object.")
-    return value
 
 
 def _problem(profile: Profile) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.errors import ConfigError
+from pipar.records import list_of, object_of, only_fields
 
 FORMAT = 1
 #: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.
@@ -135,40 +136,21 @@ class LeakageTable:
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
             raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
-        values = _only(cls, {key: value for key, value in tree.items() if key != "format"})
-        lists = {key: tuple(_list(values[key], key)) for key in ("input_shape", "layers")}
-        cuts = tuple(_cut(cut) for cut in _list(values["cuts"], "cuts"))
-        return cls(**{**values, **lists, "cuts": cuts, "attacks": _object(values["attacks"], "attacks")})
+        values = only_fields(cls, {key: value for key, value in tree.items() if key != "format"})
+        lists = {key: tuple(list_of(values[key], key)) for key in ("input_shape", "layers")}
+        cuts = tuple(_cut(cut) for cut in list_of(values["cuts"], "cuts"))
+        return cls(**{**values, **lists, "cuts": cuts, "attacks": object_of(values["attacks"], "attacks")})
 
 
 # --- reading it back
 
 
 def _cut(tree: Any) -> CutLeakage:
-    values = _only(CutLeakage, tree)
-    attacks = {name: Rebuilt(**_only(Rebuilt, one)) for name, one in _object(values["attacks"], "attacks").items()}
+    values = only_fields(CutLeakage, tree)
+    attacks = {
+        name: Rebuilt(**only_fields(Rebuilt, one)) for name, one in object_of(values["attacks"], "attacks").items()
+    }
     return CutLeakage(**{**values, "attacks": attacks})
-
-
-def _only(record: type, tree: Any) -> dict[str, Any]:
-    """Return the tree if its keys are exactly the record's fields."""
-    wanted = {field.name for field in fields(record)}
-    given = set(tree) if isinstance(tree, dict) else set()
-    if given != wanted:
-        raise ConfigError(f"these keys are missing or unknown: {', '.join(sorted(given ^ wanted))}.")
-    return dict(tree)
-
-
-def _list(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{key} is not a list.")
-    return value
-
-
-def _object(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{key} is not an object.")
-    return value
 
 
 def _problem(table: LeakageTable) -> str | None:

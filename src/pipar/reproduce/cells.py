@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipar.choosing import chosen
 from pipar.config import Config, config_from
 from pipar.errors import PlanError
-from pipar.events import EpochResult, Event, Replanned, ignore
+from pipar.events import EpochResult, ignore
 from pipar.forecast import lane_s, predict_s, simulate
 from pipar.job import Job
 from pipar.methods import Plan
@@ -25,6 +24,7 @@ from pipar.planner.timing import steady_epoch_s
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import judged
+from pipar.reproduce.replanned import replanned
 from pipar.results import plan_from_json
 from pipar.virtual import train_without_mathematics
 from pipar.wording import plans_text
@@ -150,29 +150,7 @@ def _replan(config: Config, options: Mapping[str, Any]) -> Result:
     epochs = options.get("epochs") or max(5, math.ceil(options["training_s"] / predict_s(job.fleet(), job.plans)))
     run = job.config.run.model_copy(update={"epochs": epochs})
     job = replace(job, config=job.config.model_copy(update={"run": run}))
-    searches: list[float] = []
-    seconds: list[float] = []
-    replans: list[Replanned] = []
-
-    async def search(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
-        began = time.process_time()
-        found = chosen(fleet, start)
-        searches.append(time.process_time() - began)
-        return found
-
-    def observe(event: Event) -> None:
-        if isinstance(event, Replanned):
-            replans.append(event)
-
-    train_without_mathematics(job, lambda result, _: seconds.append(result.seconds), observe, search=search)
-    return {
-        "epochs": len(seconds),
-        "training_s": sum(seconds),
-        "first_planning_s": first_planning_s,
-        "searches": len(searches),
-        "planning_s": sum(searches),
-        "replans": len(replans),
-    }
+    return {**replanned(job), "first_planning_s": first_planning_s}
 
 
 def _train(config: Config, options: Mapping[str, Any]) -> Result:

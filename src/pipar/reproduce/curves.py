@@ -63,21 +63,20 @@ def _loss_curve(panel: Panel, method: str, look: Look, *, width: float) -> None:
 
 def draw_batch_sizes(rows: Rows) -> Figure:
     """Return Fig. 10 or 11: epochs by the size of a batch."""
-    figure, found = panels(having(rows, "seconds"), across="link")
-    for panel in found:
-        _lines(panel, "method", "batch_size", "seconds")
-        panel.axes.set_xlabel("batch size B")
-        panel.axes.set_ylabel(SECONDS)
-    legend(figure)
-    return figure
+    return _epochs_by(rows, "batch_size", "batch size B")
 
 
 def draw_scale(rows: Rows) -> Figure:
     """Return epochs by the number of devices that share a server; the paper has no such figure."""
-    figure, found = panels(having(rows, "seconds"), across="link", down="network")
+    return _epochs_by(rows, "devices", "devices that share one server", down="network")
+
+
+def _epochs_by(rows: Rows, column: str, words: str, *, down: str | None = None) -> Figure:
+    """Return a line of seconds for each method over what stands in a column, a panel for each link."""
+    figure, found = panels(having(rows, "seconds"), across="link", down=down)
     for panel in found:
-        _lines(panel, "method", "devices", "seconds")
-        panel.axes.set_xlabel("devices that share one server")
+        _lines(panel, "method", column, "seconds")
+        panel.axes.set_xlabel(words)
         panel.axes.set_ylabel(SECONDS)
     legend(figure)
     return figure

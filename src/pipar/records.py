@@ -1,0 +1,32 @@
+"""Reading records back from JSON that somebody else may have written: exactly their fields, of the right shape."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pipar.errors import ConfigError
+
+
+def only_fields(record: type, tree: Any) -> dict[str, Any]:
+    """Return the tree if its keys are exactly the record's fields."""
+    wanted = {field.name for field in fields(record)}
+    given = set(tree) if isinstance(tree, dict) else set()
+    if given != wanted:
+        wrong = ", ".join(sorted(given ^ wanted))
+        raise ConfigError(f"these keys are missing or unknown: {wrong}.")
+    return dict(tree)
+
+
+def list_of(value: Any, key: str) -> list[Any]:
+    """Return what stands at a key if it is a list."""
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} is not a list.")
+    return value
+
+
+def object_of(value: Any, key: str) -> dict[str, Any]:
+    """Return what stands at a key if it is an object."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key} is not an object.")
+    return value

@@ -1,0 +1,42 @@
+"""A training on links that change, and what choosing plans again takes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from pipar.choosing import chosen
+from pipar.events import Event, Replanned
+from pipar.job import Job
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet
+from pipar.virtual import train_without_mathematics
+
+
+def replanned(job: Job) -> dict[str, float | int]:
+    """Train a job, timing-only; return its epochs and seconds, and how often and how long plans were chosen again.
+
+    Seconds of choosing are CPU time: it is done beside the training, which waits for none of it.
+    """
+    searches: list[float] = []
+    seconds: list[float] = []
+    replans: list[Replanned] = []
+
+    async def search(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        began = time.process_time()
+        found = chosen(fleet, start)
+        searches.append(time.process_time() - began)
+        return found
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Replanned):
+            replans.append(event)
+
+    train_without_mathematics(job, lambda result, _: seconds.append(result.seconds), observe, search=search)
+    return {
+        "epochs": len(seconds),
+        "training_s": sum(seconds),
+        "searches": len(searches),
+        "planning_s": sum(searches),
+        "replans": len(replans),
+    }
