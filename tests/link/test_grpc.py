@@ -125,6 +125,31 @@ def test_two_listeners_do_not_share_a_port() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("steps", range(3))
+def test_a_stopped_listener_leaves_no_call_that_the_end_of_the_loop_cuts_short(
+    steps: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipar.link.grpc._GRACE_S", 0.05)
+
+    async def main() -> None:
+        released = asyncio.Event()
+
+        async def accept(*_: object) -> None:
+            await released.wait()
+
+        listener = Listener(accept)
+        device = await connect(f"127.0.0.1:{await listener.start('127.0.0.1:0')}")
+        await listener.stop()
+        await asyncio.sleep(0.1)  # gRPC hears that the call is cancelled
+        released.set()
+        for _ in range(steps):  # a session that is over for a step or two has not been heard of by gRPC yet
+            await asyncio.sleep(0)
+        del device
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == ""
+
+
 def test_connecting_to_nobody_is_a_link_error_after_the_timeout() -> None:
     async def main() -> None:
         with socket.socket() as bound:  # bound, but nobody listens: nobody else gets the port meanwhile

@@ -26,6 +26,7 @@ _SERVICE, _METHOD = "pipar.Link", "Connect"
 #: How a server begins its answer to a device that may speak.
 _LET_IN = ("pipar", "welcome")
 _CLOSE_TIMEOUT_S = 10.0
+_GRACE_S = 1.0
 _GONE = "The peer closed the connection."
 
 #: Tasks that read streams, to their ends.
@@ -141,6 +142,7 @@ class Listener:
         self._refused = refused
         self._guard = Guard(self._security, barred)
         self._streams: dict[_Stream, str | None] = {}  # with the credential's name
+        self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's of each stream, with our session
         self._allowances: dict[str | None, Allowance] = {}  # of streams; there are no more names than credentials
         self._refusals = Allowance(self._limits.refusals)
         self._held_back = 0  # refusals that are not given yet
@@ -169,7 +171,17 @@ class Listener:
 
     async def stop(self) -> None:
         await self._health.serving(False)
-        await self._server.stop(grace=1.0)
+        await self._server.stop(grace=_GRACE_S)
+        await self._end_calls()
+
+    async def _end_calls(self) -> None:
+        """Wait for the streams to be over: gRPC writes a traceback for each that the end of its loop cuts short."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=_GRACE_S)
+        if self._calls:
+            for session in self._calls.values():
+                session.cancel()
+            await asyncio.wait(self._calls)
 
     async def _connected(self, _: Any, context: Any) -> None:
         try:
@@ -186,6 +198,10 @@ class Listener:
         stream = _Stream(context, self._limits, self._limits.first_frame_s)
         self._streams[stream] = peer
         session = asyncio.ensure_future(self._admit(context, stream, peer))
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls[call] = session
+        call.add_done_callback(self._calls.pop)
         try:
             await asyncio.shield(session)
         except asyncio.CancelledError:
