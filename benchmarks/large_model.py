@@ -25,8 +25,8 @@ _LAYERS, _SIDE = 6, 5000  # a layer of 5000 x 5000 float32 is 100 MB
 MOST_IN_SERVER = _DEVICES + 3.0
 #: Weights, gradients and momentum while it trains; weights, momentum and the model that comes behind it.
 MOST_IN_DEVICE = 3.5
-#: What the model before takes where changes travel.
-KEPT_FOR_CHANGES = 1.0
+#: What it takes more where changes travel: the model before, and what is coded, which is as long as a model at most.
+KEPT_FOR_CHANGES = 2.0
 #: Slow enough for changes, and a second round, in which there is something that they are changes of.
 _CHANGES = ("devices.link={up='400Mbit/s', down='400Mbit/s'}", "run.epochs=2")
 _FACTORY = """
