@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +192,11 @@ def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
     )
     absent = doctor.check_extra("tensorboard", extra, lambda _: None)
     assert (absent.state, absent.advice) == ("advice", "If you want it: pip install 'pipar[tensorboard]'")
+
+
+def test_every_extra_that_pipar_offers_its_users_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
 
 
 def test_links_are_emulated_without_the_kernel() -> None:
