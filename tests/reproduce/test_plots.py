@@ -76,7 +76,7 @@ def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network
     assert [axes.get_title() for axes in (first, second)] == ["VGG-5 (CIFAR-10)", "ResNet-18 (CIFAR-10)"]
     assert heights(first) == sorted(seconds("vgg5", link, method) for link, method in product(LINKS, METHODS))
     assert [label.get_text() for label in first.get_xticklabels()] == ["4G", "4G+", "WiFi"]
-    assert entries(figure) == ["FL", "SFL", "PiPar", "PiPar, as published"]
+    assert entries(figure) == ["FL", "SFL", "PiPar", "PiPar, as published (right of its bar)"]
 
 
 def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
@@ -99,13 +99,16 @@ def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure() -> None:
     assert {"11.1", "12.1\n0.9x"} <= texts(axes)
 
 
-def test_published_seconds_are_marked_at_the_bars_of_pipar() -> None:
+def test_published_seconds_are_marked_on_the_right_of_the_bars_of_pipar_whose_numbers_stay_with_them() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
-    across, up = curves(axes)["PiPar, as published"]
+    across, up = curves(axes)["PiPar, as published (right of its bar)"]
     printed = [published().selection("vgg5", "cifar10", link) for link in LINKS]
     assert up == [row.epoch_s for row in printed if row is not None]
-    middles = [bar.get_x() + bar.get_width() / 2 for bar in axes.containers[METHODS.index("pipar")]]
-    assert across == pytest.approx(middles)
+    bars = list(axes.containers[METHODS.index("pipar")])
+    ends = [bar.get_x() + bar.get_width() for bar in bars]
+    assert all(end < x < end + 0.1 for end, x in zip(ends, across, strict=True)), "before the next link's bars"
+    middles = {(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in bars}
+    assert middles <= {text.xy for text in axes.texts}
 
 
 def test_a_published_mark_that_is_far_above_its_bar_is_seen() -> None:
@@ -125,6 +128,7 @@ def test_the_axis_is_logarithmic_where_bars_would_vanish(slow: float, scale: str
     rows = [row | {"seconds": slow if row["method"] == "fl" else 10.0} for row in time_rows("vgg5")]
     (axes,) = shown(draw("time", rows))
     assert axes.get_yscale() == scale
+    assert axes.get_ylabel().endswith("log scale") == (scale == "log")
     assert axes.get_ylim()[1] > slow
 
 
@@ -217,6 +221,8 @@ def test_overheads_are_lines_with_what_the_paper_prints_beside_them() -> None:
     assert curves(printed)["as published (1 min: most of all)"] == ([60, 1], [0.14, 8.3])
     assert list(curves(other)) == ["PiPar"]
     assert (printed.get_xscale(), printed.get_yscale()) == ("log", "log")
+    assert printed.get_xlabel() == "minutes between changes, log scale"
+    assert printed.get_ylabel() == "overhead (% of training)\nlog scale"
 
 
 def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link() -> None:
@@ -252,6 +258,25 @@ def test_a_map_marks_the_chosen_pair_and_the_best_one() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "8"]
 
 
+# --- dots
+
+
+def test_scores_are_a_line_each_with_what_is_published_and_both_thresholds() -> None:
+    rows = [
+        {"network": "vgg5", "data": "cifar10", "link": link, "score": ours, "its_score": printed}
+        for link, ours, printed in (("4g", 0.93, 1.0), ("wifi", 1.0, 0.98))
+    ]
+    figure = draw("scores", rows)
+    (axes,) = shown(figure)
+    lines = curves(axes)
+    assert lines["PiPar"] == ([0.93, 1.0], [0, 1])
+    assert lines["the paper's plans, as published"][0] == [1.0, 0.98]
+    assert lines["0.96 lowest, as published"][0] == [0.96, 0.96]
+    assert lines["0.98 wanted here"][0] == [0.98, 0.98]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["VGG-5, CIFAR-10, 4G", "VGG-5, CIFAR-10, WiFi"]
+    assert axes.get_xlim()[0] < 0.93, "a bad score is seen"
+
+
 # --- rows, figures and files
 
 
@@ -277,7 +302,7 @@ def many_rows() -> dict[str, Rows]:
     rows = [
         row | {"batch_size": size, "boards": "alike", "mechanism": "none", "devices": size, "val_loss": size / 50.0,
                "epoch": size, "seed": 0, "minutes": size, "overhead_percent": 1.0, "split_point": 1,
-               "micro_batches": size, "server_idle_s": 1.0, "device_idle_s": 30.0, "run": "abc"}
+               "micro_batches": size, "server_idle_s": 1.0, "device_idle_s": 30.0, "score": 0.99, "run": "abc"}
         for size in (50, 100)
         for row in time_rows("vgg5")
     ]  # fmt: skip

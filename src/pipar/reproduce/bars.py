@@ -25,6 +25,7 @@ from pipar.reproduce.drawing import (
     legend,
     look_of,
     mark_published,
+    name_axes,
     name_groups,
     name_of,
     panels,
@@ -59,7 +60,7 @@ def draw_heterogeneous(rows: Rows) -> Figure:
 def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> None:
     """Draw a bar for each group and method, its seconds above it and how much shorter it is than the first method's.
 
-    Where the paper prints a bar's seconds there is a mark.
+    Where the paper prints a bar's seconds there is a mark beside the bar: above it, it would take the bar's number.
     """
     axes, rows = panel.axes, panel.rows
     places = Places(distinct(rows, group), distinct(rows, "method"))
@@ -69,24 +70,21 @@ def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> N
         own = [row for row in drawn if row["method"] == method]
         at, heights = [places.at(row[group], method) for row in own], [row["seconds"] for row in own]
         axes.bar(at, heights, places.width, label=name_of(method), **filled(look_of(method, places.series)))
-        marks = {x: seconds for x, row in zip(at, own, strict=True) if (seconds := printed(row)) is not None}
+        marks = {places.beside(row[group], method): seconds for row in own if (seconds := printed(row)) is not None}
         tops += marks.values()
-        mark_published(axes, list(marks), list(marks.values()), f"{name_of(method)}, {PUBLISHED}")
+        mark_published(axes, list(marks), list(marks.values()), f"{name_of(method)}, {PUBLISHED} (right of its bar)")
         for x, row in zip(at, own, strict=True):
-            text = _with_speed_up(row, _compared_with(drawn, group, row))
-            _write_above(axes, x, row["seconds"], marks.get(x, 0.0), text)
+            _write_above(axes, x, row["seconds"], _with_speed_up(row, _compared_with(drawn, group, row)))
     _mark_missing(axes, rows, group, places)
     scale_heights(axes, tops)
     name_groups(axes, places.groups)
-    axes.set_ylabel(SECONDS)
+    name_axes(axes, up=SECONDS)
 
 
-def _write_above(axes: Axes, at: float, height: float, mark: float, text: str) -> None:
-    """Write a bar's numbers above it, and above the mark if that is near."""
-    is_near = 0.85 * height < mark < 2 * height
+def _write_above(axes: Axes, at: float, height: float, text: str) -> None:
+    """Write a bar's numbers right above it."""
     axes.annotate(
-        text, (at, max(height, mark) if is_near else height), xytext=(0, 5 if is_near else 1),
-        textcoords="offset points", ha="center", va="bottom", fontsize=SMALL_PRINT,
+        text, (at, height), xytext=(0, 1), textcoords="offset points", ha="center", va="bottom", fontsize=SMALL_PRINT
     )  # fmt: skip
 
 
@@ -140,7 +138,7 @@ def _mirrored_bars(panel: Panel) -> None:
     _scale_mirrored(axes, rows)
     axes.axhline(0, color=BLACK, linewidth=0.6)
     name_groups(axes, places.groups)
-    axes.set_ylabel("idle s: server up, devices down")
+    name_axes(axes, up="idle s: server up, devices down")
 
 
 def _scale_mirrored(axes: Axes, rows: Rows) -> None:
@@ -196,4 +194,4 @@ def _stacked_bars(panel: Panel) -> None:
     axes.set_ylim(0, 1.2 * max(row["seconds"] for row in rows))
     axes.grid(axis="y", linewidth=0.3, color="0.8")
     name_groups(axes, methods)
-    axes.set_ylabel(SECONDS)
+    name_axes(axes, up=SECONDS)

@@ -18,6 +18,7 @@ from pipar.reproduce.drawing import (
     legend,
     look_of,
     mark_published,
+    name_axes,
     name_of,
     panels,
     scale_heights,
@@ -43,8 +44,7 @@ def draw_losses(rows: Rows) -> Figure:
         for number, method in enumerate(methods):
             _loss_curve(panel, method, look_of(method, methods), width=1.2 + 1.4 * (len(methods) - 1 - number))
         panel.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panel.axes.set_xlabel("epoch")
-        panel.axes.set_ylabel("validation loss")
+        name_axes(panel.axes, across="epoch", up="validation loss")
     legend(figure)
     return figure
 
@@ -76,8 +76,7 @@ def _epochs_by(rows: Rows, column: str, words: str, *, down: str | None = None) 
     figure, found = panels(having(rows, "seconds"), across="link", down=down)
     for panel in found:
         _lines(panel, "method", column, "seconds")
-        panel.axes.set_xlabel(words)
-        panel.axes.set_ylabel(SECONDS)
+        name_axes(panel.axes, across=words, up=SECONDS)
     legend(figure)
     return figure
 
@@ -116,8 +115,7 @@ def draw_bandwidth(rows: Rows) -> Figure:
         _mark_values(panel.axes, minutes)
         panel.axes.set_yscale("log")
         panel.axes.grid(axis="y", linewidth=0.3, color="0.8")
-        panel.axes.set_xlabel("minutes between changes")
-        panel.axes.set_ylabel("overhead (% of training)")
+        name_axes(panel.axes, across="minutes between changes", up="overhead (% of training)")
     legend(figure)
     return figure
 

@@ -78,6 +78,8 @@ SECONDS = "training time per epoch (s)"
 SMALL_PRINT = 6
 #: What a mark of the paper's numbers is called.
 PUBLISHED = "as published"
+#: What the name of a logarithmic axis ends in.
+LOGARITHMIC = "log scale"
 #: A linear axis shows values that differ by more than this as nothing.
 _TOO_FAR_APART = 20
 
@@ -222,6 +224,14 @@ def are_far_apart(values: Sequence[float]) -> bool:
     return bool(positive) and max(positive) > _TOO_FAR_APART * min(positive)
 
 
+def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
+    """Write what axes show, and that they are logarithmic where they are: lengths of bars mislead there."""
+    if across:
+        axes.set_xlabel(across if axes.get_xscale() == "linear" else f"{across}, {LOGARITHMIC}")
+    if up:
+        axes.set_ylabel(up if axes.get_yscale() == "linear" else f"{up}\n{LOGARITHMIC}")
+
+
 def scale_heights(axes: Axes, values: Sequence[float]) -> None:
     """Give bars of these heights an axis on which all are seen, with room for what stands above them."""
     positive = [value for value in values if value > 0]
@@ -248,6 +258,10 @@ class Places:
     def at(self, group: Any, one: Any) -> float:
         """Return the middle of the bar of a group and a series."""
         return self.groups.index(group) + self.width * (self.series.index(one) - (len(self.series) - 1) / 2)
+
+    def beside(self, group: Any, one: Any) -> float:
+        """Return where a mark stands that belongs to a bar: on the right of it, apart from the number above it."""
+        return self.at(group, one) + self.width / 2 + 0.06
 
 
 def filled(look: Look) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipar.reproduce.drawing import (
     GREEN,
+    LOGARITHMIC,
     VERMILLION,
     Panel,
     Rows,
@@ -44,7 +45,8 @@ def _map(figure: Figure, panel: Panel) -> None:
     for row in rows:
         seconds[cuts.index(row["split_point"]), counts.index(row["micro_batches"])] = row["seconds"]
     image = axes.imshow(seconds, aspect="auto", origin="lower", cmap="cividis", norm=LogNorm(), interpolation="nearest")
-    bar = figure.colorbar(image, ax=axes, label="s per epoch", format=FuncFormatter(lambda value, _: short(value)))
+    words = f"s per epoch, {LOGARITHMIC}"
+    bar = figure.colorbar(image, ax=axes, label=words, format=FuncFormatter(lambda value, _: short(value)))
     bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value)))
     best = min(rows, key=lambda row: row["seconds"])
     _mark_pairs(axes, counts, cuts, [best], "best", {"marker": "*", "s": 90, "color": VERMILLION, "zorder": 3})
@@ -53,7 +55,7 @@ def _map(figure: Figure, panel: Panel) -> None:
     _mark_pairs(axes, counts, cuts, chosen, "chosen", ring)
     _number(axes.set_xticks, counts)
     _number(axes.set_yticks, cuts)
-    axes.set_xlabel("micro-batches N")
+    axes.set_xlabel("micro-batches N, those that were tried")
     axes.set_ylabel("split point P")
 
 

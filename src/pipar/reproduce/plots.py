@@ -9,6 +9,7 @@
     privacy        network x link          mechanism, seconds by each method
     bandwidth      network                 minutes, overhead_percent
     selection      network, data and link  split_point, micro_batches, seconds, chosen
+    scores         one                     network, data, link, score, its_score
     scale          network x link          devices, method, seconds
 
 A table has methods beside each other (`fl_s`, `sfl_s`, `pipar_s`) or below each other (`method`, `seconds`); both are
@@ -24,6 +25,7 @@ from typing import Any
 from pipar.errors import InputError
 from pipar.reproduce.bars import draw_heterogeneous, draw_idle_times, draw_privacy, draw_times
 from pipar.reproduce.curves import draw_bandwidth, draw_batch_sizes, draw_losses, draw_scale
+from pipar.reproduce.dots import draw_scores
 from pipar.reproduce.drawing import (
     LOOKS,
     Row,
@@ -49,6 +51,7 @@ FIGURES: dict[str, tuple[Callable[[Rows], Any], Sequence[str]]] = {
     "privacy": (draw_privacy, _TESTBEDS),
     "bandwidth": (draw_bandwidth, ("devices",)),
     "selection": (draw_selection, _TESTBEDS),
+    "scores": (draw_scores, ()),
     "scale": (draw_scale, ()),
 }
 
