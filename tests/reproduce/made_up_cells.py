@@ -18,12 +18,15 @@ def cells(*seeds: int) -> list[Cell]:
     return [Cell("timing", {"run": {"seed": seed}}, labels={"seed": seed}) for seed in seeds]
 
 
-def timing(seconds: float | None, *, server_idle_s: float = 1.0, plan: str = "P=1 N=4") -> dict[str, Any]:
+def timing(
+    seconds: float | None, *, server_idle_s: float = 1.0, plan: str = "P=1 N=4", is_whole: bool = False
+) -> dict[str, Any]:
     """Return what a timing cell says; without seconds, that it does not fit."""
     if seconds is None:
         return {"fits": False, "why": "too little memory"}
     idle = {"server_idle_s": server_idle_s, "device_idle_s": 1.0}
-    return {"fits": True, "seconds": seconds, "plan": plan, "utilisation": {"server": 0.5}, **idle}
+    busy = {"plan": plan, "is_whole": is_whole, "utilisation": {"server": 0.5}}
+    return {"fits": True, "seconds": seconds, **busy, **idle}
 
 
 def outcomes(trial: Trial, by_method: Mapping[str, dict[str, Any]], **labels: Any) -> list[Outcome]:

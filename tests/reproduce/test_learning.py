@@ -148,7 +148,7 @@ def test_a_spread_of_one_epoch_does_not_excuse_another() -> None:
 
 
 def test_weights_that_differ_in_what_float64_can_tell_are_not_equal() -> None:
-    rows = [{"network": "vgg5", "norm": "group", "largest_difference": value} for value in (1e-15, 1e-9)]
+    rows = [{"network": "vgg5", "norm": "group", "largest_difference": value, "run": ""} for value in (1e-15, 1e-9)]
     assert [compared.verdict for compared in compare_weights(rows)] == ["inside", "above"]
 
 
@@ -170,7 +170,7 @@ def with_few_samples(norm: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_three_methods_train_the_same_weights_in_float64() -> None:
     result = run_cell("alike", with_few_samples("group"), {"methods": list(METHODS)})
-    (compared,) = compare_weights([{"network": "vgg5", "norm": "group", **result}])
+    (compared,) = compare_weights([{"network": "vgg5", "norm": "group", "run": "", **result}])
     assert compared.verdict == "inside"
     assert result["plan"] == "P=1 N=6"
 

@@ -187,6 +187,12 @@ def test_a_statement_that_nobody_made_is_refused() -> None:
         published().statement("speedup")
 
 
+def test_a_statement_about_methods_names_them() -> None:
+    for said in published().statements:
+        for method in (said.method, said.against):
+            assert method is None or re.search(rf"\b{method}\b", said.what), said.name
+
+
 # --- strict
 
 

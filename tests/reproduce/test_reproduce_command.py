@@ -11,7 +11,7 @@ import pytest
 from made_up_cells import TINY
 
 from pipar.cli import main
-from pipar.reproduce import catalog
+from pipar.reproduce import catalog, durations
 from pipar.reproduce.efficiency import TIME_SMALL, by_all_methods
 
 Told = tuple[int, str, str]
@@ -55,14 +55,40 @@ def test_a_document_has_rows_and_comparisons(pipar: Callable[..., Told], tmp_pat
     assert (code, lines, document["quick"]) == (0, "", True)
     (experiment,) = document["experiments"]
     assert experiment["rows"][0]["pipar_s"] <= experiment["rows"][0]["fl_s"]
-    assert {line["verdict"] for line in experiment["comparison"]} <= {"inside", "below", "above", "wider"}
+    assert {line["verdict"] for line in experiment["comparison"]} <= {"inside", "better", "below", "above", "wider"}
+    assert all(line["run"] for line in experiment["comparison"])
+    assert {bool(line["why"]) for line in experiment["comparison"] if line["verdict"] not in ("inside", "better")} <= {
+        True
+    }
 
 
 def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
     code, told, _ = pipar("list")
     assert code == 0
     assert "tiny" in told
-    assert json.loads(pipar("list", "--json", "--quick")[1]) == [{"name": "tiny", "title": "Tiny", "cells": 3}]
+    sizes = {"cells": {"quick": 3, "full": 6}, "cpu_s": {"quick": None, "full": None}}
+    assert json.loads(pipar("list", "--json")[1]) == [{"name": "tiny", "title": "Tiny", **sizes}]
+
+
+def test_the_list_has_times_that_were_measured_of_the_same_cells(
+    pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
+    noted = json.loads((tmp_path / durations.FILE).read_text())
+    assert noted == {"tiny": {"quick": {"cells": 3, "cpu_s": pytest.approx(0, abs=60)}}}
+    measured = {"tiny": {"quick": {"cells": 3, "cpu_s": 600.0}, "full": {"cells": 5, "cpu_s": 9.0}}}
+    monkeypatch.setattr(durations, "_measured", lambda: measured)
+    (told,) = json.loads(pipar("list", "--json")[1])
+    assert told["cpu_s"] == {"quick": 600.0, "full": None}, "those of five cells are not those of six"
+    assert "10 min" in pipar("list")[1]
+
+
+def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    out = str(tmp_path)
+    pipar("tiny", "--quick", "-o", out, "--processes", "1")
+    _, _, lines = pipar("tiny", "-o", out, "--processes", "1")
+    assert [line.partition(" ")[0] for line in lines.splitlines()] == ["4", "5", "6"]
+    assert lines.splitlines()[-1].endswith("(about 0 s left)")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def test_a_result_names_its_folder_which_has_the_configuration(runs: Runs, tmp_p
     assert runs.seeds == [7]
 
 
+def test_what_a_cell_took_is_kept_with_it(runs: Runs, tmp_path: Path) -> None:
+    (first,) = sweep(cells(1), tmp_path)
+    (again,) = sweep(cells(1), tmp_path)
+    assert first.cpu_s is not None
+    assert (again.was_kept, again.cpu_s) == (True, first.cpu_s)
+    assert runs.seeds == [1]
+
+
 @pytest.mark.parametrize("damaged", ["", '{"result": {"sec', "[]", '{"result": 3}'])
 def test_a_damaged_result_is_run_again(damaged: str, runs: Runs, tmp_path: Path) -> None:
     (outcome,) = sweep(cells(1), tmp_path)

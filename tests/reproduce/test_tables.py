@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_up_cells import cells
 
 from pipar.errors import InputError
-from pipar.reproduce.experiment import Compared, Experiment, Outcome
+from pipar.reproduce.experiment import Compared, Experiment, Found, Outcome
 from pipar.reproduce.published import published
-from pipar.reproduce.tables import against, as_csv, as_markdown, comparison, text, write_tables
+from pipar.reproduce.tables import against, as_csv, as_markdown, comparison, page, text, write_tables
+
+#: A line that says why it would be outside.
+explained = partial(Compared, below="too little", above="too much")
+
+
+def found(*values: float) -> Iterable[Found]:
+    return [Found(value, f"run{value:g}") for value in values]
+
 
 ROWS = [{"network": "vgg5", "s": 1.23456789, "plan": "P=1 | N=2"}, {"network": "vgg16", "s": None}]
 
@@ -57,12 +69,13 @@ def test_a_value_is_shown_short(value: object, shown: str) -> None:
 def test_ours_is_inside_the_papers_range_or_not(
     ours: float | None, low: float | None, high: float | None, within: float, verdict: str
 ) -> None:
-    assert Compared("V", "what", "", ours, low, high, within=within).verdict == verdict
+    assert explained("V", "what", "", ours, low, high, within=within).verdict == verdict
 
 
 def test_a_range_of_ours_can_leave_the_papers_on_both_sides() -> None:
-    assert Compared("V", "what", "", 1.0, 1.4, 3.4, most=5.0).verdict == "wider"
-    assert Compared("V", "what", "", 1.5, 1.4, 3.4, most=5.0).verdict == "above"
+    wider = explained("V", "what", "", 1.0, 1.4, 3.4, most=5.0)
+    assert (wider.verdict, wider.why) == ("wider", "too little; too much")
+    assert explained("V", "what", "", 1.5, 1.4, 3.4, most=5.0).verdict == "above"
 
 
 @pytest.mark.parametrize(
@@ -70,36 +83,74 @@ def test_a_range_of_ours_can_leave_the_papers_on_both_sides() -> None:
     [(10.0, 10.0, 0.5), (None, 50.0, 0.1), (2.5, None, 2.0), (1.0, 2.0, None), (0.0, 0.0, None)],
 )
 def test_the_ratio_is_that_to_a_number_or_a_bound(low: float | None, high: float | None, ratio: float | None) -> None:
-    assert Compared("V", "what", "", 5.0, low, high).ratio == ratio
+    assert explained("V", "what", "", 5.0, low, high).ratio == ratio
 
 
-def test_up_to_is_held_against_our_largest_and_at_least_against_our_smallest() -> None:
-    up_to, at_least, span = (published().statement(name) for name in ("server-idle-fl", "score", "speed-up-fl-vgg5"))
-    assert against(up_to, [2.0, 70.0]).ours == 70.0
-    assert against(up_to, [2.0, 70.0]).verdict == "above"
-    assert against(at_least, [0.9, 1.0]).ours == 0.9
-    both = against(span, [1.5, 3.0, 2.0])
-    assert (both.ours, both.most, both.verdict) == (1.5, 3.0, "inside")
-    assert against(span, []).verdict == "not run"
+@pytest.mark.parametrize(
+    ("low", "high", "why", "needs"),
+    [
+        (1.0, None, {"above": "too much"}, "below"),
+        (None, 1.0, {"below": "too little"}, "above"),
+        (1.0, 1.0, {"above": "too much", "better": "more"}, "below"),
+        (1.0, 1.0, {"below": "too little", "better": "less"}, "above"),
+    ],
+)
+def test_a_line_that_could_come_out_outside_unexplained_cannot_be_written(
+    low: float | None, high: float | None, why: dict[str, Any], needs: str
+) -> None:
+    with pytest.raises(AssertionError, match=f"does not say why ours would be {needs}"):
+        Compared("V", "what", "", 1.0, low, high, **why)
+    assert Compared("V", "what", "", 1.0, low, high, **{**why, needs: "for a reason"}).verdict == "inside"
 
 
-def test_what_is_better_than_the_papers_number_is_inside() -> None:
+def test_at_least_is_held_against_our_smallest_and_a_range_against_both_ends() -> None:
+    at_least, span = (published().statement(name) for name in ("score", "speed-up-fl-vgg5"))
+    smallest = against(at_least, found(0.9, 1.0), below="why")
+    assert (smallest.ours, smallest.run) == (0.9, "run0.9")
+    both = against(span, found(1.5, 3.0, 2.0), below="why", above="why")
+    assert (both.ours, both.most, both.verdict, both.run) == (1.5, 3.0, "inside", "run1.5 run3")
+    assert against(span, [], below="why", above="why").verdict == "not run"
+
+
+@pytest.mark.parametrize(("largest", "verdict"), [(5.6, "below"), (25.0, "below"), (30.0, "inside"), (45.0, "above")])
+def test_up_to_is_reached_only_by_who_comes_near_it(largest: float, verdict: str) -> None:
+    line = against(published().statement("speed-up"), found(1.0, largest), below="the server is full", above="why")
+    assert (line.paper, line.ours, line.verdict) == ("up to 34.6 x", largest, verdict)
+    assert line.ratio == pytest.approx(largest / 34.6)
+    assert ("the server is full" in comparison("Times", [line])) == (verdict == "below")
+
+
+def test_what_is_better_than_the_papers_number_is_called_so() -> None:
     optimal, cost = published().statement("optimal-plans"), published().statement("planning-cost")
-    assert [against(optimal, [value], better="more").verdict for value in (80.0, 83.3, 95.0)] == [
-        "below", "inside", "inside",
+    assert [against(optimal, found(value), below="why", better="more").verdict for value in (80.0, 83.3, 95.0)] == [
+        "below", "inside", "better",
     ]  # fmt: skip
-    assert [against(cost, [value], better="less").verdict for value in (10.0, 30.0)] == ["inside", "above"]
+    assert [against(cost, found(value), above="why", better="less").verdict for value in (10.0, 30.0)] == [
+        "better", "above",
+    ]  # fmt: skip
+    assert against(cost, found(1.0, 30.0), above="why", better="less").ours == 30.0
 
 
 def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> None:
-    lines = [
-        Compared("V-B", "time of A", "10 s", 9.0, 10.0, 10.0, "s", within=0.25, why="unused"),
-        Compared("V-B", "time of B", "10 s", 30.0, 10.0, 10.0, "s", within=0.25, why="the server is full"),
-    ]
-    page = comparison("Times", lines)
-    assert "1 of 2 lines are inside what the paper says." in page
-    assert "| V-B | time of A | 10 s | 9 s | 0.9 | inside |" in page
-    assert "| V-B | time of B | 10 s | 30 s | 3 | above: the server is full |" in page
+    a, b, c = (explained("V-B", f"time of {which}", "10 s", s, 10.0, 10.0, "s", within=0.25, run=which)
+               for which, s in (("A", 9.0), ("B", 30.0), ("C", 2.0)))  # fmt: skip
+    told = comparison("Times", [a, b, replace(c, better="less")])
+    assert "1 of 3 lines are inside what the paper says, 1 better." in told
+    assert "| V-B | time of A | 10 s | 9 s | 0.9 | inside | A |" in told
+    assert "| V-B | time of B | 10 s | 30 s | 3 | above: too much | B |" in told
+    assert "| V-B | time of C | 10 s | 2 s | 0.2 | better | C |" in told
+
+
+def test_a_table_without_the_folders_of_its_numbers_cannot_be_written() -> None:
+    with pytest.raises(AssertionError, match="does not name the folders"):
+        Experiment("made-up", "Made up", lambda _: [], ("seed", "s"))
+
+
+@pytest.mark.parametrize(("quick", "command"), [(True, "made-up --quick`"), (False, "made-up`")])
+def test_a_table_says_what_to_type_to_get_it(quick: bool, command: str) -> None:
+    assert f"`pipar reproduce {command}" in page(
+        Experiment("made-up", "Made up", lambda _: [], ("run",)), [], quick=quick
+    )
 
 
 def test_every_experiment_leaves_a_table_a_csv_and_a_comparison(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pipar.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+    from pipar.reproduce.experiment import Compared, Experiment, Outcome, Row
 
 _LIST = "list"
 
@@ -65,12 +65,12 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
     from pipar.reproduce.drawing import can_draw
 
     if name == _LIST:
-        _list(list(EXPERIMENTS.values()), quick=quick, as_json=as_json)
+        _list(list(EXPERIMENTS.values()), as_json=as_json)
         return
     asked = experiments(name)
     _check_folder(output)
     told = []
-    with _stopping(output), interrupted_by_sigterm(), _shown(asked, quick=quick, quiet=as_json) as show:
+    with _stopping(output), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
         for experiment in asked:
             told.append(_run(experiment, output, show, quick=quick, processes=processes))
     if len(told) > 1:
@@ -88,20 +88,39 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
         )
 
 
-def _list(experiments: Sequence[Experiment], *, quick: bool, as_json: bool) -> None:
-    rows = [{"name": one.name, "title": one.title, "cells": len(one.cells(quick))} for one in experiments]
-    if as_json:
-        print_json(rows)
-        return
+_SIZES = {"quick": True, "full": False}
+
+
+def _list(experiments: Sequence[Experiment], *, as_json: bool) -> None:
+    """Print every experiment with its cells, quick and full, and how long one core was measured to take for them."""
+    from pipar.reproduce.durations import cpu_s
     from pipar.tables import console, new_table
 
+    cells = {one.name: {size: len(one.cells(quick)) for size, quick in _SIZES.items()} for one in experiments}
+    taken = {one.name: {size: cpu_s(one, quick=quick) for size, quick in _SIZES.items()} for one in experiments}
+    if as_json:
+        print_json([{"name": n, "title": t, "cells": cells[n], "cpu_s": taken[n]} for n, t in _titles(experiments)])
+        return
     table = new_table()
     table.add_column("name", no_wrap=True)
-    table.add_column("cells", justify="right", no_wrap=True)
+    for words in ("cells", "one core needs"):
+        table.add_column(f"{words}\n{' / '.join(_SIZES)}", justify="right", no_wrap=True)
     table.add_column("what")
-    for row in rows:
-        table.add_row(str(row["name"]), str(row["cells"]), str(row["title"]))
+    for name, title in _titles(experiments):
+        times = " / ".join(map(_about, taken[name].values()))
+        table.add_row(name, " / ".join(map(str, cells[name].values())), times, title)
     console().print(table)
+
+
+def _titles(experiments: Sequence[Experiment]) -> list[tuple[str, str]]:
+    return [(one.name, one.title) for one in experiments]
+
+
+def _about(seconds: float | None) -> str:
+    """Return a time as people say it; a dash if nobody has measured it."""
+    if seconds is None:
+        return "-"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _check_folder(folder: Path) -> None:
@@ -142,8 +161,9 @@ class _Told:
     files: Sequence[Path]
 
     def __str__(self) -> str:
-        inside = sum(line.verdict == "inside" for line in self.compared)
-        against = f", {inside} of {len(self.compared)} lines inside what the paper says" if self.compared else ""
+        from pipar.reproduce.tables import tally
+
+        against = f", {tally(self.compared)}" if self.compared else ""
         return f"{self.experiment.name}: {len(self.rows)} rows{against}; {self.files[0].parent}/"
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,13 +171,20 @@ class _Told:
             "name": self.experiment.name,
             "title": self.experiment.title,
             "rows": self.rows,
-            "comparison": [{**asdict(line), "ratio": line.ratio, "verdict": line.verdict} for line in self.compared],
+            "comparison": [_line(line) for line in self.compared],
             "files": [str(file) for file in self.files],
         }
 
 
+def _line(line: Compared) -> dict[str, Any]:
+    """Return a line with what follows from it; of its explanations, the one that it needs."""
+    told = {name: value for name, value in asdict(line).items() if name not in ("below", "above")}
+    return {**told, "ratio": line.ratio, "verdict": line.verdict, "why": line.why}
+
+
 def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, processes: int) -> _Told:
     """Run an experiment's cells, write its tables, and return what is told of it."""
+    from pipar.reproduce.durations import keep_duration
     from pipar.reproduce.sweep import sweep
     from pipar.reproduce.tables import write_tables
 
@@ -170,23 +197,34 @@ def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, pro
             outcomes[places[id(outcome.cell)]] = outcome
             show.take(outcome)
     done = [outcome for outcome in outcomes if outcome is not None]
+    keep_duration(experiment, done, folder, quick=quick)
     rows = experiment.rows(done)
-    return _Told(experiment, rows, experiment.compare(rows), write_tables(experiment, rows, folder))
+    return _Told(experiment, rows, experiment.compare(rows), write_tables(experiment, rows, folder, quick=quick))
 
 
 # --- what a person sees meanwhile
 
 
 class _Shown:
-    """Counts cells: a bar with the time left on a terminal, a line for each cell that was run elsewhere."""
+    """Counts cells: a bar with the time left on a terminal, a line for each cell that was run elsewhere.
 
-    def __init__(self, console: Console, total: int, *, quiet: bool, live: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    `missing` are the cells that have to be run, by their keys, and how long each takes: in seconds where that was
+    measured, as one another where it was not.
+    """
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    def __init__(self, console: Console, total: int, missing: dict[str, float], *, quiet: bool, live: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
         self.progress = Progress(*columns, console=console, disable=quiet or not live, transient=True)
-        self._bar = self.progress.add_task("", total=total)
-        self._total, self._done, self._run = total, 0, 0
+        self._bar = self.progress.add_task("", total=total, left="")
+        self._total, self._done = total, 0
+        self._missing, self._run = missing, 0.0
         self._lines = not quiet and not live
         self._began = time.monotonic()
         self._name = ""
@@ -197,24 +235,40 @@ class _Shown:
 
     def take(self, outcome: Outcome) -> None:
         self._done += 1
-        self._run += not outcome.was_kept
-        self.progress.update(self._bar, advance=1)
-        if self._lines and not outcome.was_kept:
-            left_s = (time.monotonic() - self._began) / self._run * (self._total - self._done)
-            click.echo(f"{self._done} of {self._total}  {self._name}: {outcome.cell}  ({_left(left_s)})", err=True)
-
-
-def _left(seconds: float) -> str:
-    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+        if outcome.was_kept:
+            self.progress.update(self._bar, advance=1)
+            return
+        self._run += self._missing.pop(outcome.cell.key, 0.0)
+        left_s = (time.monotonic() - self._began) / self._run * sum(self._missing.values()) if self._run else 0.0
+        left = f"about {_about(left_s)} left"
+        self.progress.update(self._bar, advance=1, left=left)
+        if self._lines:
+            click.echo(f"{self._done} of {self._total}  {self._name}: {outcome.cell}  ({left})", err=True)
 
 
 @contextmanager
-def _shown(experiments: Sequence[Experiment], *, quick: bool, quiet: bool) -> Iterator[_Shown]:
+def _shown(experiments: Sequence[Experiment], folder: Path, *, quick: bool, quiet: bool) -> Iterator[_Shown]:
     from pipar.display import is_live
     from pipar.tables import console
 
-    cells: list[Cell] = [cell for experiment in experiments for cell in experiment.cells(quick)]
     where = console(stderr=True)
-    shown = _Shown(where, len(cells), quiet=quiet, live=is_live(where, os.environ))
+    total = sum(len(experiment.cells(quick)) for experiment in experiments)
+    missing = _missing(experiments, folder, quick=quick)
+    shown = _Shown(where, total, missing, quiet=quiet, live=is_live(where, os.environ))
     with shown.progress:
         yield shown
+
+
+def _missing(experiments: Sequence[Experiment], folder: Path, *, quick: bool) -> dict[str, float]:
+    """Return the cells that have to be run and how long each takes; if of one nobody knows, all take as long."""
+    from pipar.reproduce.durations import cpu_s
+    from pipar.reproduce.sweep import read_outcome
+
+    missing: dict[str, float | None] = {}
+    for experiment in experiments:
+        cells, seconds = experiment.cells(quick), cpu_s(experiment, quick=quick)
+        for cell in cells:
+            if cell.key not in missing and read_outcome(folder, cell) is None:
+                missing[cell.key] = None if seconds is None else max(seconds, 0.1) / len(cells)
+    known = {key: seconds for key, seconds in missing.items() if seconds is not None}
+    return known if len(known) == len(missing) else dict.fromkeys(missing, 1.0)

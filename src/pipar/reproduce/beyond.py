@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import product
 
-from pipar.reproduce.efficiency import TIME_NOTES, WHERE, by_all_methods, plot_times, time_rows
+from pipar.reproduce.efficiency import TIME_NOTES, WHERE, by_all_methods, compare_methods, plot_times, time_rows
 from pipar.reproduce.experiment import Cell, Experiment
 from pipar.reproduce.testbed import LARGE, SMALL, Trial, trainings
 
@@ -20,7 +20,8 @@ EXACT_WIRE = Experiment(
         for cell in by_all_methods([trial], wire=encoding)
     ],
     (*WHERE, "wire", "fl_s", "sfl_s", "pipar_s", "fl/pipar", "sfl/pipar", "pipar_plan", "run"),
-    plot=plot_times,
+    compare_methods,
+    plot_times,
     rows=partial(time_rows, keys=(*WHERE, "wire")),
     notes="`wire` is wire.encoding: raw as in the paper, auto with what the planner finds best of the exact "
     "encodings, also for models. " + TIME_NOTES,
@@ -50,7 +51,8 @@ TODAY = Experiment(
     "The same networks on today's boards and links",
     _todays_cells,
     (*_BOARDED, "fl_s", "sfl_s", "pipar_s", "fl/pipar", "sfl/pipar", "sfl_plan", "pipar_plan", "run"),
-    plot=plot_times,
+    compare_methods,
+    plot_times,
     rows=partial(time_rows, keys=_BOARDED),
     notes="100 boards, as fast as their names say; 5g has 50 Mbit/s up and 200 down at 15 ms, wifi-6 400 both ways at "
     "3 ms; the server is the paper's. " + TIME_NOTES,

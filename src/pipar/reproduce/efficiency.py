@@ -11,29 +11,33 @@ from functools import partial
 from typing import Any
 
 from pipar.planner.select import TIE
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published
-from pipar.reproduce.tables import against
-from pipar.reproduce.testbed import DEVICES, LARGE, SMALL, Trial, trainings
+from pipar.reproduce.reasons import (
+    FITTED,
+    LINKS_COUNT_LESS,
+    LINKS_COUNT_MORE,
+    MORE,
+    NOT_THE_BEST,
+    ROUNDING,
+    SERVER_BOUND,
+    is_server_bound,
+    named,
+    who,
+    why_idle,
+    why_less,
+    why_uncut,
+    why_whole,
+)
+from pipar.reproduce.tables import NEAR, against, runs
+from pipar.reproduce.testbed import CALIBRATION, DEVICES, LARGE, SMALL, Trial, trainings
 
 METHODS = ("fl", "sfl", "pipar")
 #: The paper's number of devices, and with how many a server of eight cores hardly matters.
 DEVICE_COUNTS = (DEVICES, 10, 1)
-#: A printed time is met if ours is off by no more than this.
-NEAR = 0.25
-#: Two simulations of the same plan may differ in their last digits.
-_ROUNDING = 1e-6
 
 WHERE = ("network", "data", "link", "devices")
-_SERVER_BOUND = "the server's cores are the bottleneck: the paper's rows imply faster ones, see `testbed`"
-_QUICKER = "quicker here: the paper's iterations hold time that neither its links nor its machines explain"
-_MORE = "pipar gains more here than in the paper"
-
-
-def who(devices: int) -> str:
-    """Return how many devices there are, in words."""
-    return "one device" if devices == 1 else f"{devices} devices"
 
 
 def timed(trial: Trial, **labels: Any) -> Cell:
@@ -49,9 +53,8 @@ def by_all_methods(trials: Iterable[Trial], **labels: Any) -> list[Cell]:
 
 
 def _paper_cells(models: tuple[str, ...], quick: bool) -> list[Cell]:
-    counts = (DEVICES, 1) if quick else DEVICE_COUNTS
     where = list(trainings(models, quick=quick))
-    return by_all_methods(Trial(*of, devices=count) for count in counts for of in where)
+    return by_all_methods(Trial(*of, devices=count) for count in DEVICE_COUNTS for of in where)
 
 
 def side_by_side(
@@ -62,24 +65,34 @@ def side_by_side(
     A method that does not fit into the devices' memory has none.
     """
     names = values or {"s": "seconds"}
-    groups: dict[tuple[Any, ...], dict[str, Outcome]] = {}
-    for outcome in outcomes:
-        labels = outcome.cell.labels
-        groups.setdefault(tuple(labels[key] for key in keys), {})[labels["method"]] = outcome
-    return [_row(dict(zip(keys, where, strict=True)), by_method, names) for where, by_method in groups.items()]
+    return beside([outcome.row for outcome in outcomes], keys, names)
 
 
-def _row(where: Row, by_method: Mapping[str, Outcome], names: Mapping[str, str]) -> Row:
-    of = {method: outcome.result for method, outcome in by_method.items()}
+def beside(rows: Iterable[Row], keys: Sequence[str], names: Mapping[str, str]) -> list[Row]:
+    """Return a row for each training from those by each method."""
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), {})[row["method"]] = row
+    return [_row(dict(zip(keys, where, strict=True)), of, names) for where, of in groups.items()]
+
+
+def _row(where: Row, of: Mapping[str, Row], names: Mapping[str, str]) -> Row:
     row = dict(where)
     for short, name in names.items():
         row |= {f"{method}_{short}": result.get(name) for method, result in of.items()}
     row |= {f"{method}_plan": result.get("plan") for method, result in of.items() if method != "fl"}
     pipar = of.get("pipar", {})
-    busy = pipar.get("utilisation") or {"nothing": 0.0}
-    row["bottleneck"] = max(busy, key=lambda lane: busy[lane])
-    row["run"] = " ".join(outcome.cell.key for outcome in by_method.values())
+    row["bottleneck"] = bottleneck(pipar)
+    row["server_busy"] = (pipar.get("utilisation") or {}).get("server")
+    row["is_whole"] = pipar.get("is_whole", False)
+    row["run"] = " ".join(result["run"] for result in of.values())
     return row
+
+
+def bottleneck(result: Mapping[str, Any]) -> str:
+    """Return the lane that is busy for most of an epoch."""
+    busy = result.get("utilisation") or {"nothing": 0.0}
+    return max(busy, key=lambda lane: busy[lane])
 
 
 # --- seconds
@@ -111,43 +124,81 @@ def about(statement: Statement, rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def present(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def ratios(rows: Iterable[Row], over: str, under: str = "pipar", value: str = "s") -> list[Found]:
+    """Return one method's value over another's, of every row that has both."""
+    found = ((ratio(row, over, under, value), row["run"]) for row in rows)
+    return [Found(each, run) for each, run in found if each is not None]
 
 
-def why(rows: Sequence[Row]) -> str:
-    """Return why ours may be other than the paper's, if that is known."""
-    return _SERVER_BOUND if any(row["bottleneck"] == "server" for row in rows) else ""
-
-
-def gained(line: Compared, rows: Sequence[Row]) -> Compared:
-    """Return a line about what pipar gains over another method, with why it is not the paper's."""
-    return replace(line, why=_MORE if line.verdict == "above" else why(rows))
+def over_others(rows: Iterable[Row]) -> list[Found]:
+    """Return the epochs by fl and by sfl over those by pipar."""
+    return [each for row in rows for other in ("fl", "sfl") for each in ratios([row], other)]
 
 
 def compare_times(rows: Sequence[Row]) -> list[Compared]:
     """Hold printed seconds, and what the text says of the methods, against ours: for each number of devices."""
     lines = []
-    for devices in dict.fromkeys(row["devices"] for row in rows):
-        here = [row for row in rows if row["devices"] == devices]
+    for devices, here in by_count(rows).items():
         for statement in published().about("time"):
             lines += _of_statement(statement, about(statement, here), devices)
-        lines += _ties(here, devices)
+        lines += never_slower(here)
         lines += [_seconds(row) for row in here if row["paper_s"] is not None]
     return lines
 
 
-def _ties(rows: Sequence[Row], devices: int) -> list[Compared]:
-    """Count the cases in which another method takes as long as pipar, as its planner sees it, and those of less."""
-    ratios = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-    place, whose = "V-B1, Fig. 4 and 5", who(devices)
-    ties = float(sum(abs(found - 1) <= TIE for found in ratios))
-    what = f"{whose}: cases in which fl or sfl takes as long as pipar, which has chosen P = Q or N = 1"
-    slower = float(sum(found < 1 - TIE for found in ratios))
+def by_count(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    """Return the rows for each number of devices."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["devices"], []).append(row)
+    return found
+
+
+def compare_methods(rows: Sequence[Row]) -> list[Compared]:
+    """Hold against each other what the paper has no numbers for: pipar is never slower, ties are explained."""
+    return [line for here in by_count(rows).values() for line in never_slower(here)]
+
+
+def never_slower(rows: Sequence[Row]) -> list[Compared]:
+    """Count the cases in which another method takes as long as pipar, as its planner sees it, or less; name them."""
+    whose = who(rows[0]["devices"])
+    ties = [row for row in rows if any(abs(each.value - 1) <= TIE for each in over_others([row]))]
+    slower = [row for row in rows if any(each.value < 1 - TIE for each in over_others([row]))]
+    whole, cut = [row for row in ties if row["is_whole"]], [row for row in ties if not row["is_whole"]]
+    place, as_long = "V-B1, Fig. 4 and 5", f"{whose}: cases in which fl or sfl takes as long as pipar"
     return [
-        Compared(place, what, "0", ties, low=0.0, high=0.0, why=why(rows)),
-        Compared(place, f"{whose}: cases in which pipar takes longer than fl or sfl", "0", slower, low=0.0, high=0.0),
+        _count(place, f"{as_long}, which has chosen P = Q", _apart(whole, _is_beaten), _why_whole),
+        _count(
+            place, f"{as_long}, which has cut the network", _apart(cut, lambda row: is_server_bound([row])), why_uncut
+        ),
+        _count(place, f"{whose}: cases in which pipar takes longer than fl or sfl", [slower], lambda _: NOT_THE_BEST),
     ]
+
+
+def _apart(rows: Sequence[Row], differs: Callable[[Row], bool]) -> list[list[Row]]:
+    """Return the rows in two groups, which have reasons of their own."""
+    return [[row for row in rows if differs(row) == wanted] for wanted in (True, False)]
+
+
+def _count(place: str, what: str, groups: Sequence[Sequence[Row]], why: Callable[[Sequence[Row]], str]) -> Compared:
+    """Return how many rows there are of which there should be none, which they are, and why each group is there."""
+    rows = [row for group in groups for row in group]
+    above = "; ".join(f"{named(group)}: {why(group)}" for group in groups if group) or why([])
+    folders = runs(Found(0.0, row["run"]) for row in rows) or "all of table.md"
+    return Compared(place, what, "0", float(len(rows)), high=0.0, above=above, run=folders)
+
+
+def _is_beaten(row: Row) -> bool:
+    return _least([row]) < 1 - ROUNDING
+
+
+def _why_whole(rows: Sequence[Row]) -> str:
+    return why_whole(_least(rows))
+
+
+def _least(rows: Sequence[Row]) -> float:
+    """Return the quickest of the others' epochs that are a tie with pipar's, over that."""
+    return min((each.value for each in over_others(rows) if each.value >= 1 - TIE), default=1.0)
 
 
 def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> list[Compared]:
@@ -155,21 +206,25 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
         return []
     what = f"{', '.join(dict.fromkeys(row['network'] for row in rows))}, {who(devices)}: {statement.what}"
     if statement.name.startswith("spread"):
-        return [against(statement, _spreads(statement, rows), what=what)]
+        found = _spreads(statement, rows)
+        return [against(statement, found, what=what, below=LINKS_COUNT_LESS, above=LINKS_COUNT_MORE)]
     if statement.method is not None and statement.against is not None:
-        values = present(ratio(row, statement.against, statement.method) for row in rows)
-        return [gained(against(statement, values, what=what), rows)] if values else []
+        values = ratios(rows, statement.against, statement.method)
+        below = why_less(statement, rows)
+        return [against(statement, values, what=what, below=below, above=MORE)] if values else []
     # "In all cases": a plan that is federated learning is a tie with it.
-    values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-    return [replace(against(statement, values, what=what), within=TIE)]
+    return [against(statement, over_others(rows), what=what, within=TIE, below=NOT_THE_BEST)]
 
 
-def _spreads(statement: Statement, rows: Sequence[Row]) -> list[float]:
+def _spreads(statement: Statement, rows: Sequence[Row]) -> list[Found]:
     """Return, in percent for each dataset, how much shorter an epoch is on the fastest link than on the slowest."""
     found = []
     for data in dict.fromkeys(row["data"] for row in rows):
-        seconds = present(row[f"{statement.method}_s"] for row in rows if row["data"] == data)
-        found += [100 * (1 - min(seconds) / max(seconds))] if seconds else []
+        own = [row for row in rows if row["data"] == data and row[f"{statement.method}_s"] is not None]
+        ends = sorted((row[f"{statement.method}_s"], row["run"]) for row in own)
+        if ends:
+            (least, quickest), (most, slowest) = ends[0], ends[-1]
+            found.append(Found(100 * (1 - least / most), f"{slowest} {quickest}"))
     return found
 
 
@@ -185,7 +240,9 @@ def _seconds(row: Row) -> Compared:
         high=printed.epoch_s,
         unit="s",
         within=NEAR,
-        why=why([row]) if row["pipar_s"] is None or row["pipar_s"] > printed.epoch_s else _QUICKER,
+        below=FITTED,
+        above=SERVER_BOUND if is_server_bound([row]) else FITTED,
+        run=row["run"].split()[-1],  # that by pipar
     )
 
 
@@ -204,7 +261,8 @@ plot_times = partial(plot_if_possible, "time")
 
 
 def _timing(name: str, title: str, cells: Callable[[bool], list[Cell]]) -> Experiment:
-    return Experiment(name, title, cells, _TIME_COLUMNS, compare_times, plot_times, rows=time_rows, notes=TIME_NOTES)
+    notes = f"{TIME_NOTES} {CALIBRATION}"
+    return Experiment(name, title, cells, _TIME_COLUMNS, compare_times, plot_times, rows=time_rows, notes=notes)
 
 
 TIME_SMALL = _timing("time-small", "Training time per epoch, small networks (Fig. 4)", partial(_paper_cells, SMALL))
@@ -222,27 +280,27 @@ def _idle_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 def compare_idle(rows: Sequence[Row]) -> list[Compared]:
     """Hold how much shorter idle times are against what the text says: for each number of devices."""
     lines = []
-    for devices in dict.fromkeys(row["devices"] for row in rows):
-        here = [row for row in rows if row["devices"] == devices]
+    for devices, here in by_count(rows).items():
         for statement in published().about("idle"):
             concerned, value = about(statement, here), "_".join(statement.name.split("-")[:2])
-            values = present(ratio(row, str(statement.against), "pipar", value) for row in concerned)
+            values = ratios(concerned, str(statement.against), value=value)
             what = f"{who(devices)}: {statement.what}, at most"
-            lines += [gained(against(statement, values, what=what), concerned)] if values else []
+            less, more = why_idle(value, concerned)
+            lines += [against(statement, values, what=what, below=less, above=more)] if values else []
         lines.append(_never_more(here, devices))
     return lines
 
 
 def _never_more(rows: Sequence[Row], devices: int) -> Compared:
-    """Count the rows in which the server idles longer by pipar than by another method."""
-    worse = sum(
-        row["pipar_server_idle"] > row[f"{other}_server_idle"] * (1 + _ROUNDING)
-        for row in rows
-        for other in ("fl", "sfl")
-        if row.get(f"{other}_server_idle") is not None and row["pipar_server_idle"] is not None
-    )
+    """Count the rows in which the server idles longer by pipar than by another method, and name them."""
+    worse = [row for row in rows if any(_idles_less_by(row, other) for other in ("fl", "sfl"))]
     what = f"{who(devices)}: cases in which the server idles longer by pipar than by fl or sfl"
-    return Compared("V-B2, Fig. 6 and 7", what, "0", float(worse), low=0.0, high=0.0)
+    return _count("V-B2, Fig. 6 and 7", what, [worse], lambda _: NOT_THE_BEST)
+
+
+def _idles_less_by(row: Row, other: str) -> bool:
+    less, ours = row.get(f"{other}_server_idle"), row["pipar_server_idle"]
+    return less is not None and ours is not None and bool(ours > less * (1 + ROUNDING))
 
 
 _IDLE_COLUMNS = (
@@ -251,7 +309,7 @@ _IDLE_COLUMNS = (
 )  # fmt: skip
 _IDLE_NOTES = (
     "Seconds of an epoch in which the server (the mean of its cores) and the devices (the mean of all) compute "
-    "nothing. The epochs are those of the tables of times."
+    "nothing. The epochs are those of the tables of times. `run` names the folders of fl, sfl and pipar, in this order."
 )
 
 

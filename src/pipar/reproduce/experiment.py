@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pipar.reproduce.sources import counted_sources
 
@@ -42,6 +42,7 @@ class Outcome:
     cell: Cell
     result: Mapping[str, Any]
     was_kept: bool = False
+    cpu_s: float | None = None  # that it took when it was run
 
     @property
     def row(self) -> Row:
@@ -54,11 +55,19 @@ def a_row_each(outcomes: Sequence[Outcome]) -> list[Row]:
     return [outcome.row for outcome in outcomes]
 
 
+class Found(NamedTuple):
+    """A number of ours, and the folders of the runs that it comes from."""
+
+    value: float
+    run: str
+
+
 @dataclass(frozen=True)
 class Compared:
     """One thing that the paper says, and ours; `low` and `high` are its range, None where it gives no bound.
 
-    `within` is by how much ours may leave it: a printed time is no range.
+    `within` is by how much ours may leave it: a printed time is no range. Who writes a line says before anything is
+    run why ours would be `below` or `above`: there is none that can come out outside and not be explained.
     """
 
     place: str  # in the paper
@@ -70,18 +79,38 @@ class Compared:
     unit: str = ""
     most: float | None = None  # where ours is a range, too, up to here
     within: float = 0.0
-    why: str = ""  # it is not inside, if that is known
+    better: Literal["more", "less"] | None = None
+    below: str = ""
+    above: str = ""
+    run: str = ""  # the folders that ours comes from
+
+    def __post_init__(self) -> None:
+        may_be_below = self.low is not None and self.better != "less"
+        may_be_above = self.high is not None and self.better != "more"
+        assert self.below or not may_be_below, f"'{self.what}' does not say why ours would be below"
+        assert self.above or not may_be_above, f"'{self.what}' does not say why ours would be above"
 
     @property
     def verdict(self) -> str:
-        """ "inside", "below", "above", or "wider" if ours leaves the paper's range on both sides."""
+        """ "inside", "better", "below", "above", or "wider" if ours leaves the paper's range on both sides."""
         if self.ours is None:
             return "not run"
         least, most = self.ours, self.ours if self.most is None else self.most
         below = self.low is not None and least < self.low - abs(self.low) * self.within
         above = self.high is not None and most > self.high + abs(self.high) * self.within
+        if (below and self.better == "less") or (above and self.better == "more"):
+            return "better"
         words = {(False, False): "inside", (True, False): "below", (False, True): "above", (True, True): "wider"}
         return words[below, above]
+
+    @property
+    def why(self) -> str:
+        """Why ours is outside what the paper says; nothing if it is not."""
+        return {"below": self.below, "above": self.above, "wider": self._why_wider}.get(self.verdict, "")
+
+    @property
+    def _why_wider(self) -> str:
+        return "; ".join(dict.fromkeys((self.below, self.above)))
 
     @property
     def ratio(self) -> float | None:
@@ -103,8 +132,8 @@ def compare_nothing(rows: Sequence[Row]) -> list[Compared]:
 class Experiment:
     """What `pipar reproduce NAME` runs. `cells` is asked with quick=True for fewer of them.
 
-    `columns` are those that the tables show, in their order, of what `rows` makes of the outcomes; every row has a
-    `run`. `plot` draws rows into a folder and returns the files.
+    `columns` are those that the tables show, in their order, of what `rows` makes of the outcomes; the last one is
+    `run`, the folders of a row's numbers. `plot` draws rows into a folder and returns the files.
     """
 
     name: str
@@ -115,3 +144,6 @@ class Experiment:
     plot: Callable[[Sequence[Row], Path], Sequence[Path]] | None = None
     rows: Callable[[Sequence[Outcome]], list[Row]] = a_row_each
     notes: str = ""  # for the head of its tables: what a reader has to know
+
+    def __post_init__(self) -> None:
+        assert self.columns[-1] == "run", f"the table of {self.name} does not name the folders of its numbers"

@@ -121,9 +121,19 @@ def compare_losses(rows: Sequence[Row]) -> list[Compared]:
         what = (
             f"{model}, {dataset}: mean validation loss of pipar and the nearer of fl and sfl differ in epoch {epoch} by"
         )
-        why = _BATCH_STATISTICS if own[0]["norm"] == "batch" else ""
+        run = " ".join(row["run"] for row in own if row["epoch"] == epoch)
         compared.append(
-            Compared(said.place, f"{what}; within what seeds change", str(said), gap, low=0.0, high=spread, why=why)
+            Compared(
+                place=said.place,
+                what=f"{what}; within what seeds change",
+                paper=str(said),
+                ours=gap,
+                low=0.0,
+                high=spread,
+                below=_BATCH_STATISTICS,
+                above=_BATCH_STATISTICS,
+                run=run,
+            )
         )
     return compared
 
@@ -185,6 +195,9 @@ def compare_accuracies(rows: Sequence[Row]) -> list[Compared]:
                 low=-row["spread"],
                 high=row["spread"],
                 unit="points",
+                below=_BATCH_STATISTICS,
+                above=_BATCH_STATISTICS,
+                run=row["run"],
             )
         )
     return compared
@@ -223,6 +236,9 @@ def _equality_cell(model: str, norm: str) -> Cell:
     return Cell("alike", tree, {"methods": list(METHODS)}, {"network": model, "data": "digits", "norm": norm})
 
 
+_DEFECT = "the methods do not train the same weights"
+
+
 def compare_weights(rows: Sequence[Row]) -> list[Compared]:
     """Return how far apart the weights of the methods are."""
     return [
@@ -234,6 +250,9 @@ def compare_weights(rows: Sequence[Row]) -> list[Compared]:
             ours=row["largest_difference"],
             low=0.0,
             high=EQUAL,
+            below=_DEFECT,
+            above=_DEFECT,
+            run=row["run"],
         )
         for row in rows
     ]
@@ -249,7 +268,7 @@ CONVERGENCE = Experiment(
     "convergence",
     "Validation losses of fl, sfl and pipar (V-C1)",
     training_cells,
-    ("network", "data", "norm", "method", "seed", "epoch", "train_loss", "val_loss", "val_accuracy"),
+    ("network", "data", "norm", "method", "seed", "epoch", "train_loss", "val_loss", "val_accuracy", "run"),
     compare_losses,
     partial(plot_if_possible, "convergence"),
     loss_rows,
@@ -259,7 +278,7 @@ ACCURACY = Experiment(
     "accuracy",
     "Test accuracy by fl, sfl and pipar, percent (V-C2)",
     training_cells,
-    ("network", "data", "norm", "fl", "sfl", "pipar", "difference", "spread", "printed"),
+    ("network", "data", "norm", "fl", "sfl", "pipar", "difference", "spread", "printed", "run"),
     compare_accuracies,
     None,
     accuracy_rows,
@@ -269,7 +288,7 @@ EQUALITY = Experiment(
     "equality",
     "Weights of fl, sfl and pipar in float64 (IV)",
     equality_cells,
-    ("network", "data", "norm", "plan", "largest_difference"),
+    ("network", "data", "norm", "plan", "largest_difference", "run"),
     compare_weights,
     notes="The same training by each method from the same seed. With batch normalisation pipar's weights would differ: "
     "statistics of a micro-batch are not those of the batch.",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from pipar.reproduce.efficiency import METHODS, TIME_NOTES, about, by_all_methods, time_rows
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Row
+from pipar.reproduce.efficiency import METHODS, TIME_NOTES, about, by_all_methods, compare_methods, time_rows
+from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import published
 from pipar.reproduce.tables import against
@@ -20,8 +20,9 @@ MECHANISMS: dict[str, dict[str, float]] = {
     "classic-dp": {"clip": 1.0, "noise_multiplier": 1.0},
     "pixeldp": {"pixel_epsilon": 1.0},
 }
-#: Why pipar's epochs grow by more than the noise takes.
-_LANE = "the noise of the next batch is made on the lane that encodes and decodes this one's micro-batches"
+#: Why epochs grow by more than the noise takes.
+_LANE = "the noise of the next batch is made on the lane that encodes and decodes what is sent of this one"
+_SLOWER = "noise takes the seconds for each byte that the profile of the board has, scaled with its fitted speed"
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -40,19 +41,21 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         mechanism = statement.name.removesuffix(f"-{statement.method}")
         added = _added(about(statement, rows), mechanism, str(statement.method))
         what = f"{statement.method}, {mechanism}: {statement.what}"
-        why = _LANE if (mechanism, statement.method) == ("pixeldp", "pipar") else ""
-        lines.append(against(statement, added, what=what, why=why))
-    return lines
+        above = _LANE if mechanism == "pixeldp" and statement.method != "fl" else _SLOWER
+        lines.append(against(statement, added, what=what, above=above, better="less"))
+    return [*lines, *compare_methods(rows)]
 
 
-def _added(rows: Sequence[Row], mechanism: str, method: str) -> list[float]:
+def _added(rows: Sequence[Row], mechanism: str, method: str) -> list[Found]:
     """Return the seconds that a mechanism adds to an epoch by a method, of every network and link."""
-    seconds = {(row["network"], row["link"], row["mechanism"]): row.get(f"{method}_s") for row in rows}
+    by_place = {(row["network"], row["link"], row["mechanism"]): row for row in rows}
     found = []
-    for (network, link, name), noisy in seconds.items():
-        plain = seconds.get((network, link, WITHOUT))
-        if name == mechanism and noisy is not None and plain is not None:
-            found.append(noisy - plain)
+    for (network, link, name), noisy in by_place.items():
+        plain = by_place.get((network, link, WITHOUT))
+        if name == mechanism and plain is not None:
+            with_noise, without = noisy.get(f"{method}_s"), plain.get(f"{method}_s")
+            if with_noise is not None and without is not None:
+                found.append(Found(with_noise - without, f"{plain['run']} {noisy['run']}"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How long an epoch takes by every P and N, and where in this landscape the planner chooses; paper V-D."""
+"""How long an epoch takes by each P and N, and where in this landscape the planner chooses; paper V-D."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def _pairs(outcome: Outcome) -> list[Row]:
 
 PLAN_MAP = Experiment(
     "plan-map",
-    "An epoch by every P and N (V-D)",
+    "Seconds of an epoch by P and N, and the chosen pair (V-D)",
     _cells,
     ("network", "data", "link", "split_point", "micro_batches", "seconds", "score", "chosen", "run"),
     plot=partial(plot_if_possible, "selection"),
     rows=_rows,
     notes="Seconds of an epoch of 100 devices that all have this plan, as the planner simulates them; how well it does "
-    "where it does not know the costs is in `selection-small`. A plan that does not fit into a board's memory has no "
-    "row. The score is the best epoch of these over this one.",
+    "where it does not know the costs is in `selection-small`. Every P has a row with each N of "
+    f"{', '.join(map(str, MICRO_BATCHES))} (with --quick: {', '.join(map(str, FEWER))}) and with the chosen N, unless "
+    "that does not fit into a board's memory. The score is the best epoch of these over this one.",
 )

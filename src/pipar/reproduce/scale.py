@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from pipar.reproduce.efficiency import METHODS
-from pipar.reproduce.experiment import Cell, Experiment, Outcome, Row
+from pipar.reproduce.efficiency import METHODS, beside, compare_methods
+from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.testbed import Trial
 
@@ -53,6 +53,11 @@ def _row(outcome: Outcome) -> Row:
     return {**row, **sizes, "server_GB": row["server_bytes"] / 1e9}
 
 
+def _compare(rows: Sequence[Row]) -> list[Compared]:
+    """Hold the methods against each other, for every number of devices."""
+    return compare_methods(beside(rows, ("network", "link", "devices"), {"s": "seconds"}))
+
+
 SCALE = Experiment(
     "scale",
     "From one device to 100,000",
@@ -61,7 +66,8 @@ SCALE = Experiment(
         "network", "link", "devices", "method", "is_run", "plan", "seconds", "times_one", "up_GB", "down_GB",
         "server_GB", "planning_s", "is_enough", "run",
     ),
-    plot=partial(plot_if_possible, "scale"),
+    _compare,
+    partial(plot_if_possible, "scale"),
     rows=_rows,
     notes="500 samples of 3x32x32 a device. Up to 1,000 devices the programs are run, beyond that a sample of the "
     "fleet is forecast. server_GB are the models on the server, planning_s CPU seconds. One server is enough while an "

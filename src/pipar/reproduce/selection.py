@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Outcome, Row
+from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import published
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import BATCH_SIZE, LARGE, SAMPLES, SMALL, Trial, trainings
@@ -17,6 +18,10 @@ GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 50)
 _EPOCHS = 100
 #: As good as the best: what two simulations with other jitter differ by.
 _OPTIMAL = 0.995
+_UNKNOWN_WORLD = (
+    "the world in which plans are judged is not the one that the planner knows: layers take up to 15 % more or less"
+)
+_SHORT_EPOCHS = "choosing simulates the whole fleet on one core of this machine, and epochs are shorter here"
 
 
 def _cells(models: tuple[str, ...], quick: bool) -> list[Cell]:
@@ -34,37 +39,70 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
         printed = published().selection(row["network"], row["data"], row["link"])
         assert printed is not None
         printed_plan = f"P={printed.split_point} N={printed.micro_batches}"
-        rows.append({**row, "in_the_paper": printed_plan, "paper_s": printed.epoch_s, "its_score": printed.score})
+        said = {"in_the_paper": printed_plan, "paper_s": printed.epoch_s, "its_score": printed.score}
+        row = _with_the_chosen_among_all(row)
+        rows.append({**row, **_costs(row), **said})
     return rows
+
+
+def _with_the_chosen_among_all(row: Row) -> Row:
+    """Return the row with the chosen plan as the best one, where a search of a few N has found none as quick."""
+    if row["chosen_s"] >= row["best_s"]:
+        return row
+    return {**row, "best": row["chosen"], "best_s": row["chosen_s"], "score": 1.0}
+
+
+def _costs(row: Row) -> Row:
+    """Return what finding a plan takes: by choosing, by simulating every plan, and by training with every plan."""
+    training_s = _training_every_pair_s(row)
+    return {
+        "choosing_cpu_s": row["planning_s"],
+        "simulating_all_cpu_s": row.get("search_s"),
+        "training_all_s": training_s,
+        "training_all/choosing": training_s / row["planning_s"] if row["planning_s"] else None,
+    }
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
     """Hold scores, and what choosing takes, against what the text says."""
     if not rows:
         return []
-    same_cut = [row["chosen"].split()[0] == row["best"].split()[0] for row in rows]
-    optimal = [row["score"] >= _OPTIMAL for row in rows]
-    costs = [100 * row["planning_s"] / row["chosen_s"] for row in rows]
-    faster = [_training_every_pair_s(row) / row["planning_s"] for row in rows if row["planning_s"]]
-    of = published().statement
+    of, every_run = published().statement, " ".join(row["run"] for row in rows)
+
+    def mean(values: Sequence[float]) -> list[Found]:
+        return [Found(sum(values) / len(values), every_run)]
+
+    same_cut = [100.0 * (row["chosen"].split()[0] == row["best"].split()[0]) for row in rows]
+    optimal = [100.0 * (row["score"] >= _OPTIMAL) for row in rows]
+    costs = [100 * row["choosing_cpu_s"] / row["chosen_s"] for row in rows]
+    faster = [row["training_all/choosing"] for row in rows if row["training_all/choosing"] is not None]
     return [
-        against(of("score"), [row["score"] for row in rows]),
+        against(of("score"), [Found(row["score"], row["run"]) for row in rows], below=_UNKNOWN_WORLD),
         against(
             of("optimal-plans"),
-            [_percent(optimal)],
-            what=f"cases with a score of {_OPTIMAL} or more",
+            mean(optimal),
+            what=f"cases in which the plan that pipar chooses has a score of {_OPTIMAL} or more",
+            below=_UNKNOWN_WORLD,
             better="more",
         ),
-        against(of("optimal-split-points"), [_percent(same_cut)], why="other cuts may be as good"),
-        against(of("planning-cost"), [_mean(costs)], better="less"),
+        against(of("optimal-split-points"), mean(same_cut), below="other cuts may be as good", better="more"),
+        against(of("planning-cost"), mean(costs), above=_SHORT_EPOCHS, better="less"),
         against(
             of("planning-speed-up"),
-            [_mean(faster)],
-            what="time of an iteration by every plan that was searched, at least, over time to choose, on average",
-            why="an iteration of each is counted with the best one's seconds",
+            mean(faster) if faster else [],
+            what="seconds of an iteration by every plan of pipar, all as quick as the best, over CPU seconds to choose "
+            "(training all/choosing), on average",
+            below="every plan counts as quick as the best, while the paper's search trained by the slow ones as well; "
+            "with --quick there are fewer plans",
             better="more",
         ),
-        against(of("planning-overhead"), [_mean(costs) / _EPOCHS], what=f"time to choose, of {_EPOCHS} epochs"),
+        against(
+            of("planning-overhead"),
+            mean([cost / _EPOCHS for cost in costs]),
+            what=f"time in which pipar chooses, of {_EPOCHS} epochs",
+            above=_SHORT_EPOCHS,
+            better="less",
+        ),
     ]
 
 
@@ -74,27 +112,28 @@ def _training_every_pair_s(row: Row) -> float:
     return float((row["searched"] + row["ruled_out"]) * row["best_s"] / iterations)
 
 
-def _percent(held: Sequence[bool]) -> float:
-    return 100 * sum(held) / len(held)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 _COLUMNS = (
-    "network", "data", "link", "chosen", "chosen_s", "planning_s", "best", "best_s", "search_s", "score",
+    "network", "data", "link", "chosen", "chosen_s", "best", "best_s", "score",
+    "choosing_cpu_s", "simulating_all_cpu_s", "training_all_s", "training_all/choosing",
     "paper", "paper_score", "in_the_paper", "paper_s", "its_score", "run",
 )  # fmt: skip
 _NOTES = (
     "Plans that were chosen, and the best of all in a world that the planner does not know: every layer takes up to "
-    "15 % more or less than its profile says, every stage 5 %. planning_s and search_s are CPU seconds. `paper` is "
-    "what the paper's estimate chooses here, with its score; `in the paper` is what the paper prints."
+    "15 % more or less than its profile says, every stage 5 %. The score is best_s over chosen_s, seconds of an epoch "
+    f"in that world. With --quick the search tries N of {', '.join(map(str, GRID))} only, and the chosen plan: where "
+    "that is quicker than all of these it is the best one.\n\n"
+    "What finding a plan takes: choosing_cpu_s is the planner, which simulates likely plans, the best of them in "
+    "several worlds; simulating_all_cpu_s is the search for the best one, which simulates in one world every plan that "
+    "its bound does not rule out, and may so be shorter. Both are CPU seconds of the machine that this was run on. "
+    "training_all_s is what the paper's search would take at least: devices train an iteration by every plan, here all "
+    "of them as quick as the best. training_all/choosing is what the paper's 6957x is of.\n\n"
+    "`paper` is what the paper's estimate chooses here, with its score; `in the paper` is what the paper prints."
 )
 
 
 def _selection(name: str, title: str, models: tuple[str, ...]) -> Experiment:
-    return Experiment(name, title, partial(_cells, models), _COLUMNS, compare, rows=_rows, notes=_NOTES)
+    cells, plot = partial(_cells, models), partial(plot_if_possible, "scores")
+    return Experiment(name, title, cells, _COLUMNS, compare, plot, rows=_rows, notes=_NOTES)
 
 
 SELECTION_SMALL = _selection("selection-small", "Chosen plans and the best ones, small networks (Table VII)", SMALL)

@@ -6,9 +6,11 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,6 @@ from pipar.reproduce.cells import run_cell
 from pipar.reproduce.experiment import Cell, Outcome
 from pipar.results import strict_json, write_atomically
 
-Result = Mapping[str, Any]
-
 
 def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generator[Outcome, None, None]:
     """Yield every cell's outcome: first those that are in the folder, then the others as they come.
@@ -28,31 +28,35 @@ def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generat
     """
     missing: dict[str, list[Cell]] = {}
     for cell in cells:
-        kept = read_result(folder, cell)
+        kept = read_outcome(folder, cell)
         if kept is not None:
-            yield Outcome(cell, kept, was_kept=True)
+            yield kept
         else:
             missing.setdefault(cell.key, []).append(cell)
     firsts = [same[0] for same in missing.values()]
     with closing(_run_all(firsts, min(processes, len(firsts)))) as coming:
-        for cell, result in coming:
-            keep_result(folder, cell, result)
-            yield from (Outcome(same, result) for same in missing[cell.key])
+        for outcome in coming:
+            keep_outcome(folder, outcome)
+            yield from (replace(outcome, cell=same) for same in missing[outcome.cell.key])
 
 
-def read_result(folder: Path, cell: Cell) -> Result | None:
+def read_outcome(folder: Path, cell: Cell) -> Outcome | None:
     """Return what is kept of a cell; None if there is nothing, or nothing whole."""
     try:
         found = json.loads((_place(folder, cell) / "result.json").read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return found["result"] if isinstance(found, dict) and isinstance(found.get("result"), dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("result"), dict):
+        return None
+    seconds = found.get("cpu_s")
+    return Outcome(cell, found["result"], was_kept=True, cpu_s=seconds if isinstance(seconds, int | float) else None)
 
 
-def keep_result(folder: Path, cell: Cell, result: Result) -> None:
+def keep_outcome(folder: Path, outcome: Outcome) -> None:
     """Write a cell's folder: its configuration, and last its result, which is there whole or not at all."""
-    place = _place(folder, cell)
-    content = {"how": cell.how, "options": dict(cell.options), "labels": dict(cell.labels), "result": dict(result)}
+    cell, place = outcome.cell, _place(folder, outcome.cell)
+    what = {"how": cell.how, "options": dict(cell.options), "labels": dict(cell.labels)}
+    content = {**what, "cpu_s": outcome.cpu_s, "result": dict(outcome.result)}
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / "config.toml", dump_config(config_from(cell.config)).encode())
@@ -65,20 +69,27 @@ def _place(folder: Path, cell: Cell) -> Path:
     return folder / "cells" / cell.key
 
 
-def _run_all(cells: Sequence[Cell], processes: int) -> Generator[tuple[Cell, Result], None, None]:
-    """Yield results as they come, from this process alone or from several."""
+def _run(cell: Cell) -> Outcome:
+    """Run a cell, and count the seconds of a core that it takes."""
+    began = time.process_time()
+    result = run_cell(cell.how, cell.config, cell.options)
+    return Outcome(cell, result, cpu_s=time.process_time() - began)
+
+
+def _run_all(cells: Sequence[Cell], processes: int) -> Generator[Outcome, None, None]:
+    """Yield outcomes as they come, from this process alone or from several."""
     if processes <= 1:
-        yield from ((cell, run_cell(cell.how, cell.config, cell.options)) for cell in cells)
+        yield from map(_run, cells)
         return
     # A server of forks has imported everything once; torch does not survive a fork behind its threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run_cell.__module__])
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare) as pool:
-        running = {pool.submit(run_cell, cell.how, cell.config, cell.options): cell for cell in cells}
+        running = [pool.submit(_run, cell) for cell in cells]
         try:
             for done in as_completed(running):
-                yield running[done], done.result()
+                yield done.result()
         except BaseException:  # also of who reads: nobody waits for what is being computed
             _end(child for child in multiprocessing.active_children() if child not in others)
             raise  # without its processes the pool gives up everything else, and is waited for

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipar.errors import InputError
-from pipar.reproduce.experiment import Compared, Experiment, Row
+from pipar.reproduce.experiment import Compared, Experiment, Found, Row
 from pipar.reproduce.published import Statement
 from pipar.results import write_atomically
 
 #: Shown in place of what a row does not have.
 _NOTHING = "-"
+#: A number that the paper prints alone, or as its largest ("up to 34.6x"), is met if ours is off by no more than this.
+NEAR = 0.25
 
 
-def write_tables(experiment: Experiment, rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_tables(experiment: Experiment, rows: Sequence[Row], folder: Path, *, quick: bool = False) -> list[Path]:
     """Write NAME/table.md, table.csv and comparison.md, and the pictures that there are; return the files."""
     place = folder / experiment.name
     texts = {
-        "table.md": page(experiment, rows),
+        "table.md": page(experiment, rows, quick=quick),
         "table.csv": as_csv(rows, experiment.columns),
         "comparison.md": comparison(experiment.title, experiment.compare(rows)),
     }
@@ -45,10 +47,11 @@ def _write(place: Path, texts: Mapping[str, str]) -> None:
         raise InputError(f"Cannot write {place}: {error.strerror}.") from None
 
 
-def page(experiment: Experiment, rows: Sequence[Row]) -> str:
+def page(experiment: Experiment, rows: Sequence[Row], *, quick: bool = False) -> str:
     """Return the table with its title, and what a reader has to know."""
     notes = [experiment.notes, ""] if experiment.notes else []
-    command = f"`pipar reproduce {experiment.name}`. `run` is the folder below `cells/` that a number comes from."
+    words = f"`pipar reproduce {experiment.name}{' --quick' if quick else ''}`."
+    command = f"{words} `run` is the folder below `cells/` that a number comes from."
     told = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
     return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, told)])
 
@@ -98,32 +101,45 @@ def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def against(
     statement: Statement,
-    values: Iterable[float],
+    values: Iterable[Found],
     *,
     what: str = "",
-    why: str = "",
+    below: str = "",
+    above: str = "",
+    within: float = 0.0,
     better: Literal["more", "less"] | None = None,
 ) -> Compared:
     """Return what a statement of the paper says, and all of ours that it is about.
 
-    "Up to" is held against our largest, "at least" against our smallest, a range against both. What is `better` is
-    inside, too.
+    "At least" is held against our smallest, a range against both ends of ours. "Up to" is a number that the paper has
+    reached: our largest has to come near it. Of what is `better` the worst of ours counts.
     """
     found = sorted(values)
-    low = None if better == "less" else statement.low
-    high = None if better == "more" else statement.high
-    least = None if not found else found[-1] if low is None else found[0]
+    up_to = statement.low is None
+    is_range = not up_to and statement.high is not None and better is None
+    ends = found[-1:] if up_to or better == "less" else found[:1]
+    if is_range and found and found[0].value != found[-1].value:
+        ends = [found[0], found[-1]]
     return Compared(
         place=statement.place,
         what=what or statement.what,
         paper=str(statement),
-        ours=least,
-        low=low,
-        high=high,
+        ours=ends[0].value if ends else None,
+        low=statement.high if up_to else statement.low,
+        high=statement.high,
         unit=statement.unit,
-        most=found[-1] if found and low is not None and high is not None and found[0] != found[-1] else None,
-        why=why,
+        most=ends[1].value if len(ends) > 1 else None,
+        within=NEAR if up_to else within,
+        better=better,
+        below=below,
+        above=above,
+        run=runs(ends),
     )
+
+
+def runs(found: Iterable[Found]) -> str:
+    """Return the folders of several numbers, each once."""
+    return " ".join(dict.fromkeys(folder for each in found for folder in each.run.split()))
 
 
 def comparison(title: str, lines: Sequence[Compared]) -> str:
@@ -131,7 +147,6 @@ def comparison(title: str, lines: Sequence[Compared]) -> str:
     head = [f"# {title}: the paper and ours", ""]
     if not lines:
         return "\n".join([*head, "The paper has no numbers for this.", ""])
-    inside = sum(line.verdict == "inside" for line in lines)
     rows: list[Row] = [
         {
             "where": line.place,
@@ -139,12 +154,27 @@ def comparison(title: str, lines: Sequence[Compared]) -> str:
             "paper": line.paper,
             "ours": _ours(line),
             "ratio": line.ratio,
-            "verdict": line.verdict if line.verdict == "inside" or not line.why else f"{line.verdict}: {line.why}",
+            "verdict": f"{line.verdict}: {line.why}" if line.why else line.verdict,
+            "run": line.run,
         }
         for line in lines
     ]
-    table = as_markdown(rows, ("where", "what", "paper", "ours", "ratio", "verdict"))
-    return "\n".join([*head, f"{inside} of {len(lines)} lines are inside what the paper says.", "", table])
+    table = as_markdown(rows, ("where", "what", "paper", "ours", "ratio", "verdict", "run"))
+    return "\n".join([*head, f"{tally(lines)}.", "", _VERDICTS, "", table])
+
+
+_VERDICTS = (
+    f'"Up to" is what the paper has reached: our largest is inside if it is off by {100 * NEAR:.0f} % at most, '
+    "as are seconds that the paper prints. What is better than the paper's is called so, and not inside. `ratio` is "
+    "ours over the paper's; `run` has the folders below `cells/` that ours comes from."
+)
+
+
+def tally(lines: Sequence[Compared]) -> str:
+    """Return how many lines are inside what the paper says, and how many better, in words."""
+    inside, better = (sum(line.verdict == verdict for line in lines) for verdict in ("inside", "better"))
+    more = f", {better} better" if better else ""
+    return f"{inside} of {len(lines)} lines are inside what the paper says{more}"
 
 
 def _ours(line: Compared) -> str:

@@ -32,6 +32,12 @@ BATCH_SIZE = 100
 BOARD, SERVER = "raspberry-pi-3b", "i7-11850h"
 #: How fast the paper's machines are, as shares of the named ones.
 BOARD_SPEED, SERVER_SPEED = 0.19, 1.8
+#: The same for who reads a table.
+CALIBRATION = (
+    f"Boards have {BOARD_SPEED:g} of the speed of the named {BOARD}, the server {SERVER_SPEED:g} times that of the "
+    f"named {SERVER}: fitted to the paper's rows of VGG-5, and the same for everything else. What the paper's own rows "
+    "ask of its server differs by more than a factor of ten, see `testbed`: there are rows for 100 devices, 10 and one."
+)
 
 
 @dataclass(frozen=True)

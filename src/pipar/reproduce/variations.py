@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -13,18 +12,21 @@ from pipar.reproduce.efficiency import (
     TIME_NOTES,
     about,
     by_all_methods,
-    gained,
-    present,
-    ratio,
+    compare_methods,
+    over_others,
+    ratios,
     time_rows,
 )
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Row
+from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import published
+from pipar.reproduce.reasons import MORE, NOT_THE_BEST, why_less
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import LINKS, SMALL, Trial
 
 BATCH_SIZES = (25, 50, 100, 250)
+_UNEVEN = "on a full server larger pieces are shared less evenly among its cores than smaller ones"
+_WAITING = "slow boards leave the server without work by pipar, while by fl they take time of their own only"
 
 
 def _batch_size_cells(quick: bool) -> list[Cell]:
@@ -41,24 +43,28 @@ def _batch_size_cells(quick: bool) -> list[Cell]:
 def _compare_batch_sizes(rows: Sequence[Row]) -> list[Compared]:
     lines = []
     for statement in published().about("batch-size"):
-        concerned = about(statement, rows)
+        concerned, what = about(statement, rows), f"{', '.join(statement.models)}: {statement.what}"
         if statement.against is not None:
-            values = present(ratio(row, statement.against, "pipar") for row in concerned)
+            values, below = ratios(concerned, statement.against), NOT_THE_BEST
         else:
-            values = _quicker_with_more(concerned)
-        what = f"{', '.join(statement.models)}: {statement.what}"
-        lines.append(replace(against(statement, values, what=what), within=TIE))
-    return lines
+            by_case = _quicker_with_more(concerned)
+            slower = [case for case, found in by_case.items() if found.value < 1 - TIE]
+            values, below = list(by_case.values()), f"{', '.join(slower)}: {_UNEVEN}"
+        lines.append(against(statement, values, what=what, within=TIE, below=below))
+    return [*lines, *compare_methods(rows)]
 
 
-def _quicker_with_more(rows: Sequence[Row]) -> list[float]:
+def _quicker_with_more(rows: Sequence[Row]) -> dict[str, Found]:
     """Return each epoch over the one of the next larger batches, of every method, network and link."""
-    found = []
+    found = {}
     for network, link in dict.fromkeys((row["network"], row["link"]) for row in rows):
         here = [row for row in rows if (row["network"], row["link"]) == (network, link)]
         for method in METHODS:
-            by_size = sorted((row["batch_size"], s) for row in here if (s := row.get(f"{method}_s")) is not None)
-            found += [small / large for (_, small), (_, large) in pairwise(by_size)]
+            timed = [row for row in here if row.get(f"{method}_s") is not None]
+            for small, large in pairwise(sorted(timed, key=lambda row: row["batch_size"])):
+                case = f"{network} {link} by {method} from {small['batch_size']} to {large['batch_size']}"
+                quicker = small[f"{method}_s"] / large[f"{method}_s"]
+                found[case] = Found(quicker, f"{small['run']} {large['run']}")
     return found
 
 
@@ -92,16 +98,17 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
         if statement.name.startswith("slow-half"):
             continue  # how it is set up
         if statement.name == "heterogeneous-difference":
-            values = _added(rows)
+            lines.append(against(statement, _added(rows), within=TIE, below=_WAITING))
         elif statement.against is not None:
-            values = present(ratio(row, statement.against, "pipar") for row in about(statement, mixed))
+            concerned = about(statement, mixed)
+            less = why_less(statement, concerned)
+            lines.append(against(statement, ratios(concerned, statement.against), below=less, above=MORE))
         else:
-            values = present(ratio(row, other, "pipar") for row in rows for other in ("fl", "sfl"))
-        lines.append(gained(replace(against(statement, values), within=TIE), mixed))
-    return lines
+            lines.append(against(statement, over_others(rows), within=TIE, below=NOT_THE_BEST))
+    return [*lines, *compare_methods(rows)]
 
 
-def _added(rows: Sequence[Row]) -> list[float]:
+def _added(rows: Sequence[Row]) -> list[Found]:
     """Return the seconds that slow boards add to fl over those that they add to pipar, of every network and link."""
     by_boards: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -110,7 +117,8 @@ def _added(rows: Sequence[Row]) -> list[float]:
     for both in by_boards.values():
         alike, mixed = both["alike"], both["half at half speed"]
         more = {method: mixed[f"{method}_s"] - alike[f"{method}_s"] for method in ("fl", "pipar")}
-        found += [more["fl"] / more["pipar"]] if more["pipar"] > 0 else []
+        run = f"{alike['run']} {mixed['run']}"
+        found += [Found(more["fl"] / more["pipar"], run)] if more["pipar"] > 0 else []
     return found
 
 
