@@ -14,11 +14,12 @@ A timing-only run of the same plans gives the same times, to the last digits; it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
+from pipar.cutoff import Cutoff
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import Profile
@@ -77,6 +78,21 @@ def forecast(
 ) -> Timing:
     """Return the times of one epoch, cut off behind so many iterations if that is asked for."""
     return _Epoch(fleet, plans, iterations, disturb).run()
+
+
+def forecast_within(
+    fleet: Fleet,
+    plans: Mapping[str, Plan],
+    within_s: float,
+    *,
+    iterations: int | None = None,
+    disturb: Disturb | None = None,
+) -> Timing | None:
+    """Return the same, or None as soon as it is certain that its `steady_epoch_s` is not less than this."""
+    try:
+        return _Epoch(fleet, plans, iterations, disturb, within_s=within_s).run()
+    except _TooLong:
+        return None
 
 
 def timeline(
@@ -170,7 +186,7 @@ class _Device:
     """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding",
+        "answered", "batch", "chunks", "compute_s", "core_until", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding",
         "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
         "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times", "up_began",
         "up_free", "up_s", "waits_for", "watched", "working",
@@ -196,12 +212,17 @@ class _Device:
         self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
+        self.core_until = 0.0  # what was last begun for it
         self.slower = 1.0  # what other cores make of the job that is being served
         self.returned = False  # its trained part is at the server
         self.returned_at = 0.0  # and can be aggregated
 
 
 _LOADED, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(9)
+
+
+class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
+    """An epoch cannot be as short as it was to be."""
 
 
 class _Epoch:
@@ -214,6 +235,7 @@ class _Epoch:
         iterations: int | None,
         disturb: Disturb | None = None,
         watch: str | None = None,
+        within_s: float | None = None,
     ) -> None:
         self.spans: list[Span] = []
         self._fleet = fleet
@@ -222,7 +244,10 @@ class _Epoch:
         self._events: list[tuple[float, int, int, _Device]] = []
         self._count = 0
         self._cores = [0.0] * fleet.cores  # until when each is taken
-        self._server_s = self._alone_s = 0.0
+        self._server_s = self._alone_s = self._start = 0.0
+        self._by_name = {device.member.name: device for device in self._devices}
+        times = {name: device.times for name, device in self._by_name.items()}
+        self._cutoff = None if within_s is None else Cutoff(fleet, plans, times, within_s)
 
     def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
         known: dict[tuple[object, ...], BatchTimes] = {}  # most devices are like another one
@@ -239,13 +264,15 @@ class _Epoch:
         return devices
 
     def run(self) -> Timing:
+        if self._cutoff is not None and self._cutoff.rules_out():
+            raise _TooLong
         # Nobody waits for the others' new parts: who has a short way begins early.
         distributed, installed = self._distribute(0.0, changes=False)
         for device in self._devices:
             told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)
             device.down_free, device.down_s = told, 0.0
             self._load(device, max(told + device.latency, installed[device.member.name]))
-        start = min(device.io_free - device.times[0].load for device in self._devices)
+        self._start = min(device.io_free - device.times[0].load for device in self._devices)
         handlers = (
             self._loaded, self._computed, self._encoded, self._arrived,
             self._served, self._stepped, self._answered, self._decoded, self._returned,
@@ -254,7 +281,7 @@ class _Epoch:
         while events:
             now, _, kind, device = heappop(events)
             handlers[kind](device, now)
-        return self._timing(start, self._exchange())
+        return self._timing(self._start, self._exchange())
 
     def _at(self, when: float, kind: int, device: _Device) -> None:
         self._count += 1
@@ -312,6 +339,8 @@ class _Epoch:
     def _computed(self, device: _Device, now: float) -> None:
         if device.place == len(device.order):
             device.ends.append(now)
+            if self._cutoff is not None:
+                self._go_on_only_within(self._cutoff, device, now - self._start)
             if len(device.ends) < len(device.times):
                 self._begin(device, now)
             else:
@@ -373,6 +402,29 @@ class _Epoch:
             device.waits_for = -1
             self._go_on(device, now)
 
+    def _go_on_only_within(self, cutoff: Cutoff, device: _Device, since_start_s: float) -> None:
+        def served_at_least(names: Iterable[str]) -> float:
+            return self._served_at_least(names, since_start_s + self._start) - self._start
+
+        if cutoff.gives_up(device.member.name, len(device.ends), since_start_s, served_at_least):
+            raise _TooLong
+
+    def _served_at_least(self, names: Iterable[str], now: float) -> float:
+        """Return when the server can have served what these devices have begun, at the earliest; 0 if it has."""
+        latest = left_s = 0.0
+        for name in names:
+            device = self._by_name[name]
+            number = len(device.ends)
+            if number == len(device.times) or (device.stepped == number and device.served == len(device.batch.served)):
+                continue
+            begun = device.served + device.serving if device.stepped == number else 0
+            own_s = sum(device.times[number].served[begun:])
+            left_s += own_s
+            latest = max(latest, max(now, device.core_until) + own_s)
+        if left_s:
+            latest = max(latest, _filled_at(self._cores, left_s, now))
+        return latest
+
     # --- on the server
 
     def _arrived(self, device: _Device, now: float) -> None:
@@ -390,6 +442,7 @@ class _Epoch:
         if crowded:
             device.slower = 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
             seconds *= device.slower
+        device.core_until = begin + seconds
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:
@@ -523,6 +576,16 @@ class _Epoch:
     def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
         iteration = len(device.ends) + 1 + (kind == "load" and device.loads > len(device.ends) + 1)
         self.spans.append(Span(device.member.name, lane, kind, 1, iteration, n, begin, end))
+
+
+def _filled_at(cores: list[float], work_s: float, now: float) -> float:
+    """Return when cores that are taken until then can have done so much more work, shared out evenly."""
+    free_at = sorted(max(now, each) for each in cores)
+    for count in range(1, len(free_at)):
+        end = (sum(free_at[:count]) + work_s) / count
+        if end <= free_at[count]:
+            return end
+    return (sum(free_at) + work_s) / len(free_at)
 
 
 @lru_cache(maxsize=1024)

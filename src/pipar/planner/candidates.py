@@ -10,6 +10,7 @@ from functools import partial
 from pipar.errors import PlanError
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import with_encodings
+from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
 from pipar.stages import Work
@@ -32,14 +33,23 @@ class LowerBound:
         full = [fleet.full_batches(kind) for kind in fleet.kinds()]
         self._most, self._all = [max(each) for each in full], [sum(each) for each in full]
         self._cores = fleet.cores
+        self._exchange = Exchange(fleet)
 
     def alone_s(self, chosen: Sequence[Candidate]) -> float:
         """Return it with each device as if it had the server for itself."""
         return max(self.cores_s(chosen), *(o.alone_s * n for o, n in zip(chosen, self._most, strict=True)))
 
-    def lanes_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return it by the busiest lane."""
-        return max(self.cores_s(chosen), *(o.lane_s * n for o, n in zip(chosen, self._most, strict=True)))
+    def lanes_s(self, chosen: Sequence[Candidate], slack: float = 0.0) -> float:
+        """Return it by the busiest lane, and by the exchange of models, which waits for a device's own lanes.
+
+        `slack` is how much shorter than its costs a stage of an iteration may be.
+        """
+        lane_s = max(o.lane_s * n for o, n in zip(chosen, self._most, strict=True))
+        return max(self.cores_s(chosen) * (1 - slack), lane_s * (1 - slack) + self.exchange_s(chosen))
+
+    def exchange_s(self, chosen: Sequence[Candidate]) -> float:
+        """Return what the exchange of models takes at least, behind all iterations."""
+        return self._exchange.seconds([option.plan.split_point for option in chosen])
 
     def cores_s(self, chosen: Sequence[Candidate]) -> float:
         return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from pipar.planner.candidates import Candidate, LowerBound, candidates
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import ByKind, everybodys
-from pipar.planner.timing import Simulate, steady_epoch_s
+from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, steady_epoch_within_s
 
 
 @dataclass(frozen=True)
@@ -23,37 +24,60 @@ class Best:
     ruled_out: int
 
 
+class _Pair(NamedTuple):
+    """Plans that are to be tried, the most promising ones first."""
+
+    likely_s: float
+    number: int
+    least_s: float
+    by_kind: ByKind
+
+
 def search_all(
     fleet: Fleet,
     simulate: Simulate,
     *,
+    within: SimulateWithin | None = None,
     micro_batches: Sequence[int] | None = None,
     slack: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Best:
     """Return the best of all plans of all kinds, or of those with these N.
 
-    One steady iteration of the whole fleet is simulated. A plan is left out only if its busiest lane alone takes longer
-    than the best plan found; `slack` is how much shorter than its costs a simulated stage may be. `progress` is told
-    how many plans are simulated, and how many there will be at most: the better the best, the fewer.
+    One steady iteration of the whole fleet is simulated. Plans are left out only if their busiest lane, and the exchange
+    of models behind it, take longer than the best plans found; `slack` is how much shorter than its costs a simulated
+    stage may be. `within`, in the same world, gives up simulations that have become longer than that.
+    `progress` is told how many plans are simulated, and how many there will be at most: the better the best, the fewer.
     """
-    kinds = fleet.kinds()
-    options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in kinds]
-    bound = LowerBound(fleet)
-    combined = enumerate(product(*options))
-    everything = sorted((bound.lanes_s(chosen) * (1 - slack), n, chosen) for n, chosen in combined)
-    bounds = [least_s for least_s, _, _ in everything]
-    best: tuple[float, ByKind] | None = None
-    for tried, (least_s, _, chosen) in enumerate(everything):
-        if best is not None and least_s >= best[0]:
-            return Best(best[1], best[0], tried, len(everything) - tried)
-        by_kind = tuple(option.plan for option in chosen)
-        seconds = steady_epoch_s(simulate, fleet, everybodys(fleet, by_kind))
-        best = min(best, (seconds, by_kind)) if best is not None else (seconds, by_kind)
+
+    def epoch_s(by_kind: ByKind, within_s: float) -> float:
+        plans = everybodys(fleet, by_kind)
+        if within is None or within_s == math.inf:
+            return steady_epoch_s(simulate, fleet, plans)
+        return steady_epoch_within_s(within, fleet, plans, within_s)
+
+    waiting = sorted(_pairs(fleet, micro_batches, slack), reverse=True)
+    count, simulated = len(waiting), 0
+    best_s, best = math.inf, waiting[-1].by_kind
+    while waiting:
+        by_kind = waiting.pop().by_kind
+        seconds = epoch_s(by_kind, best_s)
+        simulated += 1
+        if (seconds, by_kind) < (best_s, best) or simulated == 1:
+            best_s, best = seconds, by_kind
+            waiting = [pair for pair in waiting if pair.least_s < best_s]
         if progress is not None:
-            progress(tried + 1, max(tried + 1, bisect_left(bounds, best[0])))
-    assert best is not None
-    return Best(best[1], best[0], len(everything), 0)
+            progress(simulated, simulated + len(waiting))
+    return Best(best, best_s, simulated, count - simulated)
+
+
+def _pairs(fleet: Fleet, micro_batches: Sequence[int] | None, slack: float) -> Iterator[_Pair]:
+    options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in fleet.kinds()]
+    bound = LowerBound(fleet)
+    for number, chosen in enumerate(product(*options)):
+        # The sooner a good one is found, the more is ruled out or given up: no bound, but mostly not far off.
+        likely_s = bound.alone_s(chosen) + bound.exchange_s(chosen)
+        yield _Pair(likely_s, number, bound.lanes_s(chosen, slack), tuple(option.plan for option in chosen))
 
 
 def _allowed(options: list[Candidate], micro_batches: Sequence[int] | None) -> list[Candidate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -106,6 +107,9 @@ def _last(ends: Collection[tuple[float, ...]]) -> tuple[float, ...]:
 #: Runs a fleet's plans in some world, for so many iterations (None: the whole epoch), and says how long they took.
 Simulate = Callable[[Fleet, Mapping[str, Plan], int | None], Timing]
 
+#: The same as long as the plans may have a steady epoch of less than so many seconds: None as soon as they cannot.
+SimulateWithin = Callable[[Fleet, Mapping[str, Plan], int | None, float], Timing | None]
+
 #: Iterations that show all: the first fills the pipeline, the second is like all others.
 STEADY = 2
 
@@ -117,6 +121,12 @@ _QUICK = 20_000
 def steady_epoch_s(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return the seconds of an epoch from a simulation of its first iterations."""
     return simulate(fleet, plans, _steady(fleet)).steady_epoch_s(fleet)
+
+
+def steady_epoch_within_s(simulate: SimulateWithin, fleet: Fleet, plans: Mapping[str, Plan], within_s: float) -> float:
+    """Return the same if it is less than this, else any number that is not."""
+    timing = simulate(fleet, plans, _steady(fleet), within_s)
+    return math.inf if timing is None else timing.steady_epoch_s(fleet)
 
 
 def whole_epoch(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> Timing:

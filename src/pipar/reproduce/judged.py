@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipar.choosing import chosen
 from pipar.forecast import busy_s, simulate
 from pipar.foresight import Foresight
-from pipar.judge import JITTER, judging, perturbed
+from pipar.judge import JITTER, judging, judging_within, perturbed
 from pipar.methods import Plan
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
@@ -51,7 +51,7 @@ def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epoc
     planning_s = time.process_time() - began
     truth, world = perturbed(fleet, seed), judging(seed)
     began = time.process_time()
-    best = search_all(truth, world, micro_batches=micro_batches, slack=JITTER)
+    best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
     search_s = time.process_time() - began
     learned = learn(fleet, truth, choice.plans, epochs)
     paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}

@@ -1,0 +1,60 @@
+"""What comes behind an epoch's iterations takes at least: trained parts up, one core's averaging, new parts down.
+
+No device's part leaves before its last iteration has ended, and no new part before the last old one is there: whatever
+lane iterations keep busy, this comes on top of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from pipar.planner.fleet import Fleet, Member
+from pipar.stages import Work
+
+
+class Exchange:
+    """The least seconds of a fleet's exchange of models, by the split point of each kind of device."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._members = [kind[0] for kind in fleet.kinds()]
+        self._averaged_s = fleet.server.seconds(Work("aggregate", size_bytes=fleet.averaged_bytes))
+        self._up_s, self._down_s = cache(self._find_up_s), cache(self._find_down_s)
+
+    def seconds(self, split_points: Sequence[int]) -> float:
+        """Return it behind the end of the last iteration of all.
+
+        Which kind ends last is not known: its way up counts as the shortest of all, the way down as the longest.
+        """
+        up_s = min(self._up_s(kind, p) for kind, p in enumerate(split_points))
+        return up_s + self._averaged_s + max(self._down_s(kind, p) for kind, p in enumerate(split_points))
+
+    def _find_up_s(self, kind: int, split_point: int) -> float:
+        """Return how long a device packs its part and sends it, and the server decodes it if it is changes."""
+        member, server = self._members[kind], self._fleet.server
+        size, form = self._part(member, member.link.up_bps, split_point)
+        seconds = member.costs.seconds(Work("pack", size_bytes=size, encoding=form))
+        if form == "changes":
+            seconds += server.seconds(Work("decode", size_bytes=size, encoding=form))
+        if self._fleet.protects:
+            seconds += member.costs.seconds(Work("protect", size_bytes=size))
+        return seconds + self._on_link_s(member, member.link.up_bps, split_point)
+
+    def _find_down_s(self, kind: int, split_point: int) -> float:
+        """Return how long the server packs a device's new part, and the device waits for it and installs it."""
+        member = self._members[kind]
+        size, form = self._part(member, member.link.down_bps, split_point)
+        seconds = self._fleet.server.seconds(Work("pack", size_bytes=size, encoding=form))
+        seconds += member.costs.seconds(Work("install", size_bytes=size, encoding=form))
+        return seconds + self._on_link_s(member, member.link.down_bps, split_point)
+
+    def _part(self, member: Member, rate_bps: float | None, split_point: int) -> tuple[int, str]:
+        changes = self._fleet.sends_changes(member, rate_bps)
+        return self._fleet.server.profile.parameter_bytes(1, split_point), "changes" if changes else "raw"
+
+    def _on_link_s(self, member: Member, rate_bps: float | None, split_point: int) -> float:
+        """Return how long a part is on its way, its frames' headers left out."""
+        changes = self._fleet.sends_changes(member, rate_bps)
+        bits = 8 * self._fleet.server.profile.exchanged_bytes(split_point, changes=changes)
+        return member.link.latency_s + (0.0 if rate_bps is None else bits / rate_bps)
