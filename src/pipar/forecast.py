@@ -186,8 +186,8 @@ class _Device:
     """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "core_until", "decoded", "decoding", "down_free", "down_s", "encoded", "encoding",
-        "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
+        "answered", "batch", "chunks", "compute_s", "core_until", "decode_free", "decoded_at", "decoding", "down_free",
+        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
         "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times", "up_began",
         "up_free", "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
@@ -199,12 +199,14 @@ class _Device:
         self.working: BatchTimes | None = None
         self.order: tuple[tuple[bool, int], ...] = ()
         self.place = 0
-        self.waits_for = -1  # the micro-batch whose gradient it needs next
+        self.waits_for = -1  # the micro-batch whose gradient it needs next, as long as nobody knows when that comes
         self.ends: list[float] = []  # of its iterations
         # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
-        self.loads = self.loaded = self.forwarded = self.encoded = self.answered = self.decoded = 0
+        self.loads = self.loaded = self.forwarded = self.encoded = self.answered = 0
+        self.decoded_at: list[float] = []  # when, as far as that is known
         self.chunks = 0  # of the micro-batch that is being encoded
-        self.encoding = self.decoding = False
+        self.encode_free = self.decode_free = 0.0  # one is encoded, and one decoded, at a time
+        self.encoding = self.decoding = False  # the next one is to be begun when this one ends
         self.up_began = 0.0
         self.io_free = self.up_free = self.down_free = 0.0
         self.compute_s = self.up_s = self.down_s = 0.0
@@ -313,7 +315,8 @@ class _Epoch:
             return
         device.working = device.times[number]
         device.order = _order(len(device.working.fc), device.plan.window)
-        device.place = device.forwarded = device.encoded = device.answered = device.decoded = 0
+        device.place = device.forwarded = device.encoded = device.answered = 0
+        device.decoded_at = []
         self._go_on(device, now)
 
     def _go_on(self, device: _Device, now: float) -> None:
@@ -326,11 +329,14 @@ class _Epoch:
             forward, n = device.order[device.place]
             if forward:
                 end, kind = now + times.fc[n], "fc"
-            elif device.splits and n >= device.decoded:
+            elif not device.splits:
+                end, kind = now + times.bc[n], "bc"
+            elif n < len(device.decoded_at):
+                now = max(now, device.decoded_at[n])
+                end, kind = now + times.bc[n], "bc"
+            else:
                 device.waits_for = n
                 return
-            else:
-                end, kind = now + times.bc[n], "bc"
         device.compute_s += end - now
         if device.watched:
             self._span(device, COMPUTE, kind, n + 1, now, end)
@@ -351,19 +357,53 @@ class _Epoch:
         if forward:
             device.forwarded += 1
             if device.splits and not device.encoding:
-                self._encode(device, now)
+                self._encode_next(device, now)
             if 2 * device.forwarded == len(device.order) and device.loads < len(device.times):
                 self._load(device, now)
         self._go_on(device, now)
 
-    def _encode(self, device: _Device, now: float) -> None:
+    def _encode_next(self, device: _Device, now: float) -> None:
+        """Encode the next micro-batch, or wait for the one before."""
+        if now < device.encode_free:
+            device.encoding = True
+            self._at(device.encode_free, _ENCODED, device)
+            return
         assert device.working is not None
-        n, device.encoding = device.encoded, True
+        n = device.encoded
+        if len(device.working.up_chunks[n]) > 1:
+            self._encode_chunk(device, now)
+            return
+        io_free = device.io_free
+        begin = now if now > io_free else io_free
+        device.io_free = device.encode_free = ready = begin + device.working.encode[n]
+        device.encoded = n + 1
+        # Nothing but what was encoded before stands in its way: when it is through can be said at once.
+        up_free, seconds = device.up_free, device.working.u[n]
+        up_begin = ready if ready > up_free else up_free
+        device.up_free = up_begin + seconds
+        device.up_s += seconds
+        if device.watched:
+            self._span(device, IO, "encode", n + 1, begin, ready)
+            self._span(device, UPLINK, "u", n + 1, up_begin, device.up_free)
+        self._at(device.up_free + device.latency, _ARRIVED, device)
+
+    def _encoded(self, device: _Device, now: float) -> None:
+        """Go on when a micro-batch is encoded that the next one has waited for, or a chunk of it."""
+        if device.encode_free == math.inf:
+            self._send_chunk(device, now)
+            return
+        device.encoding = False
+        while device.encoded < device.forwarded and not device.encoding:
+            self._encode_next(device, now)
+
+    def _encode_chunk(self, device: _Device, now: float) -> None:
+        assert device.working is not None
+        n, device.encoding, device.encode_free = device.encoded, True, math.inf
         seconds = device.working.encode[n] * device.working.up_chunks[n][device.chunks]
         self._on_io(device, now, "encode", n + 1, seconds, _ENCODED)
 
-    def _encoded(self, device: _Device, now: float) -> None:
-        """Send what is encoded: a micro-batch's activations, or a chunk of them."""
+    def _send_chunk(self, device: _Device, now: float) -> None:
+        """Send a chunk of a micro-batch's activations while the next one is encoded."""
         assert device.working is not None
         n, chunks = device.encoded, device.working.up_chunks[device.encoded]
         begin, seconds = max(now, device.up_free), device.working.u[n] * chunks[device.chunks]
@@ -373,34 +413,46 @@ class _Epoch:
         if device.chunks == 1:
             device.up_began = begin
         if device.chunks < len(chunks):
-            self._encode(device, now)
+            self._encode_chunk(device, now)
             return
         device.chunks = 0
         if device.watched:
             self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
         self._at(device.up_free + device.latency, _ARRIVED, device)
-        device.encoded, device.encoding = n + 1, False
+        device.encoded, device.encoding, device.encode_free = n + 1, False, now
         if device.encoded < device.forwarded:
-            self._encode(device, now)
+            self._encode_next(device, now)
 
     def _answered(self, device: _Device, now: float) -> None:
         device.answered += 1
         if not device.decoding:
+            self._decode_next(device, now)
+
+    def _decode_next(self, device: _Device, now: float) -> None:
+        """Decode the next micro-batch, or wait for the one before."""
+        if now < device.decode_free:
+            device.decoding = True
+            self._at(device.decode_free, _DECODED, device)
+        else:
             self._decode(device, now)
+
+    def _decoded(self, device: _Device, now: float) -> None:
+        """Go on when a micro-batch is decoded that the next one has waited for."""
+        device.decoding = False
+        while len(device.decoded_at) < device.answered and not device.decoding:
+            self._decode_next(device, now)
 
     def _decode(self, device: _Device, now: float) -> None:
         assert device.working is not None
-        n, device.decoding = device.decoded, True
-        self._on_io(device, now, "decode", n + 1, device.working.decode[n], _DECODED)
-
-    def _decoded(self, device: _Device, now: float) -> None:
-        device.decoded += 1
-        device.decoding = False
-        if device.decoded < device.answered:
-            self._decode(device, now)
-        if device.waits_for == device.decoded - 1:
+        n, io_free = len(device.decoded_at), device.io_free
+        begin = now if now > io_free else io_free
+        device.io_free = device.decode_free = ready = begin + device.working.decode[n]
+        device.decoded_at.append(ready)
+        if device.watched:
+            self._span(device, IO, "decode", n + 1, begin, ready)
+        if device.waits_for == n:
             device.waits_for = -1
-            self._go_on(device, now)
+            self._go_on(device, ready)
 
     def _go_on_only_within(self, cutoff: Cutoff, device: _Device, since_start_s: float) -> None:
         def served_at_least(names: Iterable[str]) -> float:
@@ -461,12 +513,21 @@ class _Epoch:
         device.down_s += seconds
         if device.watched:
             self._span(device, DOWNLINK, "d", n + 1, begin, device.down_free)
-        self._at(device.down_free + device.latency, _ANSWERED, device)
+        self._answer(device, device.down_free + device.latency)
         device.served = n + 1
         if device.served == len(device.batch.served):
             self._on_core(device, now, device.batch.server_step, _STEPPED)
         else:
             self._serve_next(device, now)
+
+    def _answer(self, device: _Device, when: float) -> None:
+        """Let gradients come to a device then."""
+        if device.decoding or device.answered < device.served or 2 * device.encoded < len(device.order):
+            self._at(when, _ANSWERED, device)
+            return
+        # All others have come, and its io lane has nothing else before it: when this one is decoded can be said at once.
+        device.answered += 1
+        self._decode(device, when if when > device.decode_free else device.decode_free)
 
     def _stepped(self, device: _Device, now: float) -> None:
         device.stepped, device.served = device.stepped + 1, 0
