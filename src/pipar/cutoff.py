@@ -51,7 +51,7 @@ class Cutoff:
         self._kinds = [_kind(fleet, kind, times) for kind in kinds]
         self._of = {name: kind for kind in self._kinds for name in kind.names}
         self._server_s = _server_s(fleet, times)
-        self._served_s = sum(sum(batch.served) for batches in times.values() for batch in batches) / fleet.cores
+        self._served_s = sum(batch.served_s for batches in times.values() for batch in batches) / fleet.cores
 
     def rules_out(self) -> bool:
         """Return whether the epoch is too long already by its busiest lane."""
@@ -90,25 +90,17 @@ def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
         names=[member.name for member in members],
         simulated=simulated,
         rest=max(0.0, max(member.samples for member in members) / fleet.batch_size - simulated),
-        all_s=max(batches[0].load + sum(map(_lane_s, batches)) for batches in every),
-        last_s=0.0 if differ else min(map(_lane_s, last)),
-        behind_s=min(map(_behind_s, last)) + latency_s,
+        all_s=max(batches[0].load + sum(batch.lane_s for batch in batches) for batches in every),
+        last_s=0.0 if differ else min(batch.lane_s for batch in last),
+        behind_s=min(batch.behind_s for batch in last) + latency_s,
         missing=math.inf if differ or simulated == 1 else len(members),
     )
 
 
-def _lane_s(times: BatchTimes) -> float:
-    """Return how long the busiest lane works in a device's iteration; the server has one lane for each device."""
-    computed = sum(times.fc) + sum(times.bc) + times.step
-    return max(computed, sum(times.encode) + sum(times.decode), sum(times.u), sum(times.served), sum(times.d))
-
-
-def _behind_s(times: BatchTimes) -> float:
-    return times.d[-1] * times.down_chunks[-1][-1] + times.decode[-1] + times.bc[-1] + times.step
-
-
 def _server_s(fleet: Fleet, times: Times) -> float:
     """Return how long each core works in the whole epoch if no other slows it down; as `Timing.steady_epoch_s` does."""
-    worked = sum(sum(batch.served) + batch.server_step for batches in times.values() for batch in batches)
-    here = sum(sum(fleet.batches(member.samples, len(times[member.name]))) for member in fleet.members)
+    worked = sum(batch.served_s + batch.server_step for batches in times.values() for batch in batches)
+    simulated = {(member.samples, len(times[member.name])) for member in fleet.members}
+    samples = {each: sum(fleet.batches(*each)) for each in simulated}
+    here = sum(samples[member.samples, len(times[member.name])] for member in fleet.members)
     return worked / fleet.cores * sum(member.samples for member in fleet.members) / here

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 
 from pipar.cutoff import Cutoff
@@ -63,6 +63,22 @@ class BatchTimes:
     answer: list[float]  # the encode at the end of `served`
     up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
     down_chunks: list[ChunkShares]
+
+    @cached_property
+    def served_s(self) -> float:
+        """The server's work on all micro-batches."""
+        return sum(self.served)
+
+    @cached_property
+    def lane_s(self) -> float:
+        """How long the busiest lane works; the server has one for each device."""
+        computed = sum(self.fc) + sum(self.bc) + self.step
+        return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), self.served_s, sum(self.d))
+
+    @cached_property
+    def behind_s(self) -> float:
+        """What comes at least behind the server's work on the last micro-batch."""
+        return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
 
 
 #: Changes the times of one device's iteration: (device, iteration, times) -> times.
@@ -247,20 +263,24 @@ class _Epoch:
         self._count = 0
         self._cores = [0.0] * fleet.cores  # until when each is taken
         self._server_s = self._alone_s = self._start = 0.0
+        self._part_bytes = cache(partial(fleet.server.profile.parameter_bytes, 1))
         self._by_name = {device.member.name: device for device in self._devices}
         times = {name: device.times for name, device in self._by_name.items()}
         self._cutoff = None if within_s is None else Cutoff(fleet, plans, times, within_s)
 
     def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
-        known: dict[tuple[object, ...], BatchTimes] = {}  # most devices are like another one
+        known: dict[tuple[object, ...], list[BatchTimes]] = {}  # most devices are like another one
         devices = []
         for member in self._fleet.members:
-            plan, times = self._plans[member.name], []
-            for number, batch in enumerate(self._fleet.batches(member.samples, iterations), start=1):
-                key = (id(member.costs), member.link, plan, batch)
-                if key not in known:
-                    known[key] = batch_times(self._fleet, member, plan, batch)
-                times.append(disturb(member.name, number, known[key]) if disturb else known[key])
+            plan = self._plans[member.name]
+            key = (id(member.costs), member.link, plan, member.samples)
+            if key not in known:
+                batches = self._fleet.batches(member.samples, iterations)
+                each = {batch: batch_times(self._fleet, member, plan, batch) for batch in set(batches)}
+                known[key] = [each[batch] for batch in batches]
+            times = known[key]
+            if disturb:
+                times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
             splits = plan.split_point < self._fleet.layers
             devices.append(_Device(member, plan, times, splits=splits, watched=member.name == watch))
         return devices
@@ -567,7 +587,7 @@ class _Epoch:
         packed: set[tuple[int, bool]] = set()
         installed = {}
         for device in self._devices:
-            member, size = device.member, self._part_bytes(device)
+            member, size = device.member, self._part_bytes(device.plan.split_point)
             changed = changes and self._fleet.sends_changes(member, member.link.down_bps)
             form = "changes" if changed else "raw"
             key = (device.plan.split_point, changed)
@@ -584,7 +604,7 @@ class _Epoch:
         return now, installed
 
     def _return_part(self, device: _Device) -> None:
-        member, size = device.member, self._part_bytes(device)
+        member, size = device.member, self._part_bytes(device.plan.split_point)
         said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
         pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
@@ -610,14 +630,11 @@ class _Epoch:
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             begin, server = max(now, self._cores[0]), self._fleet.server
             slower = 1.0 + server.crowded(0) * sum(free_at > begin for free_at in self._cores[1:])
-            device.returned_at = begin + server.seconds(_decoding(self._part_bytes(device))) * slower
+            device.returned_at = begin + server.seconds(_decoding(self._part_bytes(device.plan.split_point))) * slower
             heapreplace(self._cores, device.returned_at)
             if device.watched:
                 place = (1, 0, 0, begin, device.returned_at)
                 self.spans.append(Span(SERVER, CORE, "decode", *place, device=device.member.name))
-
-    def _part_bytes(self, device: _Device) -> int:
-        return self._fleet.server.profile.parameter_bytes(1, device.plan.split_point)
 
     def _timing(self, start: float, end: float) -> Timing:
         devices = self._devices

@@ -23,8 +23,8 @@ PERTURBATION = 0.15
 JITTER = 0.05
 _STAGES = ("fc", "encode", "u", "served", "d", "decode", "bc")
 _MOST_MICRO_BATCHES = 1024
-#: Batches that one simulation asks for again and again: a few for each kind of device.
-_LATEST = 64
+#: Micro-batches whose times are kept: some 300 bytes each.
+_REMEMBERED = 400_000
 
 
 def perturbed(fleet: Fleet, seed: int) -> Fleet:
@@ -34,19 +34,20 @@ def perturbed(fleet: Fleet, seed: int) -> Fleet:
 
 def judging(seed: int) -> Simulate:
     """Return a simulation in which every stage of every device lasts a little more or less than it should."""
-    disturb = jitter(seed)
+    world = _World(seed)
 
     def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
-        return forecast(fleet, plans, iterations=iterations, disturb=disturb)
+        return forecast(fleet, plans, iterations=iterations, disturb=world.disturb(fleet, plans))
 
     return simulate
 
 
 def judging_within(seed: int) -> SimulateWithin:
     """Return the same simulation, given up as soon as an epoch cannot be as short as it is to be."""
-    disturb = jitter(seed)
+    world = _World(seed)
 
     def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float) -> Timing | None:
+        disturb = world.disturb(fleet, plans)
         return forecast_within(fleet, plans, within_s, iterations=iterations, disturb=disturb)
 
     return simulate
@@ -55,32 +56,55 @@ def judging_within(seed: int) -> SimulateWithin:
 def jitter(seed: int) -> Disturb:
     """Return factors between 0.95 and 1.05, by device, iteration, stage and micro-batch, whatever the plan."""
     known: dict[tuple[str, int], np.ndarray] = {}
-    as_arrays = _Arrays()
+    latest: tuple[BatchTimes, np.ndarray] | None = None
+
+    def usual(times: BatchTimes) -> np.ndarray:
+        nonlocal latest
+        if latest is None or latest[0] is not times:  # one device after another has the same
+            latest = times, np.array([getattr(times, stage) for stage in _STAGES])
+        return latest[1]
 
     def disturb(device: str, iteration: int, times: BatchTimes) -> BatchTimes:
         key = (device, iteration)
         if key not in known:
             draw = keyed.generator(seed, "jitter", device, iteration)
             known[key] = draw.uniform(1 - JITTER, 1 + JITTER, (len(_STAGES), _MOST_MICRO_BATCHES))
-        changed = as_arrays(times) * known[key][:, : len(times.fc)]
-        return replace(times, **dict(zip(_STAGES, changed.tolist(), strict=True)))
+        changed = (usual(times) * known[key][:, : len(times.fc)]).tolist()
+        return replace(times, **dict(zip(_STAGES, changed, strict=True)))
 
     return disturb
 
 
-class _Arrays:
-    """The stages' times of a batch as one array: devices that are alike have one batch in common."""
+class _World:
+    """The same factors for one fleet after another. With two kinds of devices, each plan comes with many others."""
 
-    def __init__(self) -> None:
-        # With the times themselves: as long as they are here, nothing else has their id.
-        self._latest: dict[int, tuple[BatchTimes, np.ndarray]] = {}
+    def __init__(self, seed: int) -> None:
+        self._disturb = jitter(seed)
+        self._fleet: Fleet | None = None
+        self._known: dict[tuple[str, int, Plan], BatchTimes] = {}
+        self._micro_batches = 0
 
-    def __call__(self, times: BatchTimes) -> np.ndarray:
-        if id(times) not in self._latest:
-            if len(self._latest) >= _LATEST:
-                self._latest.clear()
-            self._latest[id(times)] = times, np.array([getattr(times, stage) for stage in _STAGES])
-        return self._latest[id(times)][1]
+    def disturb(self, fleet: Fleet, plans: Mapping[str, Plan]) -> Disturb:
+        """Return what changes the times of these plans; an iteration of a device is the same whenever it is asked for."""
+        if fleet is not self._fleet:
+            self._fleet = fleet
+            self._forget()
+
+        def disturb(device: str, iteration: int, times: BatchTimes) -> BatchTimes:
+            key = (device, iteration, plans[device])
+            changed = self._known.get(key)
+            if changed is None:
+                if self._micro_batches > _REMEMBERED:
+                    self._forget()
+                changed = self._known[key] = self._disturb(device, iteration, times)
+                self._micro_batches += len(times.fc)
+            return changed
+
+        return disturb
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._micro_batches = 0
 
 
 def _factors(seed: int, machine: str) -> Callable[[], float]:
