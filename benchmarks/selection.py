@@ -37,7 +37,7 @@ KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
     "planner", "forecast.py", "foresight.py", "judge.py", "choosing.py", "schedule.py", "stages.py",
-    "reproduce/judged.py",
+    "cutoff.py", "reproduce/judged.py",
 )  # fmt: skip
 
 #: (fleet, network, dataset, link) of one training.

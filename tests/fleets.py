@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from pipar.config import Link
 from pipar.link.shaping import Traffic
 from pipar.methods import METHODS, Plan
@@ -20,6 +22,24 @@ def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
     costs = Costs(PROFILE, speed)
     members = tuple(Member(f"d{number:02}", costs, LINK, 200) for number in range(devices))
     return Fleet(METHODS["pipar"], members, Costs(PROFILE, 0.5), 2, 50)
+
+
+def fleet_of_two_kinds(seed: int) -> Fleet:
+    """Return up to six devices with other speeds, links and sizes, on one core or two; batches are of 12 samples."""
+    rng = random.Random(seed)
+    layers = []
+    for name in "abc":
+        forward = tuple(rng.uniform(0, 0.02) + rng.uniform(0.001, 0.02) * samples for samples in (1, 12))
+        sizes = rng.randrange(500, 20_000), rng.choice([1000, 1_000_000])
+        layers.append(LayerProfile(name, forward, tuple(2 * f for f in forward), *sizes))
+    around = {"pack_s": 0.01, "install_s": 0.02, "aggregate_s": 0.03, "decode_s": 1e-3, "load_s": 1e-4}
+    profile = Profile("any", "float32", (1, 12), tuple(layers), encode_s=1e-3, step_s=1e-3, **around)  # type: ignore[arg-type]
+    members: list[Member] = []
+    for _ in range(2):
+        link = Link(up_bps=10 ** rng.uniform(5.5, 8), down_bps=10 ** rng.uniform(5.5, 8), latency_s=0.01)
+        costs, samples = Costs(profile, 10 ** rng.uniform(-1.3, 0.3)), rng.choice([5, 12, 30, 60])
+        members += [Member(f"d{len(members) + n}", costs, link, samples) for n in range(rng.randint(1, 3))]
+    return Fleet(METHODS["pipar"], tuple(members), Costs(profile, 10 ** rng.uniform(-0.5, 1)), rng.randint(1, 2), 12)
 
 
 def plans(of: Fleet, plan: Plan = PLAN) -> dict[str, Plan]:

@@ -31,7 +31,7 @@ LINES = [
     data.*
     privacy.*
     link.* privacy.memory
-    forecast judge
+    cutoff forecast judge
     compute lifeline device server turns ledger hollow job results session silence reception replanning foresight \
     choosing validation keeper
     enrolment assemble torchside workload attacking planning prepare virtual processes explain doctor

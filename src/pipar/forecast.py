@@ -203,9 +203,9 @@ class _Device:
 
     __slots__ = (
         "answered", "batch", "chunks", "compute_s", "core_until", "decode_free", "decoded_at", "decoding", "down_free",
-        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "order", "place", "plan",
-        "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times", "up_began",
-        "up_free", "up_s", "waits_for", "watched", "working",
+        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
+        "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
+        "stepped", "times", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
 
     def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
@@ -545,7 +545,7 @@ class _Epoch:
         if device.decoding or device.answered < device.served or 2 * device.encoded < len(device.order):
             self._at(when, _ANSWERED, device)
             return
-        # All others have come, and its io lane has nothing else before it: when this one is decoded can be said at once.
+        # All others have come, and the io lane has nothing else to do: when this one is decoded can be said at once.
         device.answered += 1
         self._decode(device, when if when > device.decode_free else device.decode_free)
 

@@ -85,7 +85,7 @@ class _World:
         self._micro_batches = 0
 
     def disturb(self, fleet: Fleet, plans: Mapping[str, Plan]) -> Disturb:
-        """Return what changes the times of these plans; an iteration of a device is the same whenever it is asked for."""
+        """Return what changes the times of these plans, always in the same way."""
         if fleet is not self._fleet:
             self._fleet = fleet
             self._forget()

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
 import pytest
+from fleets import fleet_of_two_kinds
 
-from pipar.config import Link
 from pipar.forecast import BatchTimes, forecast
-from pipar.methods import METHODS, Plan
+from pipar.judge import JITTER, judging, judging_within
+from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
-from pipar.planner.costs import Costs
 from pipar.planner.exhaustive import search_all
-from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import LayerProfile, Profile
-from pipar.planner.timing import Simulate, Timing
+from pipar.planner.fleet import Fleet
+from pipar.planner.timing import Simulate, Timing, steady_epoch_s
 
 SOME_N = (1, 2, 4, 7, 12)
 SLACK = 0.1
-
-
-def fleet_of_two_kinds(seed: int) -> Fleet:
-    rng = random.Random(seed)
-    layers = []
-    for name in "abc":
-        forward = tuple(rng.uniform(0, 0.02) + rng.uniform(0.001, 0.02) * samples for samples in (1, 12))
-        layers.append(LayerProfile(name, forward, tuple(2 * f for f in forward), rng.randrange(500, 20_000), 1000))
-    profile = Profile("any", "float32", (1, 12), tuple(layers), encode_s=1e-3, step_s=1e-3)
-    members: list[Member] = []
-    for _ in range(2):
-        link = Link(up_bps=10 ** rng.uniform(5.5, 8), down_bps=10 ** rng.uniform(5.5, 8), latency_s=0.01)
-        costs, samples = Costs(profile, 10 ** rng.uniform(-1.3, 0.3)), rng.choice([5, 12, 30])
-        members += [Member(f"d{len(members) + n}", costs, link, samples) for n in range(rng.randint(1, 3))]
-    return Fleet(METHODS["pipar"], tuple(members), Costs(profile, 10 ** rng.uniform(-0.5, 1)), rng.randint(1, 2), 12)
 
 
 def whole_epochs(fleet: Fleet, plans: Mapping[str, Plan], _: int | None) -> Timing:
@@ -54,15 +38,12 @@ def disturbed_epochs(seed: int) -> Simulate:
     return lambda fleet, plans, _: forecast(fleet, plans, disturb=disturb)
 
 
-def try_everything(fleet: Fleet, simulate: Simulate) -> float:
-    """Return the shortest epoch of all plans with some N, none of them ruled out."""
+def every_plan(fleet: Fleet) -> Iterator[dict[str, Plan]]:
+    """Yield all plans with some N."""
     kinds = fleet.kinds()
     options = [[p for p in allowed_plans(fleet, kind[0]) if p.micro_batches in SOME_N] for kind in kinds]
-    every = (
-        {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
-        for by_kind in product(*options)
-    )
-    return min(simulate(fleet, plans, None).epoch_s for plans in every)
+    for by_kind in product(*options):
+        yield {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=str)
@@ -72,10 +53,20 @@ def test_the_best_is_never_ruled_out(seeds: range) -> None:
         fleet = fleet_of_two_kinds(seed)
         for simulate, slack in ((whole_epochs, 0.0), (disturbed_epochs(seed), SLACK)):
             best = search_all(fleet, simulate, micro_batches=SOME_N, slack=slack)
-            assert best.epoch_s == pytest.approx(try_everything(fleet, simulate), rel=1e-12), seed
+            shortest_s = min(simulate(fleet, plans, None).epoch_s for plans in every_plan(fleet))
+            assert best.epoch_s == pytest.approx(shortest_s, rel=1e-12), seed
             assert best.simulated + best.ruled_out == (2 * len(SOME_N) + 1) ** 2
             ruled_out += best.ruled_out
     assert ruled_out > 0
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=str)
+def test_what_is_given_up_on_the_way_changes_nothing_but_the_time_that_it_takes(seeds: range) -> None:
+    for seed in seeds:
+        fleet, world = fleet_of_two_kinds(seed), judging(seed)
+        quick = search_all(fleet, world, within=judging_within(seed), micro_batches=SOME_N, slack=JITTER)
+        assert quick == search_all(fleet, world, micro_batches=SOME_N, slack=JITTER), seed
+        assert quick.epoch_s == min(steady_epoch_s(world, fleet, plans) for plans in every_plan(fleet)), seed
 
 
 def test_the_best_is_the_plan_that_takes_so_long() -> None:

@@ -44,9 +44,9 @@ def search_all(
 ) -> Best:
     """Return the best of all plans of all kinds, or of those with these N.
 
-    One steady iteration of the whole fleet is simulated. Plans are left out only if their busiest lane, and the exchange
-    of models behind it, take longer than the best plans found; `slack` is how much shorter than its costs a simulated
-    stage may be. `within`, in the same world, gives up simulations that have become longer than that.
+    One steady iteration of the whole fleet is simulated. Plans are left out only if their busiest lane, with the
+    exchange of models behind it, takes longer than the best plans found; `slack` is how much shorter than its costs a
+    simulated stage may be. `within`, in the same world, gives up simulations that have become longer than that.
     `progress` is told how many plans are simulated, and how many there will be at most: the better the best, the fewer.
     """
 
