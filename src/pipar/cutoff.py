@@ -37,8 +37,9 @@ class _Kind:
     all_s: float  # of those that are simulated
     last_s: float  # of the last of them
     behind_s: float  # from when the server has served a device's last micro-batch to the end of the iteration
-    missing: float  # devices that have not ended all iterations but one
-    began: float = 0.0  # when the last of them had
+    missing: float  # devices that have not ended all of them but one
+    training: int  # devices that have not ended all of them; too many where some have fewer iterations
+    began: float = 0.0  # when the last of them had ended all but one
 
 
 class Cutoff:
@@ -47,7 +48,9 @@ class Cutoff:
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], times: Times, within_s: float) -> None:
         self._within_s = within_s
         kinds = fleet.kinds()
-        self._exchange_s = Exchange(fleet).seconds([plans[kind[0].name].split_point for kind in kinds])
+        self._exchange = Exchange(fleet)
+        self._cuts = [plans[kind[0].name].split_point for kind in kinds]
+        self._exchange_s = self._exchange.least_s(self._cuts)
         self._kinds = [_kind(fleet, kind, times) for kind in kinds]
         self._of = {name: kind for kind in self._kinds for name in kind.names}
         self._server_s = _server_s(fleet, times)
@@ -66,6 +69,7 @@ class Cutoff:
         `served` returns when the server can have served all of these devices' last iteration, at the earliest.
         """
         kind = self._of[device]
+        self._count_ended(kind, ended)
         if ended < kind.simulated:
             kind.missing -= ended == kind.simulated - 1
             kind.began = now
@@ -75,6 +79,13 @@ class Cutoff:
         if ended < kind.simulated:
             last_s = max(last_s, served(kind.names) + kind.behind_s - now)
         return self._is_too_long(kind.began + (1 + kind.rest) * last_s + self._exchange_s)
+
+    def _count_ended(self, kind: _Kind, ended: int) -> None:
+        """Count who has ended everything: who will be the last of all is among the others."""
+        kind.training -= ended == kind.simulated
+        if not kind.training:
+            going_on = [number for number, each in enumerate(self._kinds) if each.training]
+            self._exchange_s = self._exchange.least_s(self._cuts, going_on or None)
 
     def _is_too_long(self, least_s: float) -> bool:
         return least_s * (1 - _ROUNDING) >= self._within_s
@@ -94,6 +105,7 @@ def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
         last_s=0.0 if differ else min(batch.lane_s for batch in last),
         behind_s=min(batch.behind_s for batch in last) + latency_s,
         missing=math.inf if differ or simulated == 1 else len(members),
+        training=len(members),
     )
 
 

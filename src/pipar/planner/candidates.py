@@ -45,11 +45,12 @@ class LowerBound:
         `slack` is how much shorter than its costs a stage of an iteration may be.
         """
         lane_s = max(o.lane_s * n for o, n in zip(chosen, self._most, strict=True))
-        return max(self.cores_s(chosen) * (1 - slack), lane_s * (1 - slack) + self.exchange_s(chosen))
+        exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
+        return max(self.cores_s(chosen) * (1 - slack), lane_s * (1 - slack) + exchange_s)
 
-    def exchange_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return what the exchange of models takes at least, behind all iterations."""
-        return self._exchange.seconds([option.plan.split_point for option in chosen])
+    def likely_s(self, chosen: Sequence[Candidate]) -> float:
+        """Return what is no bound, but mostly not far off: each device alone, and the exchange of models."""
+        return self.alone_s(chosen) + self._exchange.likely_s([option.plan.split_point for option in chosen])
 
     def cores_s(self, chosen: Sequence[Candidate]) -> float:
         return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores

@@ -6,7 +6,7 @@ lane iterations keep busy, this comes on top of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from pipar.planner.fleet import Fleet, Member
@@ -22,13 +22,20 @@ class Exchange:
         self._averaged_s = fleet.server.seconds(Work("aggregate", size_bytes=fleet.averaged_bytes))
         self._up_s, self._down_s = cache(self._find_up_s), cache(self._find_down_s)
 
-    def seconds(self, split_points: Sequence[int]) -> float:
-        """Return it behind the end of the last iteration of all.
+    def least_s(self, split_points: Sequence[int], last: Iterable[int] | None = None) -> float:
+        """Return it behind the end of the last iteration of all; `last` are the kinds that may be last, None: any.
 
-        Which kind ends last is not known: its way up counts as the shortest of all, the way down as the longest.
+        Which of them is last is not known: the way up counts as the shortest of theirs.
         """
-        up_s = min(self._up_s(kind, p) for kind, p in enumerate(split_points))
-        return up_s + self._averaged_s + max(self._down_s(kind, p) for kind, p in enumerate(split_points))
+        among = range(len(split_points)) if last is None else last
+        return min(self._up_s(kind, split_points[kind]) for kind in among) + self._back_s(split_points)
+
+    def likely_s(self, split_points: Sequence[int]) -> float:
+        """Return it with the longest way up: a kind that keeps more layers is mostly the last, too."""
+        return max(self._up_s(kind, p) for kind, p in enumerate(split_points)) + self._back_s(split_points)
+
+    def _back_s(self, split_points: Sequence[int]) -> float:
+        return self._averaged_s + max(self._down_s(kind, p) for kind, p in enumerate(split_points))
 
     def _find_up_s(self, kind: int, split_point: int) -> float:
         """Return how long a device packs its part and sends it, and the server decodes it if it is changes."""

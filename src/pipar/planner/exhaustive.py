@@ -25,7 +25,7 @@ class Best:
 
 
 class _Pair(NamedTuple):
-    """Plans that are to be tried, the most promising ones first."""
+    """Plans that are to be tried, likely ones first: the sooner a good one is found, the more are ruled out."""
 
     likely_s: float
     number: int
@@ -75,9 +75,8 @@ def _pairs(fleet: Fleet, micro_batches: Sequence[int] | None, slack: float) -> I
     options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in fleet.kinds()]
     bound = LowerBound(fleet)
     for number, chosen in enumerate(product(*options)):
-        # The sooner a good one is found, the more is ruled out or given up: no bound, but mostly not far off.
-        likely_s = bound.alone_s(chosen) + bound.exchange_s(chosen)
-        yield _Pair(likely_s, number, bound.lanes_s(chosen, slack), tuple(option.plan for option in chosen))
+        by_kind = tuple(option.plan for option in chosen)
+        yield _Pair(bound.likely_s(chosen), number, bound.lanes_s(chosen, slack), by_kind)
 
 
 def _allowed(options: list[Candidate], micro_batches: Sequence[int] | None) -> list[Candidate]:
