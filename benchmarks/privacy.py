@@ -45,8 +45,8 @@ PLANS = {
 }
 #: Overheads in seconds, at most, that the paper reports: for PixelDP one number for all methods.
 PAPER = {"classic": {"fl": 11.7, "sfl": 0.16, "pipar": 0.15}, "pixel": {"fl": 0.3, "sfl": 0.3, "pipar": 0.3}}
-#: Of PixelDP the paper says that its overheads are comparable: within as much as the largest that it saw.
-COMPARABLE_S = 0.3
+#: Overheads of PixelDP are to be the same by all methods: sums of the same seconds in another order.
+SAME_S = 1e-6
 
 REAL = [
     "run.epochs=4", "run.batch_size=100", "run.trace=off", "model.name=vgg5", "data.name=synthetic",
@@ -136,15 +136,18 @@ def last_s(result: Mapping[str, Any]) -> float:
 
 def claims(cells: Sequence[Cell], how: str = "") -> list[Claim]:
     """Return what the paper says of both mechanisms, of these cells; `how` if they are not by the paper's plans."""
-    more = [cell.overhead_s("classic") - _fl(cells, cell).overhead_s("classic") for cell in _pipar(cells)]
-    apart = [abs(cell.overhead_s("pixel") - _fl(cells, cell).overhead_s("pixel")) for cell in _pipar(cells)]
     classic, pixel = (f"{words}, {how}" if how else words for words in ("classic DP", "PixelDP"))
+    more = "overhead of pipar - that of fl, the largest of 9 cells"
     return [
-        Claim(f"{classic}: overhead of pipar - that of fl, the largest of 9 cells", max(more), "s", most=0.0),
-        Claim(f"{pixel}: overheads of pipar and fl apart, the largest of 9 cells", max(apart), "s", most=COMPARABLE_S),
+        Claim(f"{classic}: {more}", _more_than_fl_s(cells, "classic"), "s", most=0.0),
+        Claim(f"{pixel}: {more}", _more_than_fl_s(cells, "pixel"), "s", most=SAME_S),
         *_largest(cells, "classic", classic, paper=not how),
         *_largest(cells, "pixel", pixel, paper=not how),
     ]
+
+
+def _more_than_fl_s(cells: Sequence[Cell], mode: str) -> float:
+    return max(cell.overhead_s(mode) - _fl(cells, cell).overhead_s(mode) for cell in _pipar(cells))
 
 
 def _largest(cells: Sequence[Cell], mode: str, words: str, *, paper: bool) -> list[Claim]:

@@ -23,7 +23,8 @@ from pipar.planner.select import choose
 from pipar.planner.timing import Timing, whole_epoch
 from pipar.planning import rehearse
 from pipar.schedule import cut_batch
-from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
+from pipar.stages import Work
+from pipar.trace import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.virtual import train_without_mathematics
 
 SAME = 1e-9  # relative: sums of the same numbers in another order
@@ -190,6 +191,21 @@ def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() 
         protect = [span for span in ran.spans if (span.owner, span.kind) == (name, "protect")]
         assert [span.lane for span in protect] == [COMPUTE]
         assert devices[name] == same(ran.busy_s(name, COMPUTE, kinds))
+
+
+@pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
+def test_noise_on_inputs_costs_what_the_first_batch_waits_for_it_whatever_the_method(method: str) -> None:
+    """Nothing that a batch sends or gets waits for the noise of the next one, also if that takes as long as a chunk."""
+    job = steady_job(count=2, cores=1, samples=60)
+    plain, noisy = (private_job(job, method, privacy) for privacy in ({}, PIXEL))
+    member = noisy.fleet().members[0]
+    first_s = member.costs.seconds(Work("noise", size_bytes=12 * noisy.fleet().noised_bytes))
+    added_s = forecast(noisy.fleet(), noisy.plans).epoch_s - forecast(plain.fleet(), plain.plans).epoch_s
+    assert first_s > 0.01
+    assert added_s == pytest.approx(first_s, rel=1e-6)
+    ran = run(noisy)
+    assert {span.lane for span in ran.spans if span.kind == "noise"} == {NOISE}
+    assert ran.result.seconds == pytest.approx(forecast(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
 
 
 def test_models_behind_noise_travel_whole_also_where_their_changes_would_be_quicker() -> None:

@@ -25,7 +25,7 @@ from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault
-from pipar.trace import COMPUTE, CORE, IO, SERVER, UPLINK, Recorder, Span
+from pipar.trace import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 
 #: Makes lanes of these names that leave their spans with this recorder.
 MakeCompute = Callable[[Sequence[str], Recorder], Compute]
@@ -169,7 +169,7 @@ async def run_device(
     on_lost = None if lifeline is None else lifeline.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
     channel.emulate(link, attrgetter("up_bps"))
-    lanes = equipment.compute([COMPUTE], recorder), equipment.compute([IO], recorder)
+    lanes = [equipment.compute([lane], recorder) for lane in (COMPUTE, IO, NOISE)]
     device = Device(
         name,
         equipment.samples,
@@ -177,6 +177,7 @@ async def run_device(
         channel=channel,
         compute=lanes[0],
         io=lanes[1],
+        noise=lanes[2],
         recorder=recorder,
         profile=equipment.profile,
         guard=equipment.guard,

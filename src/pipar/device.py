@@ -67,6 +67,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
     def order(self, epoch: int) -> Any: ...
     def pieces(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
+    def with_noise(self, epoch: int, positions: Any, pieces: list[Any]) -> list[Any]: ...  # whatever their sizes
     @property
     def noised_bytes(self) -> int: ...  # of one sample, to which noise is added when it is loaded
 
@@ -83,6 +84,7 @@ class Device:
         channel: Channel,
         compute: Compute,
         io: Compute,
+        noise: Compute | None = None,
         recorder: Recorder,
         profile: Profile | None = None,
         guard: Guard | None = None,
@@ -95,6 +97,7 @@ class Device:
         self._channel = channel
         self._compute = compute
         self._io = io
+        self._noise = noise or io  # where inputs get theirs, if they get any
         self._recorder = recorder
         self._profile = profile
         self._observe = observe
@@ -211,10 +214,13 @@ class Device:
     async def _train_epoch(self, epoch: int) -> None:
         batches = self._cut(epoch)
         self._loading = self._load(epoch, 1, batches[0])
-        for iteration, _ in enumerate(batches, start=1):
-            pieces = await self._waiting_for("load", self._loading, epoch, iteration)
-            await self._train_iteration(epoch, iteration, pieces, following=batches[iteration : iteration + 1])
-            self._report_progress(epoch, iteration)
+        try:
+            for iteration, _ in enumerate(batches, start=1):
+                pieces = await self._waiting_for("load", self._loading, epoch, iteration)
+                await self._train_iteration(epoch, iteration, pieces, following=batches[iteration : iteration + 1])
+                self._report_progress(epoch, iteration)
+        finally:
+            self._loading.cancel()  # of an epoch that is given up: its lanes may be closed before it is through
         assert not self._gradients
 
     async def _train_iteration(self, epoch: int, iteration: int, pieces: list[Any], *, following: list[Any]) -> None:
@@ -313,12 +319,22 @@ class Device:
         return batches
 
     def _load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
-        orders = self._orders
+        return self._loop.create_task(self._loaded(epoch, iteration, positions))
+
+    async def _loaded(self, epoch: int, iteration: int, positions: Any) -> list[Any]:
+        """Return a batch, cut and with its noise.
+
+        Noise takes many times as long as loading, so it has a lane of its own: on the io lane what this batch sends and
+        gets would wait for the next one's.
+        """
+        orders, samples = self._orders, self._samples
         sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
-        noised = len(positions) * self._samples.noised_bytes
-        work = Work("load", epoch, iteration, samples=len(positions), size_bytes=noised)
-        load = self._io.run((work, partial(self._samples.pieces, epoch, positions, sizes)))
-        return self._loop.create_task(load)
+        load = Work("load", epoch, iteration, samples=len(positions))
+        pieces: list[Any] = await self._io.run((load, partial(samples.pieces, epoch, positions, sizes)))
+        if samples.noised_bytes:
+            noise = Work("noise", epoch, iteration, size_bytes=len(positions) * samples.noised_bytes)
+            pieces = await self._noise.run((noise, partial(samples.with_noise, epoch, positions, pieces)))
+        return pieces
 
     async def _upload(self) -> None:
         """Encode and send activations in the order of their forwards, off the compute lane.

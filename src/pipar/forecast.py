@@ -2,6 +2,7 @@
 
     device compute   f_c 1 .. f_c N          b_c 1 .. b_c N  step
     device io        load, encode 1 .. encode N, decode 1 .. decode N
+    device noise     on the inputs of the batch that was loaded, if they are to have any
     uplink           u 1 .. u N                              at last the trained part; coded ones leave chunk by chunk
     server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices;
                      at last each trained part that comes as changes
@@ -28,7 +29,7 @@ from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
 from pipar.schedule import device_order
 from pipar.stages import Work
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
 #: Devices of a prediction in the middle of a training, which the server's messages wait for.
 _FEW = 32
@@ -63,6 +64,7 @@ class BatchTimes:
     answer: list[float]  # the encode at the end of `served`
     up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
     down_chunks: list[ChunkShares]
+    noise: float = 0.0  # on the inputs of the batch, between its load and its first forward
 
     @cached_property
     def served_s(self) -> float:
@@ -236,7 +238,7 @@ class _Device:
         self.returned_at = 0.0  # and can be aggregated
 
 
-_LOADED, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(9)
+_LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(10)
 
 
 class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
@@ -296,7 +298,7 @@ class _Epoch:
             self._load(device, max(told + device.latency, installed[device.member.name]))
         self._start = min(device.io_free - device.times[0].load for device in self._devices)
         handlers = (
-            self._loaded, self._computed, self._encoded, self._arrived,
+            self._loaded, self._ready, self._computed, self._encoded, self._arrived,
             self._served, self._stepped, self._answered, self._decoded, self._returned,
         )  # fmt: skip
         events = self._events
@@ -323,6 +325,16 @@ class _Epoch:
         self._at(device.io_free, then, device)
 
     def _loaded(self, device: _Device, now: float) -> None:
+        """Add the batch's noise; its lane is free, as a batch is loaded behind the last forward of the one before."""
+        seconds = device.times[device.loads - 1].noise
+        if not seconds:
+            self._ready(device, now)
+            return
+        if device.watched:
+            self._span(device, NOISE, "noise", 0, now, now + seconds)
+        self._at(now + seconds, _READY, device)
+
+    def _ready(self, device: _Device, now: float) -> None:
         device.loaded += 1
         if device.working is None:
             self._begin(device, now)
@@ -652,7 +664,8 @@ class _Epoch:
         )
 
     def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
-        iteration = len(device.ends) + 1 + (kind == "load" and device.loads > len(device.ends) + 1)
+        is_ahead = kind in ("load", "noise") and device.loads > len(device.ends) + 1
+        iteration = len(device.ends) + 1 + is_ahead
         self.spans.append(Span(device.member.name, lane, kind, 1, iteration, n, begin, end))
 
 
@@ -703,7 +716,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
 
     none = [0.0] * len(pieces)
     return BatchTimes(
-        load=costs.seconds(Work("load", samples=batch, size_bytes=batch * fleet.noised_bytes)),
+        load=costs.seconds(Work("load", samples=batch)),
         fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
         encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
         u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
@@ -717,6 +730,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         answer=none if whole else each(answer),
         up_chunks=in_chunks(plan.up),
         down_chunks=in_chunks(plan.down),
+        noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
     )
 
 

@@ -62,6 +62,9 @@ class HollowSamples:
     def pieces(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[HollowPiece]:  # noqa: ARG002
         return [HollowPiece(size, len(positions)) for size in sizes]
 
+    def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[HollowPiece]) -> list[HollowPiece]:  # noqa: ARG002
+        return pieces
+
 
 class HollowDevicePart:
     """Layers 1..P: activations and weights that have a size only."""

@@ -91,8 +91,8 @@ Place = tuple[int | str, ...]
 class Work:
     """One piece of work on a lane: what its span is called, and all that its cost can depend on.
 
-    Besides the compute stages there are load, encode, decode, step (optimiser), protect (clip and noise of an update),
-    pack (a model into bytes), install (bytes into a model), aggregate and validate.
+    Besides the compute stages there are load, noise (on inputs), encode, decode, step (optimiser), protect (clip and
+    noise of an update), pack (a model into bytes), install (bytes into a model), aggregate and validate.
     """
 
     kind: str
@@ -102,7 +102,7 @@ class Work:
     first_layer: int = 1
     last_layer: int = 0
     samples: int = 0
-    size_bytes: int = 0  # before encoding, or after decoding; of a load those that get noise
+    size_bytes: int = 0  # before encoding, or after decoding
     device: str = ""
     encoding: str = "raw"  # of encode and decode
     chunks: int = 1  # that it decodes, one after another

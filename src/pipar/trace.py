@@ -1,7 +1,7 @@
 """Where the time goes: spans in; busy, waiting and idle time, utilisation and Chrome trace events out.
 
-A lane runs one thing at a time: a device's compute and its input/output thread, its uplink, its downlink,
-a core of the server. Waiting is a span too: it names what was waited for and is not busy time.
+A lane runs one thing at a time: a device's compute, its input/output thread and the one that draws noise, its uplink,
+its downlink, a core of the server. Waiting is a span too: it names what was waited for and is not busy time.
 Everything a person sees is computed from spans, or from sums that were taken as the spans went by.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 from pipar.errors import ProtocolError
 
 SERVER = "server"
-COMPUTE, IO, UPLINK, DOWNLINK, CORE = "compute", "io", "uplink", "downlink", "core"
+COMPUTE, IO, NOISE, UPLINK, DOWNLINK, CORE = "compute", "io", "noise", "uplink", "downlink", "core"
 
 #: Names of what fills a span; the position is what travels from a device to the server.
 WORK_KINDS = (
     "load", "fc", "encode", "u", "decode", "fs", "bs", "d", "bc", "step",
     "pack", "model", "install", "aggregate", "validate", "control", "trace", "round",
-    "protect",
+    "protect", "noise",
 )  # fmt: skip
 _KIND_NUMBER = {kind: number for number, kind in enumerate(WORK_KINDS)}
 

@@ -98,7 +98,7 @@ def test_a_time_is_always_positive_and_never_far_from_a_measured_one(times: list
         (Work("bc", first_layer=1, last_layer=1, samples=55), 52.0),
         (Work("bc", first_layer=1, last_layer=3, samples=4), 11.0),
         (Work("load", samples=10), 5.0),
-        (Work("load", samples=10, size_bytes=2), 5.0 + 64.0),  # with noise
+        (Work("noise", size_bytes=2), 64.0),
         (Work("encode", size_bytes=1000), 250.0),
         (Work("decode", size_bytes=1000), 125.0),
         (Work("step", first_layer=1, last_layer=2), 220.0),
@@ -118,7 +118,9 @@ def test_each_kind_of_work_costs_what_the_profile_says(work: Work, seconds: floa
     assert Costs(PROFILE, speed=0.25).seconds(work) == 4 * seconds
 
 
-@pytest.mark.parametrize("kind", ["load", "encode", "decode", "step", "protect", "pack", "install", "aggregate"])
+@pytest.mark.parametrize(
+    "kind", ["load", "noise", "encode", "decode", "step", "protect", "pack", "install", "aggregate"]
+)
 def test_an_overhead_of_zero_costs_exactly_zero_at_any_speed(kind: str) -> None:
     work = Work(kind, first_layer=1, last_layer=3, samples=17, size_bytes=12345)
     assert Costs(NO_OVERHEADS, speed=0.05).seconds(work) == 0.0
@@ -154,7 +156,7 @@ def test_remembered_shapes_do_not_grow_with_sizes_in_bytes() -> None:
     costs = Costs(PROFILE)
     for size in range(1000):
         costs.seconds(Work("encode", size_bytes=size))
-        costs.seconds(Work("load", samples=10, size_bytes=size))
+        costs.seconds(Work("noise", size_bytes=size))
         costs.seconds(Work("fc", last_layer=1, samples=10, size_bytes=size))
     assert len(costs._known) == 1
 

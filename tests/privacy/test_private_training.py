@@ -130,7 +130,8 @@ def test_the_real_world_trains_the_same_noisy_model(method: str) -> None:
 
 def pieces(case: Case, sizes: list[int], epoch: int = 1) -> list[Any]:
     shard = case.workload().shard("phone-a")
-    return shard.pieces(epoch, shard.order(epoch)[: sum(sizes)], sizes)
+    positions = shard.order(epoch)[: sum(sizes)]
+    return shard.with_noise(epoch, positions, shard.pieces(epoch, positions, sizes))
 
 
 def test_noise_on_inputs_is_the_same_for_every_cut_and_another_in_every_epoch() -> None:

@@ -73,10 +73,10 @@ class Shard:
         return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
 
     def pieces(self, epoch: int, positions: Indices, sizes: list[int]) -> list[Piece]:
-        """Return the batch at these positions, with its noise, cut into micro-batches of these sizes."""
+        """Return the batch at these positions, without its noise, cut into micro-batches of these sizes."""
         inputs, labels = self.batch(epoch, positions)
         told = None if self._told is None else self._told[torch.from_numpy(np.asarray(positions, np.int64))]
-        return cut_pieces(self._with_noise(inputs, epoch, int(positions[0])), labels, sizes, told)
+        return cut_pieces(inputs, labels, sizes, told)
 
     @property
     def noised_bytes(self) -> int:
@@ -84,12 +84,13 @@ class Shard:
         has_noise = self.disguise is not None and self.disguise.pixel_scale > 0.0
         return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
 
-    def _with_noise(self, inputs: Tensor, epoch: int, first: int) -> Tensor:
-        """Return a batch with PixelDP's noise, drawn for all of it at once: it does not depend on how it is cut."""
+    def with_noise(self, epoch: int, positions: Indices, pieces: list[Piece]) -> list[Piece]:
+        """Return a batch with PixelDP's noise, drawn in one stream for all of it: however it is cut, it is the same."""
         if self.disguise is None or self.disguise.pixel_scale == 0.0:
-            return inputs
-        rng = keyed.generator(self.disguise.noise_seed, "pixel", self.device, epoch, first)
-        return torch.from_numpy(noisy(inputs.numpy(), self.disguise.pixel_scale, rng))
+            return pieces
+        scale = self.disguise.pixel_scale
+        rng = keyed.generator(self.disguise.noise_seed, "pixel", self.device, epoch, int(positions[0]))
+        return [replace(piece, inputs=torch.from_numpy(noisy(piece.inputs.numpy(), scale, rng))) for piece in pieces]
 
     @cached_property
     def _told(self) -> Tensor | None:

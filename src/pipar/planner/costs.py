@@ -33,7 +33,8 @@ class Costs:
             (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, 0.0, getattr(profile, f"{kind}_s_per_byte") / speed)
             for kind in ("pack", "install", "aggregate")
         }
-        self._by_size["protect", "raw"] = 0.0, 0.0, profile.noise_s_per_byte / speed
+        for kind in ("protect", "noise"):
+            self._by_size[kind, "raw"] = 0.0, 0.0, profile.noise_s_per_byte / speed
         changes = profile.coding.get("changes", CodingTimes())
         for kind, of in (("pack", "encode"), ("install", "decode")):
             call, _, byte = self._by_size[kind, "raw"]
@@ -74,15 +75,14 @@ class Costs:
         """Return how long the work takes.
 
         fc, fs, bc, bs: layers first_layer..last_layer at `samples`; step: the parameters of those layers;
-        load: `samples`, and noise for `size_bytes` of them; validate: the whole network forward; aggregate and protect
-        (clipping, and noise): `size_bytes`; encode, decode, pack and install: the same, by their encoding; a model is
-        "raw", or its "changes".
+        load: `samples`; validate: the whole network forward; aggregate, noise and protect (clipping, and noise):
+        `size_bytes`; encode, decode, pack and install: the same, by their encoding; a model is "raw", or its "changes".
         """
         by_size = self._by_size.get((work.kind, work.encoding))
         if by_size is not None:
             return by_size[0] + by_size[1] * work.chunks + by_size[2] * work.size_bytes
         if work.kind == "load":
-            return self._load(work.samples, work.size_bytes) / self.speed
+            return self.profile.load_s * work.samples / self.speed
         key = (work.kind, work.first_layer, work.last_layer, work.samples)
         known = self._known.get(key)
         if known is None:
@@ -137,9 +137,6 @@ class Costs:
         # fsum: the same float on every version of Python, in whichever order the layers come.
         layers = math.fsum(times[work.first_layer - 1 : work.last_layer])
         return layers + (self.profile.backward_at_cut_s if at_cut else 0.0)
-
-    def _load(self, samples: int, noised_bytes: int) -> float:
-        return self.profile.load_s * samples + self.profile.noise_s_per_byte * noised_bytes
 
     def _validate(self, samples: int) -> float:
         """Return the forward time of all layers, in chunks of the largest measured batch size."""

@@ -63,7 +63,7 @@ class Fleet:
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
     protects: bool = False  # devices clip what they have learned and add noise to it before they send it
-    noised_bytes: int = 0  # of one sample, to which a device adds noise when it loads it
+    noised_bytes: int = 0  # of one sample, to which a device adds noise when it is loaded
 
     @property
     def averaged_bytes(self) -> int:

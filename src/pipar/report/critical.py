@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
 #: Clocks and rounded files are no more exact than this.
 _SAME_S = 2e-6
@@ -26,7 +26,8 @@ Kind = tuple[str, str]
 
 #: Where data came from: earlier stages of the same micro-batch, or of the exchange of models.
 _UPSTREAM: dict[Kind, tuple[Kind, ...]] = {
-    (COMPUTE, "fc"): ((IO, "load"),),
+    (NOISE, "noise"): ((IO, "load"),),
+    (COMPUTE, "fc"): ((NOISE, "noise"), (IO, "load")),
     (IO, "encode"): ((COMPUTE, "fc"),),
     (UPLINK, "u"): ((IO, "encode"), (COMPUTE, "fc")),
     (CORE, "decode"): ((UPLINK, "u"),),
@@ -225,7 +226,7 @@ def _place(kind: Kind, span: Span) -> tuple[object, ...]:
     """Return what tells the work of a kind that the span is, or waited for, from others of this kind."""
     if kind[1] in _STAGES:
         return (*kind, subject(span), span.iteration, span.micro_batch)
-    return (*kind, subject(span), span.iteration) if kind[1] == "load" else (*kind, subject(span))
+    return (*kind, subject(span), span.iteration) if kind[1] in ("load", "noise") else (*kind, subject(span))
 
 
 def shares(path: Sequence[Span], window: Window) -> dict[str, float]:

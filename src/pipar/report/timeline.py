@@ -16,12 +16,14 @@ from pipar.report.critical import (
     uses_link,
     whole_epoch,
 )
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
 #: So many blocks a browser draws in about a second, also on a slow machine, and nobody sees more.
 MOST_SPANS = 4000
 _MOST_CORES = 8
-_LANES = (COMPUTE, IO, UPLINK, DOWNLINK)
+_LANES = (COMPUTE, IO, NOISE, UPLINK, DOWNLINK)
+#: Lanes that have a row only if something happens on them.
+_SELDOM = (IO, NOISE)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _drawn_from(spans: Sequence[Span], window: Window, most: int) -> Window:
 def _lanes(spans: Sequence[Span], devices: Sequence[str], path: Sequence[Span]) -> list[tuple[str, str]]:
     """Return the rows: the lanes of each device, then the cores on the critical path or that worked for one of them."""
     busy = {(span.owner, span.lane) for span in spans if not span.waiting and span.end > span.start}
-    own = [(device, lane) for device in devices for lane in _LANES if lane != IO or (device, lane) in busy]
+    own = [(device, lane) for device in devices for lane in _LANES if lane not in _SELDOM or (device, lane) in busy]
     served = [span for span in spans if span.owner == SERVER and span.lane.startswith(CORE) and not span.waiting]
     cores = {span.lane for span in served if subject(span) in devices} or {span.lane for span in served}
     critical = {span.lane for span in path if span.owner == SERVER and span.lane.startswith(CORE)}

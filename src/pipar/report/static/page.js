@@ -14,6 +14,7 @@
     step: { words: "optimiser step", fill: "#5c5c5c", ink: "#fff" },
     model: { words: "model on the link", fill: "#f0e442", ink: "#000" },
     load: { words: "load samples", fill: "#b8b8b8", ink: "#000" },
+    noise: { words: "noise on inputs", fill: "#4d4d00", ink: "#fff" },
     encode: { words: "encode", fill: "#9d9d9d", ink: "#000" },
     decode: { words: "decode", fill: "#9d9d9d", ink: "#000" },
     protect: { words: "noise for privacy", fill: "#4d4d00", ink: "#fff" },
@@ -26,7 +27,7 @@
   const SYMBOLS = ["circle", "rect", "triangle", "diamond", "roundRect", "pin", "arrow", "emptyCircle"];
   const LANES = ["device", "uplink", "server", "downlink"];
   const LANE_COLOURS = { device: "#56b4e9", uplink: "#e69f00", server: "#0072b2", downlink: "#d55e00" };
-  const LANE_WORDS = { compute: "compute", io: "load/code", uplink: "uplink", downlink: "downlink", core: "server", wait: "waiting" };
+  const LANE_WORDS = { compute: "compute", io: "load/code", noise: "noise", uplink: "uplink", downlink: "downlink", core: "server", wait: "waiting" };
   const ROW = 24;
 
   const state = { content: null, view: null, against: null, zoom: { start: 0, end: 100 }, charts: new Map(), printing: false };
