@@ -248,12 +248,13 @@ def honest(
     *,
     starts_s: float = 0.0,
     guard: Guard | None = None,
+    observe: Observer = ignore,
 ) -> Named:
     """The program that devices really run, over one connection."""
 
     async def live(world: World) -> None:
         await asyncio.sleep(starts_s)
-        await run_device(name, LINK, _equipment(samples, speed, profile, guard), world.dial(), observe=ignore)
+        await run_device(name, LINK, _equipment(samples, speed, profile, guard), world.dial(), observe=observe)
 
     return name, live
 

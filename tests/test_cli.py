@@ -244,6 +244,24 @@ def test_tables_of_many_plans_and_large_numbers_break_no_row_at_80_columns(tmp_p
     assert sum("and 292 other plans" in line for line in lines) == 2
 
 
+def test_a_comparison_of_private_trainings_has_their_epsilon_within_80_columns(tmp_path: Path) -> None:
+    plans = [{"split_point": 2, "micro_batches": 11}]
+    results = {method: _result(tmp_path, method, plans, 12.5) for method in ("fl", "pipar")}
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(comparison_table(results, Config()))
+    assert isinstance(console.file, io.StringIO)
+    assert "epsilon" not in console.file.getvalue()
+    private = Result(tmp_path, {**results["pipar"].content, "epsilon": 28.43219})
+    console.print(comparison_table({"fl": results["fl"], "pipar": private}, Config()))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    fl, pipar = (next(line for line in reversed(lines) if line.startswith(f" {name}")) for name in ("fl", "pipar"))
+    assert [row.split()[-5:] for row in (fl, pipar)] == [
+        ["59.0", "%", "-", "120000", "98000"],
+        ["59.0", "%", "28.432", "120000", "98000"],
+    ]
+
+
 def test_compare_without_fl_measures_against_the_first_method(pipar: Pipar) -> None:
     assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)
 

@@ -139,6 +139,11 @@ MISTAKES = [
     ({"run": {"name": "../up"}}, "run.name = '../up' is not allowed: a name starts with a letter or a digit"),
     ({"run": {"name": 5}}, "run.name = 5 is not allowed: it should be text."),
     ({"run": {"epoch": 1}}, "'epoch' is not a key of [run]: did you mean 'epochs'?"),
+    (
+        {"privacy": {"epsilon": 1.0}},
+        "'epsilon' is not a key of [privacy]: did you mean 'target_epsilon' or 'pixel_epsilon' or 'label_epsilon'?",
+    ),
+    ({"server": {"deadline": 1.0}}, "'deadline' is not a key of [server]: did you mean 'round_deadline'? Allowed"),
     ({"runs": {}}, "'runs' is not a key of the configuration: did you mean 'run'?"),
     ({"run": 5}, "run = 5 is not allowed: write a section [run] with its keys below it."),
     ({"model": {"name": "vgg6"}}, "model.name = 'vgg6' is not known (did you mean 'vgg16'?); allowed are vgg5,"),

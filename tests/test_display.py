@@ -202,6 +202,13 @@ def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
     assert "Planned again" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
 
 
+def test_which_cuts_are_ruled_out_is_said_over_the_epochs() -> None:
+    words = "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90)."
+    lines = _shown(*RUN[:1], replace(STARTED, leakage=words), *RUN[2:], terminal=False).splitlines()
+    assert lines.index(words) == lines.index(epoch_header()) - 1
+    assert "max_leakage" not in _shown(*RUN, terminal=False)
+
+
 def test_why_a_budget_ends_the_training_is_said_below_its_last_epoch() -> None:
     spent, second = BudgetSpent(2, "device-1", 4.3772, 4.0), replace(EPOCH, epoch=2)
     shown = _shown(*RUN[:-1], EPOCH, spent, second, terminal=False)

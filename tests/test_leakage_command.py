@@ -11,9 +11,11 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
+from pipar.attacking import checked_cuts
 from pipar.cli import main
 from pipar.cli.leakage import with_time_left
 from pipar.data.catalog import known_datasets
+from pipar.errors import PlanError
 from pipar.events import Event, Preparing
 from pipar.nn.models import build_model
 from pipar.privacy.leakage_file import LeakageTable
@@ -72,6 +74,15 @@ def test_trained_weights_are_attacked_if_they_fit_and_noise_is_told(
         main(["leakage", *words, "--model", "model.safetensors", "--set", "model.norm=batch"])
     assert ended.value.code == 2
     assert "has the weights of another network than the configuration says" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("split_points", [[5], [5, 5]])
+def test_where_no_activations_leave_there_is_nothing_to_attack(split_points: list[int]) -> None:
+    with pytest.raises(PlanError, match="nothing to attack: give split points below 5"):
+        checked_cuts(split_points, 5, "vgg5")
+    assert checked_cuts([*split_points, 2], 5, "vgg5") == [2]
+    with pytest.raises(PlanError, match="nothing to attack"):
+        checked_cuts(None, 1, "one")
 
 
 def test_the_time_that_is_left_is_told_from_what_was_done() -> None:

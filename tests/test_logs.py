@@ -103,6 +103,10 @@ SAID: list[tuple[Event, str]] = [
     (Waiting(2, 5), "waiting for devices: 2 of 5 are there"),
     (Joined("pi-2", 3), "pi-2 joined (3 of 5 devices)"),
     (STARTED, "training by pipar begins: 3 rounds, results in runs/x"),
+    (
+        replace(STARTED, leakage="privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90)."),
+        "training by pipar begins: 3 rounds, results in runs/x; privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90).",
+    ),
     (Progress("pi-1", 7, 4, 100, 2.25, 1.0), "debug: pi-1: round 7, iteration 4, loss 2.250"),
     (Away("pi-2", 30.0), "warning: pi-2 is away: its link is lost, and its place is kept for 30 s"),
     (Back("pi-2", 4.24), "pi-2 is back after 4.2 s"),
@@ -169,6 +173,14 @@ SAID: list[tuple[Event, str]] = [
     (Left("pi-1", "The server stops for now."), "pi-1 is let go: The server stops for now."),
     (Welcomed("pi-1", "P=1 N=9"), "pi-1 takes part by P=1 N=9"),
     (Trained("pi-1", 7, 1000), "pi-1 has trained its part of round 7: 1,000 samples"),
+    (
+        Trained("pi-1", 7, 1000, 1.76543),
+        "pi-1 has trained its part of round 7: 1,000 samples, epsilon 1.765 is spent",
+    ),
+    (
+        Trained("pi-1", 8, 1000, 1.76543, 3.9999999),
+        "pi-1 has trained its part of round 8: 1,000 samples, epsilon 1.765 is spent of 4",
+    ),
     (Stopping("SIGTERM"), "stopping: SIGTERM"),
     (Failed("Too few devices are left."), "error: failed: Too few devices are left."),
 ]

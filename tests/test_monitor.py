@@ -33,6 +33,7 @@ from pipar.events import (
     SaveFailed,
     Started,
     Stopping,
+    Trained,
     Waiting,
 )
 from pipar.monitor import Endpoint, Monitor, monitored
@@ -108,6 +109,13 @@ def test_a_device_shows_the_loss_of_its_last_batch() -> None:
     numbers = _numbers(Progress("pi-1", 1, 4, 100, 1.75, 3.0))
     assert numbers["pipar_train_loss"] == 1.75
     assert numbers["pipar_progress_timestamp_seconds"] == pytest.approx(time.time(), abs=60)
+
+
+def test_what_each_device_has_spent_of_its_privacy_is_told_by_the_server_and_by_the_device() -> None:
+    assert not [name for name in _numbers(RoundOver(1, {"a": 5}), Trained("a", 1, 5)) if "epsilon" in name]
+    rounds = [RoundOver(n, {"a": 5}, epsilon={"a": n, "b": 0.5}) for n in (1.0, 2.0)]
+    numbers = _numbers(*rounds, Trained("c", 1, 5, 1.25, 4.0))
+    assert [numbers[f"pipar_epsilon_spent[{device}]"] for device in "abc"] == [2.0, 0.5, 1.25]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pipar.planner.counts import LayerCount, known_counts
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.prepare import prepare_timing_only
+from pipar.run import started
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}
@@ -398,6 +399,16 @@ def test_a_person_reads_which_cuts_are_ruled_out_and_what_that_costs(pipar: Pipa
     assert "which costs nothing" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
 
 
+def test_a_limit_below_what_a_guess_comes_to_is_said_to_be_none_that_a_cut_can_keep(
+    pipar: Pipar, tmp_path: Path
+) -> None:
+    path = written(tmp_path, dict.fromkeys((1, 2, 3, 4), 0.8), guess=0.747)
+    words = ["--set", f"privacy.leakage={path}", "--set"]
+    said = "It is below 0.747, which the mean of other images comes to without any activation"
+    assert said in " ".join(pipar(*words, "privacy.max_leakage=0.5").split())
+    assert "mean of other images" not in " ".join(pipar(*words, "privacy.max_leakage=0.75").split())
+
+
 def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_path: Path) -> None:
     settings = [*SMALL[3::2], f"devices.profile={board}", f"server.profile={board}", "devices.speed=0.05"]
     free = prepare_timing_only(load_config(None, settings))
@@ -407,3 +418,9 @@ def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_p
     assert limited is not None
     assert best not in limited.split_points.values()
     assert limited.fleet().leaky_cuts == {best}
+    # And says so, if its method has a cut to choose.
+    assert started(limited, tmp_path).leakage == f"privacy.max_leakage = 0.5 rules out P={best} (leaks 0.80)."
+    assert ". It is below 0.700, which" in started(replace(limited, leakage_guess=0.7), tmp_path).leakage
+    fl = limited.config.model_copy(update={"run": limited.config.run.model_copy(update={"method": "fl"})})
+    assert started(replace(limited, config=fl), tmp_path).leakage == ""
+    assert started(free, tmp_path).leakage == ""

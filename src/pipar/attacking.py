@@ -80,7 +80,13 @@ def checked_cuts(split_points: Sequence[int] | None, layers: int, model: str) ->
     wrong = [p for p in split_points or () if not 1 <= p <= layers]
     if wrong:
         raise PlanError(f"split point {wrong[0]} is outside 1..{layers}: {model} has {layers} layers.")
-    return [p for p in sorted(set(split_points or range(1, layers))) if p < layers]
+    cuts = [p for p in sorted(set(split_points or range(1, layers))) if p < layers]
+    if not cuts:
+        raise PlanError(
+            f"At P = {layers}, behind the last layer of {model}, no activations leave, so there is nothing to attack: "
+            f"give split points below {layers}."
+        )
+    return cuts
 
 
 def load_weights(model: nn.Sequential, file: Path) -> str:

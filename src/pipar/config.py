@@ -642,7 +642,9 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
             section = DeviceSection if part == "devices" else section.model_fields[part].annotation
     known = list(section.model_fields)
     key = str(location[-1])
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{close[0]}'? Allowed" if close else "allowed"
+    # The half of a name is more likely to be meant than what is spelt alike: an epsilon is any of three.
+    close = [name for name in known if key.lower() in name.split("_")] or difflib.get_close_matches(key, known, n=1)
+    meant = " or ".join(f"'{name}'" for name in close)
+    hint = f"did you mean {meant}? Allowed" if close else "allowed"
     place = f"[{location[0]}]" if len(location) > 1 else "the configuration"
     return f"'{key}' is not a key of {place}: {hint} are {', '.join(known)}."

@@ -44,7 +44,7 @@ from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
 from pipar.privacy.leakage_file import Subject
 from pipar.privacy.leakage_limit import LeakageLimit
-from pipar.privacy.memory import Memory
+from pipar.privacy.memory import Memory, held
 from pipar.privacy.spending import Cuts, Guard, terms_of
 from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
@@ -313,6 +313,7 @@ def _empty_job(workload: Workload, observe: Observer) -> Job:
         dataset=workload.data_name,
         model=workload.model_name,
         leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
+        leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
     )
 
@@ -360,6 +361,11 @@ def _random_numbers() -> Iterator[int]:
 
 def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     """Take part in a training to its end; return the exit code."""
+    with contextlib.nullcontext() if options.privacy_file is None else held(options.privacy_file):
+        return _take_part(config, options, observe)
+
+
+def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     _prepare_process()
     spec = next((spec for spec in _listed(config) if spec.name == options.name), unlisted_spec(options.name))
     memory = None if options.privacy_file is None else Memory.open(options.privacy_file, options.name)
@@ -403,6 +409,7 @@ def own_guard(
         noise_seed,
         least_multiplier=privacy.noise_multiplier or 0.0,
         budget=budget,
+        delta=privacy.delta,
         cuts=cuts,
         spent=None if memory is None else memory.spent,
         remember=None if memory is None else memory.remember,

@@ -123,6 +123,7 @@ class Device:
         try:
             seen = Spent(self._orders.releases, self._orders.spent)
             self._guard.accept(self._orders.noise_multiplier, seen, self._orders.budget)
+            before = self._guard.spent
             self._guard.accept_cut(self._orders.plan.split_point, self._orders.layers)
             self._part = self._build_part(self._orders)
             self._observe(Welcomed(self.name, str(self._orders.plan)))
@@ -130,6 +131,8 @@ class Device:
         except (ProtocolError, PrivacyError) as error:
             self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             raise
+        if self._guard.spent == before:  # nothing was sent: the training may be over because nothing more may be
+            self._guard.check(self._orders.noise_multiplier)
 
     async def _take_orders(self) -> None:
         """Do what the server says, until it says stop."""
@@ -193,7 +196,8 @@ class Device:
     async def _train_and_send(self, epoch: int) -> None:
         await self._train_epoch(epoch)
         await self._send_model(epoch)
-        self._observe(Trained(self.name, epoch, len(self._samples)))
+        spent = (self._guard.epsilon, self._guard.target_epsilon) if self._orders.protects else ()
+        self._observe(Trained(self.name, epoch, len(self._samples), *spent))
 
     def _abandon(self, epoch: int) -> None:
         """The round has ended without this device: what it does of it is in vain."""

@@ -166,6 +166,8 @@ class Display:
         title = f"{started.method}: {METHODS[started.method].title}, {plans_text(started.plans.values())}"
         self._print(Text())
         self._print(Text(title, style="bold"))
+        if started.leakage:
+            self._print(Text(started.leakage), whole=True)
         self._print(Text(epoch_header(private=started.is_private), style="dim"))
 
     def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:

@@ -90,6 +90,7 @@ class Started:
     iterations: dict[str, int]  # of one epoch, by device
     world: str = "real"
     is_private: bool = False  # updates have noise, and each has its price
+    leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class BegunAnew:
 
 @dataclass(frozen=True)
 class BudgetSpent:
-    """The training ends behind an epoch, because in the next one a device would exceed its privacy budget."""
+    """The training ends behind an epoch: in the next one a device would exceed its privacy budget, and too few stay."""
 
     epoch: int
     device: str
@@ -286,6 +287,8 @@ class Trained:
     device: str
     epoch: int
     samples: int
+    epsilon: float | None = None  # that it has spent by all its updates, where they have noise and it can tell
+    target: float | None = None  # that it has to spend, if there is a limit
 
 
 @dataclass(frozen=True)

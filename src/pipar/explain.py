@@ -130,6 +130,7 @@ class Limited:
     most: float
     ruled_out: Mapping[int, float]
     without: Option  # what would have been chosen without it
+    guess: float | None = None  # what is rebuilt without any activation
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ class Explanation:
             without = self.limited.without
             document["privacy"] = {
                 "max_leakage": self.limited.most,
+                "guess": self.limited.guess,
                 "ruled_out": [{"split_point": p, "leakage": leaks} for p, leaks in self.limited.ruled_out.items()],
                 "without": {"plans": _tree(without), "epoch_s": without.epoch_s},
                 "relative": self.chosen.epoch_s / without.epoch_s,
@@ -368,12 +370,12 @@ def _limited(job: Job, chosen: Option, observe: Observer) -> Limited | None:
     if most is None:
         return None
     if not job.leaky_cuts or not job.method.splits:
-        return Limited(most, job.leaky_cuts, chosen)
+        return Limited(most, job.leaky_cuts, chosen, job.leakage_guess)
     free = replace(job, leaky_cuts={})
     fleet, by_paper = free.fleet(), job.config.plan.estimate == "paper"
     plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, observe=observe).plans
     without = Option(plans, whole_epoch(simulation(free), fleet.sampled(), plans).epoch_s)
-    return Limited(most, job.leaky_cuts, without)
+    return Limited(most, job.leaky_cuts, without, job.leakage_guess)
 
 
 def _at(link: Link, number: int) -> Link:

@@ -40,6 +40,7 @@ class Job:
     model: str
     real_links: bool = False  # between machines, whatever else is emulated on them
     leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, and how much
+    leakage_guess: float | None = None  # what is rebuilt without any activation, where leakage was measured
     sample_bytes: int = 0  # of one sample's input
 
     @property

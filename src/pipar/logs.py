@@ -163,7 +163,9 @@ class Narrator:
     def _about_the_training(self, event: Event) -> str:
         match event:
             case Started():
-                return f"training by {event.method} begins: {_count(event.epochs, 'round')}, results in {event.folder}"
+                leakage = f"; {event.leakage}" if event.leakage else ""
+                rounds = _count(event.epochs, "round")
+                return f"training by {event.method} begins: {rounds}, results in {event.folder}{leakage}"
             case Progress():
                 return f"{event.owner}: round {event.epoch}, iteration {event.iteration}{_loss(event.loss)}"
             case RoundOver():
@@ -256,7 +258,8 @@ def _about_the_program(event: Event) -> str:
         case Welcomed():
             return f"{event.device} takes part by {event.plan}"
         case Trained():
-            return f"{event.device} has trained its part of round {event.epoch}: {_count(event.samples, 'sample')}"
+            samples = f"{_count(event.samples, 'sample')}{_spent(event)}"
+            return f"{event.device} has trained its part of round {event.epoch}: {samples}"
         case Connecting():
             return f"connecting to {event.address}"
         case Connected():
@@ -296,6 +299,13 @@ def _epsilons(epsilon: Mapping[str, float]) -> str:
     told = ", ".join(f"{one:.4g} of {device}" for device, one in by_device[:_MOST_EPSILONS])
     more = f" and {len(by_device) - _MOST_EPSILONS} more" if len(by_device) > _MOST_EPSILONS else ""
     return f", epsilon {told}{more}"
+
+
+def _spent(event: Trained) -> str:
+    """Say what a device has spent of its privacy, and how much it has."""
+    if event.epsilon is None:
+        return ""
+    return f", epsilon {event.epsilon:.4g} is spent" + ("" if event.target is None else f" of {event.target:.4g}")
 
 
 def _loss(loss: float | None) -> str:

@@ -50,6 +50,7 @@ from pipar.events import (
     SaveFailed,
     Started,
     Stopping,
+    Trained,
     Waiting,
 )
 from pipar.units import split_address
@@ -129,6 +130,10 @@ class Metrics:
             "pipar_rounds_dropped", "Rounds of single devices that did not count", registry=self.registry
         )
         self._returns = Counter("pipar_reconnects", "Devices that came back after a lost link", registry=self.registry)
+        self._epsilon = Gauge(
+            "pipar_epsilon_spent", "Epsilon that a device has spent, where updates have noise", ["device"],
+            registry=self.registry,
+        )  # fmt: skip
         self._attempts = Counter(
             "pipar_connection_attempts", "Attempts of this device to reach its server again", registry=self.registry
         )
@@ -214,6 +219,11 @@ class Metrics:
                 self._dropped.inc()
             case Reconnecting():
                 self._attempts.inc()
+            case RoundOver():
+                for device, epsilon in event.epsilon.items():
+                    self._epsilon.labels(device).set(epsilon)
+            case Trained() if event.epsilon is not None:
+                self._epsilon.labels(event.device).set(event.epsilon)
         self._connected.set(len(self._present))
         self._kept.set(len(self._away))
 

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from pipar.assemble import can_replan
 from pipar.chart import Chart
-from pipar.explain import Exhaustive, Explanation, Option, Picture, Plans, Row
+from pipar.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
 from pipar.planner.fleet import Member
 from pipar.planner.select import TIE
 from pipar.planner.timing import LANES
 from pipar.tables import new_table, percent
-from pipar.wording import link_text
+from pipar.wording import guess_text, link_text, ruled_out_text
 
 _BAR = 30
 _RUNNERS_UP = 5
@@ -119,15 +119,18 @@ def _limit_line(explained: Explanation) -> list[Text]:
     limited = explained.limited
     if limited is None:
         return []
-    limit = f"privacy.max_leakage = {limited.most:g} rules out "
+    limit, guess = ruled_out_text(limited.most, limited.ruled_out), guess_text(limited.most, limited.guess)
+    return [Text(f"{limit}{_cost_of_limit(explained, limited)}"), *([Text(guess)] if guess else [])]
+
+
+def _cost_of_limit(explained: Explanation, limited: Limited) -> str:
     if not limited.ruled_out:
-        return [Text(f"{limit}no cut.")]
-    cuts = ", ".join(f"P={p} (leaks {leaks:.2f})" for p, leaks in limited.ruled_out.items())
+        return "."
     if limited.without.plans == explained.chosen.plans:
-        return [Text(f"{limit}{cuts}, which costs nothing: the plans would be the same without it.")]
+        return ", which costs nothing: the plans would be the same without it."
     plans = _plans_text(explained, _without_encodings(limited.without.plans))
     costs = signed_percent(explained.chosen.epoch_s / limited.without.epoch_s - 1)
-    return [Text(f"{limit}{cuts}: {costs} on the {limited.without.epoch_s:.2f} s of {plans} without it.")]
+    return f": {costs} on the {limited.without.epoch_s:.2f} s of {plans} without it."
 
 
 def _lanes(explained: Explanation) -> Table:

@@ -213,6 +213,7 @@ def _job(config: Config, profiles: _Profiles, sizes: Mapping[str, int], subject:
         dataset=subject.dataset,
         model=profiles.model,
         leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
+        leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(subject.input_shape, config.model.dtype),
     )
 

@@ -20,6 +20,7 @@ from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterr
 from pipar.schedule import count_batches
 from pipar.trace import Span
 from pipar.trackers.tracking import tracked
+from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:
     import torch
@@ -280,4 +281,12 @@ def started(job: Job, folder: Path, world: World = "real") -> Started:
         },
         world=world,
         is_private=job.terms is not None,
+        leakage=_leakage_text(job),
     )
+
+
+def _leakage_text(job: Job) -> str:
+    most = job.config.privacy.max_leakage
+    if most is None or not job.method.splits:
+        return ""
+    return f"{ruled_out_text(most, job.leaky_cuts)}. {guess_text(most, job.leakage_guess)}".strip()

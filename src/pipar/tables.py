@@ -186,11 +186,14 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
     table = new_table()
     table.add_column("method", no_wrap=True)
     table.add_column("plan")  # the only one that is cut where there is no room
-    for title in ("s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"):
+    private = any(result.content.get("epsilon") is not None for result in results.values())
+    titles = ["s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"]
+    titles[5:5] = ["epsilon"] if private else []
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for method, result in results.items():
         plans = Text(_plans_in_short(result.content), no_wrap=True, overflow="ellipsis")
-        table.add_row(method, plans, *_comparison_row(result, results[base].seconds_per_epoch))
+        table.add_row(method, plans, *_comparison_row(result, results[base].seconds_per_epoch, private=private))
     first = next(iter(results.values())).content
     title = f"{first['model']} on {first['dataset']}, {_world(first)}, mean of {_epochs_text(first)}"
     folders = [Text(f"{result.folder}/", overflow="fold") for result in results.values()]
@@ -214,14 +217,16 @@ def _epochs_text(content: Mapping[str, Any]) -> str:
     return "one epoch" if count == 1 else f"{count} epochs"
 
 
-def _comparison_row(result: Result, base_s: float) -> list[str]:
+def _comparison_row(result: Result, base_s: float, *, private: bool) -> list[str]:
     epochs, seconds = result.epochs, result.seconds_per_epoch
+    epsilon = [_number(result.content.get("epsilon"), 3, _CELL)] if private else []
     return [
         _number(seconds, 2, _CELL),
         f"{base_s / seconds:.2f}x" if seconds else "-",
         _number(_average(epochs, "server_idle_s"), 2, _CELL),
         _number(_average(epochs, "device_idle_s"), 2, _CELL),
         percent(result.test_accuracy),
+        *epsilon,
         _number(_average(epochs, "bytes_up") / 1e6, 2, _CELL),
         _number(_average(epochs, "bytes_down") / 1e6, 2, _CELL),
     ]

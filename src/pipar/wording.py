@@ -71,6 +71,25 @@ def privacy_text(result: Mapping[str, Any], config: Config | None, between: str 
     return between.join(said) or None
 
 
+def ruled_out_text(most: float, ruled_out: Mapping[int, float]) -> str:
+    """Return which cuts a limit rules out, with what they leak: "privacy.max_leakage = 0.5 rules out no cut"."""
+    cuts = ", ".join(f"P={p} (leaks {leaks:.2f})" for p, leaks in ruled_out.items())
+    return f"privacy.max_leakage = {most:g} rules out {cuts or 'no cut'}"
+
+
+def guess_text(most: float, guess: float | None) -> str:
+    """Return what is wrong with a limit below what somebody rebuilds who has seen no activation; nothing if it is not.
+
+    An attack that learns nothing from activations comes to about as much.
+    """
+    if guess is None or most >= guess:
+        return ""
+    return (
+        f"It is below {guess:.3f}, which the mean of other images comes to without any activation: hardly a cut but "
+        "P = Q can be within it; give more than that."
+    )
+
+
 def _updates_text(privacy: Mapping[str, Any], method: str) -> str:
     """Return what the devices have spent, by what, and what it does not speak of."""
     devices = privacy["devices"]

@@ -14,10 +14,10 @@ import torch
 from pipar.config import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import Disguise, Shard
-from pipar.deployment import DeviceOptions, device_workload, own_guard
+from pipar.deployment import DeviceOptions, device_workload, own_guard, take_part
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
 from pipar.privacy.accounting import cost, epsilon_after
-from pipar.privacy.memory import Memory
+from pipar.privacy.memory import Memory, held
 from pipar.privacy.spending import Spent
 
 
@@ -56,6 +56,17 @@ def test_what_cannot_be_written_down_is_not_sent(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="what is not counted is not sent"):
         guard.note(4.0)
     assert guard.spent == Spent()
+
+
+def test_two_devices_never_count_in_one_file_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "pi.json"
+    config, options = config_from({}), DeviceOptions("pi", "127.0.0.1:1", privacy_file=path)
+    with held(path):
+        Memory.open(path, "pi").remember(Spent(1, 0.25))  # another file by now, of the same name
+        with pytest.raises(InputError, match="is in use by another `pipar device`"):
+            take_part(config, options, pytest.fail)
+    with held(path):
+        assert Memory.open(path, "pi").spent.releases == 1
 
 
 GOOD = {"format": 1, "device": "pi", "label_key": "ff", "releases": 1, "mu_squared": 0.25}

@@ -20,7 +20,7 @@ import pipar
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
-from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver
+from pipar.events import BudgetSpent, Dropped, Event, Left, Lost, RoundOver, Trained
 from pipar.link.channel import Channel
 from pipar.logs import Narrator
 from pipar.methods import Plan
@@ -133,12 +133,10 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     again = Spending(limited(3))
     again.go_on(kept.notes["spent"])
     assert again.epsilons() == spending.epsilons()
-    assert again.would_exceed(["a", "b"]) is None
+    assert again.would_exceed(["a", "b"]) == {}
     again.note("a")
-    assert again.would_exceed(["b"]) is None
-    device, epsilon = again.would_exceed(["a", "b"]) or ("", 0.0)
-    assert device == "a"
-    assert epsilon == pytest.approx(epsilon_after(4.0, 4, DELTA))
+    assert again.would_exceed(["b"]) == {}
+    assert again.would_exceed(["a", "b"]) == {"a": pytest.approx(epsilon_after(4.0, 4, DELTA))}
 
 
 def test_the_larger_one_of_two_counts_is_the_one_to_go_by() -> None:
@@ -256,10 +254,64 @@ def test_frames_that_are_sent_again_over_another_connection_cost_nothing() -> No
 def test_a_device_tells_a_server_that_has_forgotten_what_it_has_sent() -> None:
     guard = Guard(1)
     guard.accept(4.0, Spent(3, 3 * cost(4.0)))  # to a server that has lost its last round since
-    outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5))
+    outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5), min_devices=2)
     assert len(outcome.results) == 2
     assert releases(outcome) == {"a": 2, "b": 5}
     assert [event.device for event in outcome.of(BudgetSpent)] == ["b"]
+
+
+def test_who_has_spent_its_budget_leaves_and_the_others_go_on_while_they_are_enough() -> None:
+    guard = Guard(1, spent=Spent(3, 3 * cost(4.0)))
+    outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5), min_devices=1)
+    assert outcome.failure is None
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"]] * 2 + [["a"]] * 2
+    assert releases(outcome) == {"a": 4, "b": 5}
+    assert outcome.of(BudgetSpent) == []
+    (left,) = (event for event in outcome.of(Left) if event.reason)
+    assert (left.device, left.reason.partition(":")[0]) == ("b", "its privacy budget is spent")
+    assert outcome.lives[0] is None
+    assert "would bring it to epsilon" in str(outcome.lives[1])
+
+
+@pytest.mark.parametrize("min_devices", [1, 2])
+def test_a_device_that_comes_with_its_budget_spent_reads_that_and_not_that_the_training_is_over(
+    min_devices: int,
+) -> None:
+    terms = limited(2)
+    guard = Guard(1, budget=terms.budget, delta=DELTA, spent=Spent(2, 2 * cost(4.0)))
+    outcome = train([honest("a"), honest("b", guard=guard)], epochs=2, terms=terms, min_devices=min_devices)
+    assert outcome.failure is None
+    assert len(outcome.results) == (2 if min_devices == 1 else 0)
+    assert outcome.lives[0] is None
+    assert "privacy budget" in str(outcome.lives[1])
+    if min_devices == 2:
+        assert isinstance(outcome.lives[1], BudgetSpentError)
+        assert (
+            "has sent 2 updates (epsilon 4.38 in all), and one more would exceed its privacy budget of 4.38 "
+            "(delta 1e-05)"
+        ).replace("4.38", f"{epsilon_after(4.0, 2, DELTA):.4g}") in str(outcome.lives[1])
+
+
+def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> None:
+    events: list[Event] = []
+    guard = Guard(1, delta=DELTA)
+    train([honest("a", guard=guard, observe=events.append), honest("b")], epochs=2, terms=limited(4))
+    told = [event for event in events if isinstance(event, Trained)]
+    spent = [epsilon_after(4.0, number, DELTA) for number in (1, 2, 4)]
+    assert [(event.epsilon, event.target) for event in told] == [
+        (pytest.approx(one), pytest.approx(spent[2])) for one in spent[:2]
+    ]
+    assert Narrator().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} is spent of {spent[2]:.4g}")
+
+
+def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounting, "find_spec", lambda _: None)
+    guard = Guard(1, budget=cost(4.0), delta=DELTA)
+    guard.accept(4.0, Spent())
+    guard.note(4.0)
+    assert (guard.epsilon, guard.target_epsilon) == (None, None)
+    with pytest.raises(BudgetSpentError, match="has sent 1 update, and one more would exceed its privacy budget: it"):
+        guard.check(4.0)
 
 
 def test_a_device_refuses_to_send_beyond_its_own_budget_whatever_the_server_says() -> None:

@@ -273,3 +273,13 @@ def test_numbers_that_json_does_not_have_are_null(runs: dict[str, Path]) -> None
     epochs = [{**record.result["epochs"][0], "train_loss": float("inf"), "seconds": float("nan")}]
     page = strict_json(content([replace(record, result={**record.result, "epochs": epochs})]))
     assert json.loads(json.dumps(page, allow_nan=False))["runs"][0]["epochs"][0]["train_loss"] is None
+
+
+def test_a_private_run_has_its_epsilon_also_while_it_goes_on(runs: dict[str, Path]) -> None:
+    record = RunRecord.read(runs["fl"])
+    assert content([record])["runs"][0]["epsilon"] is None
+    epochs = [{**epoch, "epsilon": float(number)} for number, epoch in enumerate(record.result["epochs"], start=1)]
+    going_on = {**record.result, "epochs": epochs, "epsilon": None}
+    over = {**going_on, "epsilon": 2.5}
+    found = [content([replace(record, result=one)])["runs"][0]["epsilon"] for one in (going_on, over)]
+    assert found == [float(len(epochs)), 2.5]

@@ -79,9 +79,20 @@ def event(multiplier: float, releases: int = 1) -> Any:
     return library.SelfComposedDpEvent(one, releases)
 
 
+def is_installed() -> bool:
+    """Return whether the package is there that computes epsilon."""
+    return find_spec(_PACKAGE) is not None
+
+
+def get_ready() -> None:
+    """Import the package if it is there, which takes a second."""
+    if is_installed():
+        _accountant()
+
+
 def require() -> None:
     """Raise one sentence if the package that computes epsilon is not installed."""
-    if find_spec(_PACKAGE) is None:
+    if not is_installed():
         raise NoAccountantError(
             "Noise on updates needs the package dp-accounting, which tells epsilon, and it is not installed: "
             "`pip install 'pipar[privacy]'`, or leave noise_multiplier and target_epsilon out of [privacy]."

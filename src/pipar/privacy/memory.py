@@ -6,9 +6,13 @@ The key of the noise on updates is not in it. It is drawn anew at each start, so
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
+import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,35 @@ from pipar.privacy.spending import Spent
 
 FORMAT = 1
 _FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_squared": float}
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep the file for this program: two that count in it would each spend what the other one has left.
+
+    What is locked is a file beside it, which stays: the file itself is another one each time that it is written.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise InputError(f"Cannot write {lock}, which keeps --privacy-file for one device: {error.strerror}.") from None
+    try:
+        _lock(handle, path)
+        yield
+    finally:
+        os.close(handle)  # and the lock is gone, as it is when a program is killed
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise InputError(
+            f"--privacy-file {path} is in use by another `pipar device`: end that one, or give this device a file of "
+            "its own."
+        ) from None
 
 
 class Memory:

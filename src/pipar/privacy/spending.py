@@ -108,15 +108,15 @@ class Spending:
         """Return the largest of them; None where updates have no noise."""
         return None if self.terms is None else max(self.epsilons().values(), default=0.0)
 
-    def would_exceed(self, devices: Iterable[str]) -> tuple[str, float] | None:
-        """Return the first device that has no release left, and the epsilon that it would come to by one more."""
+    def would_exceed(self, devices: Iterable[str]) -> dict[str, float]:
+        """Return the devices that have no release left, in name order, and the epsilon that each would come to."""
         terms = self.terms
         if terms is None:
-            return None
-        name = next((name for name in sorted(devices) if not terms.allow(self.of(name))), None)
-        if name is None:
-            return None
-        return name, accounting.epsilon(self.of(name).plus(terms.multiplier).mu_squared, terms.delta)
+            return {}
+        spent = [name for name in sorted(devices) if not terms.allow(self.of(name))]
+        return {
+            name: accounting.epsilon(self.of(name).plus(terms.multiplier).mu_squared, terms.delta) for name in spent
+        }
 
     def as_notes(self) -> dict[str, Any]:
         """Return all counts as a checkpoint has them."""
@@ -156,7 +156,7 @@ class Guard:
     """What a device itself allows to be sent of it, and the noise that only it knows.
 
     It outlives connections and sessions: what was sent in any of them was sent. With something that remembers, it
-    outlives the device's program, too; `spent` is what was sent before.
+    outlives the device's program, too; `spent` is what was sent before. With a `delta` it tells what that comes to.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Guard:
         *,
         least_multiplier: float = 0.0,
         budget: float = math.inf,
+        delta: float | None = None,
         cuts: Cuts | None = None,
         spent: Spent | None = None,
         remember: Callable[[Spent], None] | None = None,
@@ -174,6 +175,7 @@ class Guard:
         self.spent = spent or Spent()
         self._least_multiplier = least_multiplier
         self._own_budget = self._budget = budget
+        self._delta = delta
         self._cuts = cuts
         self._remember = remember
 
@@ -191,6 +193,23 @@ class Guard:
             )
         self._budget = min(self._own_budget, budget or math.inf)
         self._take(self.spent.or_more(seen))
+        if multiplier > 0 and self._delta is not None:
+            accounting.get_ready()  # that may not hold up a round
+
+    @property
+    def epsilon(self) -> float | None:
+        """What all that was sent comes to; None if this device has no delta, or nothing that computes it."""
+        return self._epsilon(self.spent.mu_squared)
+
+    @property
+    def target_epsilon(self) -> float | None:
+        """What it may come to at most; None without a budget, or if that cannot be told."""
+        return None if math.isinf(self._budget) else self._epsilon(self._budget)
+
+    def _epsilon(self, mu_squared: float) -> float | None:
+        if self._delta is None or not accounting.is_installed():
+            return None
+        return accounting.epsilon(mu_squared, self._delta)
 
     def accept_cut(self, split_point: int, layers: int) -> None:
         """Raise if a server wants activations of this device that its own configuration does not let it have."""
@@ -204,9 +223,13 @@ class Guard:
     def check(self, multiplier: float) -> None:
         """Raise if one more release would exceed the budget."""
         if multiplier > 0 and self.spent.plus(multiplier).mu_squared > self._budget:
+            spent, most = self.epsilon, self.target_epsilon
+            updates = "1 update" if self.spent.releases == 1 else f"{self.spent.releases} updates"
+            so_far = "" if spent is None else f" (epsilon {spent:.4g} in all)"
+            of = "" if most is None else f" of {most:.4g} (delta {self._delta:g})"
             raise BudgetSpentError(
-                f"This device has sent {self.spent.releases} updates, and one more would exceed its privacy budget: it "
-                "takes part no more. A larger privacy.target_epsilon would let it."
+                f"This device has sent {updates}{so_far}, and one more would exceed its privacy budget{of}: it takes "
+                "part no more. A larger privacy.target_epsilon, here and at the server, would let it."
             )
 
     def note(self, multiplier: float) -> None:

@@ -107,6 +107,7 @@ def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
         "seed": result.get("seed"),
         "equivalence": result.get("equivalence"),
         "privacy": privacy_text(result, config),
+        "epsilon": result.get("epsilon") or _last(epochs, "epsilon"),
         "stopped": result.get("stopped"),
         "command": result.get("command"),
         "machine": result.get("machine"),

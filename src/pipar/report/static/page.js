@@ -53,6 +53,7 @@
   const digits = (value, count) => (isNumber(value) ? value.toFixed(count) : "–");
   const share = (value, count = 0) => (isNumber(value) ? `${(value * 100).toFixed(count)} %` : "–");
   const part = (value, whole) => (isNumber(value) && isNumber(whole) && whole > 0 ? value / whole : null);
+  const short = (value) => (isNumber(value) ? String(Number(value.toPrecision(4))) : "–");
   const times = (value) => (isNumber(value) ? `${value.toFixed(2)}×` : "–");
   const megabytes = (value) => (isNumber(value) ? `${(value / 1e6).toFixed(2)} MB` : "–");
 
@@ -223,6 +224,7 @@
         cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
           content.accuracy_is_equal ? "the same by every method" : null));
       }
+      if (isNumber(run.epsilon)) cards.push(card("epsilon of updates", short(run.epsilon), "of the device that has spent most"));
       if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "shortest possible over real time"));
     }
     replace(byId("cards"), cards.length ? cards : element("p", { class: "note" }, "No epoch is over yet."));
@@ -233,11 +235,12 @@
 
   function comparison(runs) {
     const bases = ["fl", "sfl"].filter((base) => runs.some((run) => base in run.speedups));
+    const isPrivate = runs.some((run) => isNumber(run.epsilon));
     const heads = [column("method"), number("per epoch"), ...bases.map((base) => number(`against ${base}`)),
-      number("server idle"), number("device idle"), number("accuracy"), number("up"), number("down"), column("plan")];
+      number("server idle"), number("device idle"), number("accuracy"), ...(isPrivate ? [number("epsilon")] : []), number("up"), number("down"), column("plan")];
     const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
-      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, planned again` : run.plan]);
+      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), ...(isPrivate ? [short(run.epsilon)] : []), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, planned again` : run.plan]);
     const known = runs.map((run, place) => [run.seconds, place]).filter(([value]) => isNumber(value)).sort((a, b) => a[0] - b[0]);
     return table("Means over the epochs; the fastest in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
   }
