@@ -30,7 +30,7 @@ def held(path: Path) -> Iterator[None]:
 
     What is locked is a file beside it, which stays: the file itself is another one each time that it is written.
     """
-    lock = path.with_name(f".{path.name}.lock")
+    lock = path.parent / f".{path.name}.lock"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -46,11 +46,13 @@ def held(path: Path) -> Iterator[None]:
 def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise InputError(
             f"--privacy-file {path} is in use by another `pipar device`: end that one, or give this device a file of "
             "its own."
         ) from None
+    except OSError as error:
+        raise InputError(f"Cannot keep --privacy-file {path} for one device: {error.strerror}.") from None
 
 
 class Memory:
