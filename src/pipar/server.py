@@ -303,11 +303,9 @@ class Server:
             first = next(iter(spent))
             self._observe(BudgetSpent(done, first, spent[first], target))
             return None
-        words = "its privacy budget is spent: one more round would bring it to epsilon {:.4g}, and the target is {:g}"
-        gone = [session for session in group if session.device in spent]
-        reasons = [words.format(spent[session.device], target) for session in gone]
-        await asyncio.gather(*map(partial(self._reception.let_go, again=False), gone, reasons))
-        return [session for session in group if session.device not in spent]
+        gone = {session: _spent_text(spent[session.device], target) for session in group if session.device in spent}
+        await asyncio.gather(*(self._reception.let_go(one, why, again=False) for one, why in gone.items()))
+        return [session for session in group if session not in gone]
 
     async def _results(self, epoch: int) -> None:
         """Return when all results are out; who keeps its last trace to itself is not waited for."""
@@ -772,6 +770,13 @@ class Server:
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             served = {session.device: session.served for session in sessions}
             self._observe(Progress(*place, loss, self._loop.time(), busy, served))
+
+
+def _spent_text(epsilon: float, target: float) -> str:
+    return (
+        f"its privacy budget is spent: one more round would bring it to epsilon {epsilon:.4g}, and "
+        f"privacy.target_epsilon is {target:g}"
+    )
 
 
 def _relative(errors: Iterable[SquaredError]) -> float | None:
