@@ -68,6 +68,10 @@ def test_times_stand_beside_each_other_with_their_ratios_and_the_papers() -> Non
     compared = TIME_SMALL.compare([row])
     (seconds,) = _lines(compared, "seconds of an epoch")
     assert (seconds.verdict, seconds.ratio) == ("inside", pytest.approx(10 / 10.5))
+    assert [line.what for line in compared if line.is_fitted] == [
+        "vgg5, 100 devices: epoch of fl over epoch of pipar",
+        seconds.what,
+    ]
     assert [line.verdict for line in _lines(compared, "pipar is the quickest")] == ["inside"]
 
 
@@ -168,6 +172,15 @@ def test_a_server_that_idles_longer_by_pipar_is_counted() -> None:
     assert [line.ours for line in _lines(compared, "server's idle time by fl")] == [9 / 4]
 
 
+@pytest.mark.parametrize(("by_pipar", "worse"), [(0.9, 0.0), (1.1, 1.0)])
+def test_devices_that_idle_longer_by_pipar_than_by_sfl_are_counted(by_pipar: float, worse: float) -> None:
+    results = {method: {**timing(9.0), "device_idle_s": 1.0} for method in ("fl", "sfl")}
+    results["fl"]["device_idle_s"] = 0.1  # it is always less there: devices compute everything
+    results["pipar"] = {**timing(5.0), "device_idle_s": by_pipar}
+    compared = IDLE_SMALL.compare(IDLE_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
+    assert [line.ours for line in _lines(compared, "cases in which the device idles longer")] == [worse]
+
+
 def test_larger_batches_are_compared_with_the_next_smaller_ones() -> None:
     found: list[Outcome] = []
     for size, seconds in ((25, 12.0), (50, 10.0), (100, 11.0)):
@@ -213,9 +226,12 @@ def test_an_interval_that_was_not_run_has_the_same_seconds_for_each_change() -> 
     cell = BANDWIDTH.cells(True)[0]
     result = {"planning_s": 3.0, "training_s": 600.0, "epochs": 60, "searches": 9, "replans": 9}
     rows = BANDWIDTH.rows([Outcome(cell, result)])
-    assert [row["minutes"] for row in rows] == [1, 10, 30, 60]
-    assert [row["overhead_percent"] for row in rows] == pytest.approx([0.5, 0.05, 0.5 / 30, 0.5 / 60])
-    assert [row["is_run"] for row in rows] == [True, False, False, False]
+    assert [row["minutes"] for row in rows] == [1, 5, 10, 30, 60]
+    assert [row["overhead_percent"] for row in rows] == pytest.approx([0.5, 0.1, 0.05, 0.5 / 30, 0.5 / 60])
+    assert [row["is_run"] for row in rows] == [True, False, False, False, False]
+    told = [line.what for line in BANDWIDTH.compare(rows) if line.ours is not None]
+    assert {"computed" in what for what in told if "every minute" in what} == {False}
+    assert {"computed" in what for what in told if "every minute" not in what} == {True}
 
 
 def test_one_server_is_enough_until_an_epoch_gets_longer_or_its_memory_ends() -> None:
@@ -227,6 +243,11 @@ def test_one_server_is_enough_until_an_epoch_gets_longer_or_its_memory_ends() ->
     results = [result(10.0, 1e9), result(10.5, 1e9), result(10.5, 33e9), result(12.0, 1e9)]
     rows = SCALE.rows([Outcome(cell, found) for cell, found in zip(four, results, strict=True)])
     assert [row["is_enough"] for row in rows] == [True, True, False, False]
+    (line,) = _lines(SCALE.compare(rows), "one server is enough")
+    assert (line.ours, line.what) == (
+        10.0,
+        "vgg5, 4g: one server is enough for so many devices by pipar, and no longer with 30",
+    )
 
 
 def test_the_speed_that_a_printed_epoch_asks_of_the_server_is_told() -> None:
@@ -248,7 +269,15 @@ def test_scores_are_held_against_the_papers() -> None:
     assert (rows[0]["choosing_cpu_s"], rows[0]["training_all_s"]) == (1.0, every_pair)
     assert rows[0]["training_all/choosing"] == every_pair
     assert sorted(filter(None, told.values())) == [pytest.approx(0.1), 0.9, 10.0, every_pair]
-    assert list(told.values()).count(0.0) == 2  # neither plan nor split point is the best one
+    assert list(told.values()).count(0.0) == 3  # neither plan nor split point is the best one, nor as good
+
+
+def test_a_plan_is_optimal_if_it_is_the_best_one_and_as_good_if_it_takes_hardly_longer() -> None:
+    result = {"chosen": "P=1 N=4", "chosen_s": 10.0, "best": "P=1 N=5", "best_s": 9.96, "score": 0.996}
+    result |= {"planning_s": 1.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
+    compared = SELECTION_SMALL.compare(SELECTION_SMALL.rows([Outcome(SELECTION_SMALL.cells(True)[0], result)]))
+    assert [line.ours for line in _lines(compared, "0.995 or more")] == [100.0]
+    assert [line.ours for line in compared if line.paper.startswith("83.3")] == [0.0]
 
 
 def test_a_chosen_plan_that_is_quicker_than_the_few_that_were_searched_is_the_best_one() -> None:

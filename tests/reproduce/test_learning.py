@@ -111,6 +111,7 @@ def test_accuracies_are_means_over_seeds_and_their_spread_is_of_one_method() -> 
     assert [row[method] for method in METHODS] == pytest.approx([91.0, 92.0, 93.0])
     assert row["difference"] == pytest.approx(1.0)
     assert row["spread"] == pytest.approx(6.0)
+    assert row["by_seed"] == "-1.00 to +4.00"
     assert row["printed"] == "97.96 / 97.96 / 97.94"
     assert len(row["run"].split()) == 9
 

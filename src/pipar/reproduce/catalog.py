@@ -6,7 +6,7 @@ import difflib
 
 from pipar.errors import InputError
 from pipar.reproduce.bandwidth import BANDWIDTH
-from pipar.reproduce.beyond import EXACT_WIRE, TODAY
+from pipar.reproduce.beyond import EXACT_WIRE, SERVER_SPEEDS_TRIED, TODAY
 from pipar.reproduce.efficiency import IDLE_LARGE, IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from pipar.reproduce.experiment import Experiment
 from pipar.reproduce.hardware import TESTBED
@@ -21,7 +21,8 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         TESTBED, TIME_SMALL, TIME_LARGE, IDLE_SMALL, IDLE_LARGE, SELECTION_SMALL, SELECTION_LARGE, PLAN_MAP,
-        BATCH_SIZE, HETEROGENEOUS, PRIVACY, BANDWIDTH, TODAY, EXACT_WIRE, SCALE, EQUALITY, CONVERGENCE, ACCURACY,
+        BATCH_SIZE, HETEROGENEOUS, PRIVACY, BANDWIDTH, SERVER_SPEEDS_TRIED, TODAY, EXACT_WIRE, SCALE, EQUALITY,
+        CONVERGENCE, ACCURACY,
     )
 }  # fmt: skip
 #: Stands for all of them.

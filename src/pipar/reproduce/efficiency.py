@@ -19,6 +19,7 @@ from pipar.reproduce.reasons import (
     LINKS_COUNT_LESS,
     LINKS_COUNT_MORE,
     MORE,
+    MORE_FOR_THE_SERVER,
     NOT_THE_BEST,
     ROUNDING,
     SERVER_BOUND,
@@ -31,7 +32,15 @@ from pipar.reproduce.reasons import (
     why_whole,
 )
 from pipar.reproduce.tables import NEAR, against, runs
-from pipar.reproduce.testbed import CALIBRATION, DEVICES, LARGE, SMALL, Trial, trainings
+from pipar.reproduce.testbed import (
+    CALIBRATION,
+    DEVICES,
+    LARGE,
+    SMALL,
+    Trial,
+    is_fitted_to,
+    trainings,
+)
 
 METHODS = ("fl", "sfl", "pipar")
 #: The paper's number of devices, and with how many a server of eight cores hardly matters.
@@ -91,7 +100,7 @@ def _row(where: Row, of: Mapping[str, Row], names: Mapping[str, str]) -> Row:
 
 def bottleneck(result: Mapping[str, Any]) -> str:
     """Return the lane that is busy for most of an epoch."""
-    busy = result.get("utilisation") or {"nothing": 0.0}
+    busy: Mapping[str, float] = result.get("utilisation") or {"nothing": 0.0}
     return max(busy, key=lambda lane: busy[lane])
 
 
@@ -210,10 +219,15 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
         return [against(statement, found, what=what, below=LINKS_COUNT_LESS, above=LINKS_COUNT_MORE)]
     if statement.method is not None and statement.against is not None:
         values = ratios(rows, statement.against, statement.method)
-        below = why_less(statement, rows)
-        return [against(statement, values, what=what, below=below, above=MORE)] if values else []
+        below, is_fitted = why_less(statement, rows), _is_fitted(statement, devices)
+        return [against(statement, values, what=what, below=below, above=MORE, is_fitted=is_fitted)] if values else []
     # "In all cases": a plan that is federated learning is a tie with it.
     return [against(statement, over_others(rows), what=what, within=TIE, below=NOT_THE_BEST)]
+
+
+def _is_fitted(statement: Statement, devices: int) -> bool:
+    """Return whether the testbed was fitted to epochs of fl that were computed from this range."""
+    return is_fitted_to(statement.models, devices) and (statement.method, statement.against) == ("pipar", "fl")
 
 
 def _spreads(statement: Statement, rows: Sequence[Row]) -> list[Found]:
@@ -243,6 +257,7 @@ def _seconds(row: Row) -> Compared:
         below=FITTED,
         above=SERVER_BOUND if is_server_bound([row]) else FITTED,
         run=row["run"].split()[-1],  # that by pipar
+        is_fitted=is_fitted_to([row["network"]], row["devices"]),
     )
 
 
@@ -287,19 +302,21 @@ def compare_idle(rows: Sequence[Row]) -> list[Compared]:
             what = f"{who(devices)}: {statement.what}, at most"
             less, more = why_idle(value, concerned)
             lines += [against(statement, values, what=what, below=less, above=more)] if values else []
-        lines.append(_never_more(here, devices))
+        lines.append(_never_more("server", ("fl", "sfl"), here, lambda _: NOT_THE_BEST))
+        lines.append(_never_more("device", ("sfl",), here, lambda _: MORE_FOR_THE_SERVER))
     return lines
 
 
-def _never_more(rows: Sequence[Row], devices: int) -> Compared:
-    """Count the rows in which the server idles longer by pipar than by another method, and name them."""
-    worse = [row for row in rows if any(_idles_less_by(row, other) for other in ("fl", "sfl"))]
-    what = f"{who(devices)}: cases in which the server idles longer by pipar than by fl or sfl"
-    return _count("V-B2, Fig. 6 and 7", what, [worse], lambda _: NOT_THE_BEST)
+def _never_more(lane: str, others: Sequence[str], rows: Sequence[Row], why: Callable[[Sequence[Row]], str]) -> Compared:
+    """Count the rows in which the server, or the devices, idle longer by pipar than by other methods; name them."""
+    worse = [row for row in rows if any(_idles_less_by(row, lane, other) for other in others)]
+    whose = who(rows[0]["devices"])
+    what = f"{whose}: cases in which the {lane} idles longer by pipar than by {' or '.join(others)}"
+    return _count("V-B2, Fig. 6 and 7", what, [worse], why)
 
 
-def _idles_less_by(row: Row, other: str) -> bool:
-    less, ours = row.get(f"{other}_server_idle"), row["pipar_server_idle"]
+def _idles_less_by(row: Row, lane: str, other: str) -> bool:
+    less, ours = row.get(f"{other}_{lane}_idle"), row[f"pipar_{lane}_idle"]
     return less is not None and ours is not None and bool(ours > less * (1 + ROUNDING))
 
 
@@ -309,7 +326,9 @@ _IDLE_COLUMNS = (
 )  # fmt: skip
 _IDLE_NOTES = (
     "Seconds of an epoch in which the server (the mean of its cores) and the devices (the mean of all) compute "
-    "nothing. The epochs are those of the tables of times. `run` names the folders of fl, sfl and pipar, in this order."
+    "nothing. The epochs are those of the tables of times. Micro-batches add calls on the server, which is busier for "
+    "that alone: a part of what it idles less is work that the other methods do not have. `run` names the folders of "
+    "fl, sfl and pipar, in this order."
 )
 
 

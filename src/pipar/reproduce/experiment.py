@@ -83,6 +83,7 @@ class Compared:
     below: str = ""
     above: str = ""
     run: str = ""  # the folders that ours comes from
+    is_fitted: bool = False  # the testbed was fitted to what the paper says here: no more than a check of the fit
 
     def __post_init__(self) -> None:
         may_be_below = self.low is not None and self.better != "less"

@@ -10,7 +10,7 @@ from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
 from pipar.reproduce.published import Selection, published
 from pipar.reproduce.reasons import FITTED, SERVER_BOUND, who
 from pipar.reproduce.tables import NEAR
-from pipar.reproduce.testbed import CALIBRATION, LARGE, SERVER_SPEED, SMALL, Trial, trainings
+from pipar.reproduce.testbed import CALIBRATION, LARGE, SERVER_SPEED, SMALL, Trial, is_fitted_to, trainings
 
 #: What the paper's server has.
 _SERVER_GB = 32.0
@@ -83,6 +83,7 @@ def _seconds(row: Row, count: int) -> Compared:
         below=FITTED,
         above=SERVER_BOUND if row[f"{count}_bottleneck"] == "server" else FITTED,
         run=row[f"{count}_run"],
+        is_fitted=is_fitted_to([row["network"]], count),
     )
 
 

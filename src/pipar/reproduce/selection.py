@@ -16,7 +16,7 @@ SEED = 20240612
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 50)
 #: Epochs of a training that a choice is for, at least: "hundreds or more".
 _EPOCHS = 100
-#: As good as the best: what two simulations with other jitter differ by.
+#: As good as the best, for who trains by it.
 _OPTIMAL = 0.995
 _UNKNOWN_WORLD = (
     "the world in which plans are judged is not the one that the planner knows: layers take up to 15 % more or less"
@@ -73,7 +73,8 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         return [Found(sum(values) / len(values), every_run)]
 
     same_cut = [100.0 * (row["chosen"].split()[0] == row["best"].split()[0]) for row in rows]
-    optimal = [100.0 * (row["score"] >= _OPTIMAL) for row in rows]
+    optimal = [100.0 * (row["chosen"] == row["best"]) for row in rows]
+    as_good = [100.0 * (row["score"] >= _OPTIMAL) for row in rows]
     costs = [100 * row["choosing_cpu_s"] / row["chosen_s"] for row in rows]
     faster = [row["training_all/choosing"] for row in rows if row["training_all/choosing"] is not None]
     return [
@@ -81,9 +82,16 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         against(
             of("optimal-plans"),
             mean(optimal),
-            what=f"cases in which the plan that pipar chooses has a score of {_OPTIMAL} or more",
-            below=_UNKNOWN_WORLD,
+            below=f"{_UNKNOWN_WORLD}, and plans beside the best take as long to a part in a hundred",
             better="more",
+        ),
+        Compared(
+            place="V-D",
+            what=f"cases in which the plan that pipar chooses has a score of {_OPTIMAL} or more",
+            paper="none",
+            ours=sum(as_good) / len(as_good),
+            unit="%",
+            run=every_run,
         ),
         against(of("optimal-split-points"), mean(same_cut), below="other cuts may be as good", better="more"),
         against(of("planning-cost"), mean(costs), above=_SHORT_EPOCHS, better="less"),

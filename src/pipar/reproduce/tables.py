@@ -108,6 +108,7 @@ def against(
     above: str = "",
     within: float = 0.0,
     better: Literal["more", "less"] | None = None,
+    is_fitted: bool = False,
 ) -> Compared:
     """Return what a statement of the paper says, and all of ours that it is about.
 
@@ -134,6 +135,7 @@ def against(
         below=below,
         above=above,
         run=runs(ends),
+        is_fitted=is_fitted,
     )
 
 
@@ -154,7 +156,7 @@ def comparison(title: str, lines: Sequence[Compared]) -> str:
             "paper": line.paper,
             "ours": _ours(line),
             "ratio": line.ratio,
-            "verdict": f"{line.verdict}: {line.why}" if line.why else line.verdict,
+            "verdict": _verdict(line),
             "run": line.run,
         }
         for line in lines
@@ -166,15 +168,23 @@ def comparison(title: str, lines: Sequence[Compared]) -> str:
 _VERDICTS = (
     f'"Up to" is what the paper has reached: our largest is inside if it is off by {100 * NEAR:.0f} % at most, '
     "as are seconds that the paper prints. What is better than the paper's is called so, and not inside. `ratio` is "
-    "ours over the paper's; `run` has the folders below `cells/` that ours comes from."
+    "ours over the paper's; `run` has the folders below `cells/` that ours comes from. What the testbed was fitted "
+    "to is marked so and not counted."
 )
+
+
+def _verdict(line: Compared) -> str:
+    fitted = "fitted, " if line.is_fitted else ""
+    return f"{fitted}{line.verdict}: {line.why}" if line.why else f"{fitted}{line.verdict}"
 
 
 def tally(lines: Sequence[Compared]) -> str:
     """Return how many lines are inside what the paper says, and how many better, in words."""
-    inside, better = (sum(line.verdict == verdict for line in lines) for verdict in ("inside", "better"))
+    told = [line for line in lines if not line.is_fitted]
+    inside, better = (sum(line.verdict == verdict for line in told) for verdict in ("inside", "better"))
     more = f", {better} better" if better else ""
-    return f"{inside} of {len(lines)} lines are inside what the paper says{more}"
+    fitted = f"; {len(lines) - len(told)} more are what the testbed was fitted to" if len(told) < len(lines) else ""
+    return f"{inside} of {len(told)} lines are inside what the paper says{more}{fitted}"
 
 
 def _ours(line: Compared) -> str:

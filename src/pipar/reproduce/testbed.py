@@ -8,7 +8,7 @@ again. docs/reproduction.md shows the fit, and where the paper contradicts its h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -120,8 +120,8 @@ class Printed:
 def printed_epochs() -> list[Printed]:
     """Return what the paper prints of VGG-5: six epochs by the best plans, and two of federated learning.
 
-    Those of fl follow from its range over pipar, 1.4 to 3.4: whichever rows are its ends, an epoch of MNIST took 14.7
-    or 15.3 s and one of CIFAR-10 27.7 or 35 s. The geometric means are taken.
+    Those of fl follow from its range over pipar, 1.4 to 3.4: an epoch of MNIST took between 14.7 and 15.3 s, one of
+    CIFAR-10 between 27.7 and 35 s. The geometric means are taken.
     """
     rows = [
         Printed(Trial("vgg5", of.dataset, of.link, plan=(of.best_split_point, of.best_micro_batches)), of.best_epoch_s)
@@ -130,6 +130,11 @@ def printed_epochs() -> list[Printed]:
     ]
     by_fl = {"mnist": math.sqrt(14.7 * 15.3), "cifar10": math.sqrt(27.7 * 35.0)}
     return [*rows, *(Printed(Trial("vgg5", data, "4g+", method="fl"), seconds) for data, seconds in by_fl.items())]
+
+
+def is_fitted_to(models: Collection[str], devices: int) -> bool:
+    """Return whether what the paper says of these networks with so many devices is what the speeds were fitted to."""
+    return set(models) == {"vgg5"} and devices == DEVICES
 
 
 def error(rows: list[Printed], board_speed: float, server_speed: float) -> float:
