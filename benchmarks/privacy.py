@@ -1,6 +1,6 @@
 """What privacy costs: the seconds of an epoch without it, with classic differential privacy and with PixelDP.
 
-The paper's testbed (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 a device, batches of 100) in virtual
+A fleet like the paper's (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 a device, batches of 100) in virtual
 time, timing-only, from named machines: fl, sfl and pipar over three networks and three links.
 
 - As the paper trains: pipar by the {P, N} that the paper lists, sfl by the same P, everything raw.
