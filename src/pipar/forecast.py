@@ -237,6 +237,16 @@ class _Device:
         self.returned = False  # its trained part is at the server
         self.returned_at = 0.0  # and can be aggregated
 
+    def waiting(self) -> list[float] | None:
+        """Return the jobs of its iteration that the server has not begun; None if it has ended them all."""
+        number = len(self.ends)
+        if number == len(self.times) or self.stepped > number:
+            return None
+        served = self.times[number].served
+        if self.stepped < number:  # the server is still at the step of the iteration before
+            return served
+        return served[self.served + self.serving :] if self.served < len(served) else None
+
 
 _LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(10)
 
@@ -498,16 +508,11 @@ class _Epoch:
         latest = left_s = 0.0
         for name in names:
             device = self._by_name[name]
-            number = len(device.ends)
-            if number == len(device.times) or (device.stepped == number and device.served == len(device.batch.served)):
-                continue
-            begun = device.served + device.serving if device.stepped == number else 0
-            own_s = sum(device.times[number].served[begun:])
-            left_s += own_s
-            latest = max(latest, max(now, device.core_until) + own_s)
-        if left_s:
-            latest = max(latest, _filled_at(self._cores, left_s, now))
-        return latest
+            waiting = device.waiting()
+            if waiting is not None:
+                left_s += sum(waiting)
+                latest = max(latest, max(now, device.core_until) + sum(waiting))
+        return max(latest, _filled_at(self._cores, left_s, now)) if left_s else latest
 
     # --- on the server
 
