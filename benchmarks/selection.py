@@ -4,8 +4,8 @@
 and 20 times as fast, and with half the devices at half the speed. The judge's costs are perturbed by up to 15 % a layer
 and jittered by 5 % a stage, from a seed that the planner does not get.
 
-All rows take an hour or two. Each is printed and kept in `results/selection.rows.jsonl` when it has been judged: after
-an interruption the next start takes up where this one was, as long as the planner is the same.
+All rows take some ten minutes on two cores. Each is printed and kept in `results/selection.rows.jsonl` when it has been
+judged: after an interruption the next start takes up where this one was, as long as the planner is the same.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ EPOCHS = 5
 KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
-    "planner", "forecast.py", "foresight.py", "judge.py", "choosing.py", "schedule.py", "stages.py",
-    "cutoff.py", "reproduce/judged.py",
+    "planner", "coding", "protocol", "forecast.py", "cutoff.py", "foresight.py", "judge.py", "choosing.py",
+    "replanning.py", "schedule.py", "stages.py", "methods.py", "config.py", "prepare.py", "job.py", "keyed.py",
+    "units.py", "reproduce/judged.py", "reproduce/testbed.py",
 )  # fmt: skip
 
 #: (fleet, network, dataset, link) of one training.

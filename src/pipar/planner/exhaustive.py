@@ -16,7 +16,7 @@ from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, stead
 
 @dataclass(frozen=True)
 class Best:
-    """The plans with the shortest epoch of all, and how many were simulated and how many ruled out."""
+    """The plans with the shortest epoch of all, how many were simulated, if only in part, and how many ruled out."""
 
     by_kind: ByKind
     epoch_s: float
