@@ -89,10 +89,35 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, b"new and longer")
     assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
     monkeypatch.undo()
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_two_processes_that_write_one_file_do_not_write_into_each_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sync = tmp_path / "result.json", os.fsync
+
+    def meanwhile(descriptor: int) -> None:
+        sync(descriptor)
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_atomically(path, b"the other's, which is longer")
+        monkeypatch.undo()
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    write_atomically(path, b"one's")
+    assert path.read_bytes() == b"one's"
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_what_a_crash_has_left_of_a_file_is_removed_by_the_next_program(tmp_path: Path) -> None:
+    (tmp_path / ".trace.json.4711.partial").write_bytes(b"half")
+    RunFolder(tmp_path, job(), world="real", command="pipar server --resume")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_ctrl_c_waits_for_the_end_of_what_is_being_saved(tmp_path: Path) -> None:

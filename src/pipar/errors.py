@@ -22,6 +22,10 @@ class PlanError(InputError):
     """A split point or a number of micro-batches does not fit the model or the batch."""
 
 
+class TooLittleMemoryError(PlanError):
+    """No plan fits into a device's memory."""
+
+
 class ModelError(InputError):
     """A network cannot be built, or does not fit the data."""
 

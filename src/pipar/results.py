@@ -26,6 +26,7 @@ from pipar.privacy.spending import Spending
 from pipar.protocol.messages import Body
 from pipar.trace import Span, chrome_events, excerpt
 
+_PARTIAL = ".partial"
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 
 
@@ -56,14 +57,26 @@ def drop_unused(folder: Path) -> None:
 
 
 def write_atomically(path: Path, *content: bytes | memoryview) -> None:
-    """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        for piece in content:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a file so that it is there whole or not at all, also if two processes write it at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    try:
+        with temporary.open("wb") as file:
+            for piece in content:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):  # what went wrong before is what counts
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Remove what a crash of an earlier program has left of files that it was writing."""
+    for partial in folder.glob(f".*{_PARTIAL}"):
+        with suppress(OSError):  # it is in nobody's way
+            partial.unlink()
 
 
 @contextmanager
@@ -112,6 +125,7 @@ class RunFolder:
         self.trained_again = 0  # rounds behind the checkpoint that the files told of
         self._safe_round = 0 if has_checkpoints else math.inf  # nothing undoes the rounds up to this one
         self._held: list[tuple[int, str, dict[str, Any]]] = []  # rows of rounds that are not safe yet, with their files
+        _remove_partial_files(path)
         write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:

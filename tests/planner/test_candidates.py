@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.config import Link
-from pipar.errors import PlanError
+from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.forecast import forecast
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
@@ -117,7 +117,7 @@ def test_a_device_for_which_nothing_fits_is_told_what_is_needed_and_only_what_wo
 
 def test_what_is_said_to_be_needed_is_enough_and_more_than_there_is() -> None:
     needs = training_bytes(PROFILE, Plan(1, 12, 1), 12)  # a few bytes more than the base
-    with pytest.raises(PlanError, match=r"has 368 MiB of memory, but .* needs 369 MiB"):
+    with pytest.raises(TooLittleMemoryError, match=r"has 368 MiB of memory, but .* needs 369 MiB"):
         plans(memory_bytes=needs - 1)
     assert plans(memory_bytes=369 * MIB)
 

@@ -1,10 +1,11 @@
-"""A map has every pair that was asked for, and the chosen one."""
+"""A map has every pair that was asked for, the chosen one, and those beside it."""
 
 from __future__ import annotations
 
 from pipar.reproduce.cells import run_cell
 from pipar.reproduce.experiment import Outcome
 from pipar.reproduce.plan_map import PLAN_MAP
+from pipar.reproduce.tables import page
 from pipar.reproduce.testbed import Trial
 
 
@@ -13,9 +14,17 @@ def test_every_cut_with_every_given_n_is_a_row_and_one_of_them_is_chosen() -> No
     tree = Trial("vgg5", "cifar10", "4g", devices=2).tree()
     rows = PLAN_MAP.rows([Outcome(cell, run_cell("map", tree, {"micro_batches": [1, 4]}))])
     (chosen,) = [row for row in rows if row["chosen"]]
-    counts = {1, 4, chosen["micro_batches"]}
+    around = range(chosen["micro_batches"] - 2, chosen["micro_batches"] + 3)
+    counts = {1, 4, *(n for n in around if n >= 1)}
     cuts_behind_which_pieces_overlap = {(p, n) for p in range(1, 5) for n in counts}
     assert {(row["split_point"], row["micro_batches"]) for row in rows} == cuts_behind_which_pieces_overlap | {(5, 1)}
     assert max(row["score"] for row in rows) == 1.0
     assert chosen["score"] > 0.95
     assert set(PLAN_MAP.columns) <= set(rows[0])
+
+
+def test_where_no_plan_fits_there_is_a_row_without_numbers() -> None:
+    (cell, *_) = PLAN_MAP.cells(True)
+    (row,) = PLAN_MAP.rows([Outcome(cell, {"fits": False, "why": "too little memory"})])
+    assert (row["network"], row["run"], row.get("seconds")) == ("vgg5", cell.key, None)
+    assert page(PLAN_MAP, [row]).splitlines()[-1] == f"| vgg5 | cifar10 | 4g | {cell.key} |"

@@ -15,10 +15,12 @@ from pipar.errors import InputError
 from pipar.reproduce.drawing import LOOKS, check_matplotlib, distinct, name_of, short, styled
 from pipar.reproduce.plots import FIGURES, by_method, figures_of, plot, plot_if_possible
 from pipar.reproduce.published import published
+from pipar.reproduce.testbed import SERVER_SPEED
 
 LINKS = ("4g", "4g+", "wifi")
 METHODS = ("fl", "sfl", "pipar")
 Rows = list[dict[str, Any]]
+HALF = "FL/2: half of the time of FL"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network
     assert [axes.get_title() for axes in (first, second)] == ["VGG-5 (CIFAR-10)", "ResNet-18 (CIFAR-10)"]
     assert heights(first) == sorted(seconds("vgg5", link, method) for link, method in product(LINKS, METHODS))
     assert [label.get_text() for label in first.get_xticklabels()] == ["4G", "4G+", "WiFi"]
-    assert entries(figure) == ["FL", "SFL", "PiPar", "PiPar, as published (right of its bar)"]
+    assert entries(figure) == ["FL", "SFL", "PiPar", HALF, "PiPar, as published (right of its bar)"]
 
 
 def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
@@ -88,15 +90,15 @@ def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
 
 def test_a_bar_says_its_seconds_and_how_much_shorter_than_fl_it_is() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
-    assert {"10", "11\n0.9x", "12\n0.8x"} <= texts(axes)
+    assert {"10", "11\nFL/0.9", "12\nFL/0.8"} <= texts(axes)
 
 
-def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure() -> None:
+def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure_which_is_said() -> None:
     rows = [row | {"seconds": None} if row["method"] == "fl" else row for row in time_rows("vgg16", data="cifar100")]
     (axes,) = shown(draw("time", rows))
     assert len(heights(axes)) == 6
     assert [text.get_text() for text in axes.texts].count("does not fit") == 3
-    assert {"11.1", "12.1\n0.9x"} <= texts(axes)
+    assert {"11.1", "12.1\nSFL/0.9"} <= texts(axes)
 
 
 def test_published_seconds_are_marked_on_the_right_of_the_bars_of_pipar_whose_numbers_stay_with_them() -> None:
@@ -120,16 +122,25 @@ def test_a_published_mark_that_is_far_above_its_bar_is_seen() -> None:
 def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
     figure = draw("time", time_rows("mine"))
     assert [axes.get_title() for axes in shown(figure)] == ["mine (CIFAR-10)"]
-    assert entries(figure) == ["FL", "SFL", "PiPar"]
+    assert entries(figure) == ["FL", "SFL", "PiPar", HALF]
 
 
-@pytest.mark.parametrize(("slow", "scale"), [(100.0, "linear"), (1000.0, "log")])
-def test_the_axis_is_logarithmic_where_bars_would_vanish(slow: float, scale: str) -> None:
-    rows = [row | {"seconds": slow if row["method"] == "fl" else 10.0} for row in time_rows("vgg5")]
-    (axes,) = shown(draw("time", rows))
-    assert axes.get_yscale() == scale
-    assert axes.get_ylabel().endswith("log scale") == (scale == "log")
-    assert axes.get_ylim()[1] > slow
+@pytest.mark.parametrize(
+    "other", [{"devices": 10}, {"wire": "auto"}, {"board": "raspberry-pi-5"}, {"server_speed": 9.0}], ids=str
+)
+def test_published_seconds_stand_beside_epochs_of_the_papers_testbed_only(other: dict[str, Any]) -> None:
+    its = {"devices": 100, "wire": "raw", "board": "raspberry-pi-3b", "server_speed": SERVER_SPEED}
+    same, another = (draw("time", [row | its | more for row in time_rows("vgg5")]) for more in ({}, other))
+    assert [any("as published" in label for label in entries(figure)) for figure in (same, another)] == [True, False]
+
+
+def test_bars_begin_at_zero_on_a_linear_axis_however_far_they_are_apart() -> None:
+    rows = [row | {"seconds": 1000.0 if row["method"] == "fl" else 1.0} for row in time_rows("vgg5")]
+    idle = [row | {"server_idle_s": row["seconds"], "device_idle_s": 1.0} for row in rows]
+    for (axes,) in (shown(draw("time", rows)), shown(draw("idle", idle))):
+        low, high = axes.get_ylim()
+        assert axes.get_yscale() == "linear"
+        assert low <= 0 < 1000 < high
 
 
 def test_idle_times_of_the_server_go_up_and_of_devices_down() -> None:
@@ -172,7 +183,33 @@ def test_noise_stands_on_top_of_the_epoch_without_it() -> None:
     assert on_top == {(30.0, 2.0), (30.0, 0.25), (20.0, 2.0), (20.0, 0.25)}
     assert heights(axes)[-3:] == [30.0] * 3
     assert {"+2", "+0.25"} <= texts(axes)
-    assert entries(figure) == ["+ classic", "FL", "+ pixeldp", "PiPar"]
+    assert sorted(entries(figure)) == ["+ classic", "+ pixeldp", "FL", "PiPar"]
+
+
+def test_an_epoch_that_noise_makes_shorter_by_another_plan_says_so() -> None:
+    rows = [
+        {"network": "vgg5", "link": "4g", "method": "pipar", "mechanism": mechanism, "seconds": seconds}
+        for mechanism, seconds in (("none", 20.0), ("pixeldp", 19.5))
+    ]
+    (axes,) = shown(draw("privacy", rows))
+    assert texts(axes) == {"-0.5"}
+
+
+def test_numbers_and_legend_of_a_narrow_figure_are_inside_of_it_and_apart() -> None:
+    rows = [
+        {"network": "vgg5", "link": "4g", "method": method, "mechanism": mechanism, "seconds": 20.0 + added}
+        for method in METHODS
+        for mechanism, added in (("none", 0.0), ("classic", 0.00115), ("pixeldp", 0.345))
+    ]
+    figure = draw("privacy", rows)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert figure.bbox.contains(*legend.get_window_extent().min)
+    assert figure.bbox.contains(*legend.get_window_extent().max)
+    (axes,) = shown(figure)
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.x0)
+    assert len(boxes) == 6
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
 
 
 # --- lines
@@ -213,10 +250,12 @@ def test_batch_sizes_are_marked_on_a_logarithmic_axis_one_panel_for_every_link()
 
 def test_overheads_are_lines_with_what_the_paper_prints_beside_them() -> None:
     rows = [
-        {"network": network, "minutes": minutes, "overhead_percent": 0.5 / minutes}
+        {"network": network, "minutes": minutes, "overhead_percent": 0.5 / minutes, "devices": 100}
         for network, minutes in product(("vgg5", "mine"), (60, 1, 10))
     ]
     printed, other = shown(draw("bandwidth", rows))
+    (of_ten, _) = shown(draw("bandwidth", [row | {"devices": 10} for row in rows]))
+    assert list(curves(of_ten)) == ["PiPar"], "the paper's are of 100 devices"
     assert curves(printed)["PiPar"] == ([1, 10, 60], [0.5, 0.05, 0.5 / 60])
     assert curves(printed)["as published (1 min: most of all)"] == ([60, 1], [0.14, 8.3])
     assert list(curves(other)) == ["PiPar"]
@@ -225,13 +264,53 @@ def test_overheads_are_lines_with_what_the_paper_prints_beside_them() -> None:
     assert printed.get_ylabel() == "overhead (% of training)\nlog scale"
 
 
-def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link() -> None:
-    rows = [row | {"devices": devices, "seconds": 2.0 * devices} for devices in (100, 1) for row in time_rows("vgg5")]
-    axes = shown(draw("scale", rows))
-    assert [one.get_title() for one in axes] == ["VGG-5 (4G)", "VGG-5 (4G+)", "VGG-5 (WiFi)"]
-    assert curves(axes[0]) == {name: ([1, 100], [2.0, 200.0]) for name in ("FL", "SFL", "PiPar")}
-    assert axes[0].get_yscale() == "log"
-    assert len({(line.get_color(), line.get_marker()) for line in axes[0].get_lines()}) == 3
+def scale_rows() -> Rows:
+    sizes = {"up_GB": 3.0, "down_GB": 4.0, "server_GB": 5.0, "planning_s": 6.0}
+    return [
+        {**row, "devices": devices, "seconds": 2.0 * devices, **sizes, "is_run": devices < 1000}
+        for devices in (10_000, 100, 1)
+        for row in time_rows("vgg5")
+    ]
+
+
+def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link_and_everything_that_grows() -> None:
+    axes = shown(draw("scale", scale_rows()))
+    grows = ("epoch", "traffic of an epoch", "server", "planning")
+    assert [one.get_title() for one in axes] == [
+        f"VGG-5, {what} ({link})" for what, link in product(grows, ("4G", "4G+", "WiFi"))
+    ]
+    first, traffic = curves(axes[0]), curves(axes[3])
+    assert {name: first[name] for name in ("FL", "SFL", "PiPar")} == {
+        name: ([1, 100, 10_000], [2.0, 200.0, 20_000.0]) for name in ("FL", "SFL", "PiPar")
+    }
+    assert traffic["PiPar"] == ([1, 100, 10_000], [7.0] * 3)
+    assert (axes[0].get_yscale(), axes[3].get_yscale()) == ("log", "linear")
+    drawn = [line for line in axes[0].get_lines() if line.get_label() in ("FL", "SFL", "PiPar")]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 3
+
+
+def test_marks_of_what_was_not_run_are_hollow_and_the_legend_says_so() -> None:
+    rows = scale_rows()
+    figure = draw("scale", rows)
+    hollow = {
+        line.get_label(): list(line.get_xdata())
+        for line in shown(figure)[0].get_lines()
+        if line.get_markerfacecolor() == "white"
+    }
+    assert hollow.pop("forecast from a sample") == []
+    assert list(hollow.values()) == [[10_000]] * 3
+    assert "forecast from a sample" in entries(figure)
+    assert "forecast from a sample" not in entries(draw("scale", [row for row in rows if row["is_run"]]))
+    computed = {"network": "vgg5", "minutes": 60, "overhead_percent": 0.1, "is_run": False}
+    bandwidth = draw("bandwidth", [computed, computed | {"minutes": 1, "is_run": True}])
+    assert "computed from shorter intervals" in entries(bandwidth)
+
+
+def test_numbers_below_an_axis_are_left_out_where_they_would_lie_on_each_other() -> None:
+    counts = (1, 10, 100, 110, 1000)
+    rows = [row | {"devices": count, "seconds": 1.0} for count in counts for row in time_rows("vgg5")]
+    labels = [label.get_text() for label in shown(draw("scale", rows))[0].get_xticklabels()]
+    assert labels == ["1", "10", "100", "", "1000"]
 
 
 # --- maps

@@ -59,7 +59,9 @@ def test_a_result_names_its_folder_which_has_the_configuration(runs: Runs, tmp_p
     (outcome,) = sweep(cells(7), tmp_path)
     folder = tmp_path / "cells" / outcome.row["run"]
     assert load_config(folder / "config.toml").run.seed == 7
-    assert json.loads((folder / "result.json").read_text())["result"] == {"fits": True, "seconds": 7.0}
+    kept = json.loads((folder / "result.json").read_text())
+    assert kept["result"] == {"fits": True, "seconds": 7.0}
+    assert "labels" not in kept, "another experiment calls the same cell otherwise"
     assert runs.seeds == [7]
 
 
@@ -105,6 +107,33 @@ def test_with_other_sources_everything_is_run_again(
     monkeypatch.setattr("pipar.reproduce.experiment.counted_sources", lambda: "another version")
     list(sweep(cells(1), tmp_path))
     assert runs.seeds == [1, 1]
+
+
+def test_what_is_computed_while_somebody_edits_the_sources_is_not_kept(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming = sweep(cells(1, 2), tmp_path)
+    next(coming)
+    monkeypatch.setattr("pipar.reproduce.sources._sources_on_disk", lambda: "another version")
+    with pytest.raises(InputError, match="have changed since this command began"):
+        next(coming)
+    assert runs.seeds == [1, 2]
+    assert len(list(tmp_path.glob("cells/*/result.json"))) == 1
+
+
+def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keys() -> list[str]:
+        return [Cell(how, {"data": {"name": "mnist"}}).key for how in ("train", "alike", "timing")]
+
+    def changed(name: str) -> list[bool]:
+        before = keys()
+        monkeypatch.setattr(f"pipar.reproduce.experiment.{name}", lambda *_: "others")
+        return [one != other for one, other in zip(before, keys(), strict=True)]
+
+    assert changed("counted_libraries") == [True, True, False]
+    assert changed("counted_images") == [True, True, False]
 
 
 def test_what_a_cell_depends_on_makes_its_name_and_its_labels_do_not() -> None:

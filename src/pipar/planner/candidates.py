@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipar.errors import PlanError
+from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import with_encodings
 from pipar.planner.exchange import Exchange
@@ -72,9 +72,9 @@ def allowed_plans(fleet: Fleet, member: Member) -> list[Plan]:
     """
     plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
     if not plans:
-        raise PlanError(
-            _too_leaky(fleet, member) or _too_few_layers(fleet, member) or _too_little_memory(fleet, member)
-        )
+        if problem := _too_leaky(fleet, member) or _too_few_layers(fleet, member):
+            raise PlanError(problem)
+        raise TooLittleMemoryError(_too_little_memory(fleet, member))
     return with_encodings(fleet, member, plans)
 
 

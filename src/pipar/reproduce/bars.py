@@ -18,10 +18,10 @@ from pipar.reproduce.drawing import (
     Places,
     Row,
     Rows,
-    are_far_apart,
     distinct,
     filled,
     having,
+    is_as_in_the_paper,
     legend,
     look_of,
     mark_published,
@@ -58,7 +58,7 @@ def draw_heterogeneous(rows: Rows) -> Figure:
 
 
 def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> None:
-    """Draw a bar for each group and method, its seconds above it and how much shorter it is than the first method's.
+    """Draw a bar for each group and method, and above it its seconds and what they are of another method's: "FL/1.6".
 
     Where the paper prints a bar's seconds there is a mark beside the bar: above it, it would take the bar's number.
     """
@@ -75,6 +75,7 @@ def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> N
         mark_published(axes, list(marks), list(marks.values()), f"{name_of(method)}, {PUBLISHED} (right of its bar)")
         for x, row in zip(at, own, strict=True):
             _write_above(axes, x, row["seconds"], _with_speed_up(row, _compared_with(drawn, group, row)))
+    _explain_speed_ups(axes)
     _mark_missing(axes, rows, group, places)
     scale_heights(axes, tops)
     name_groups(axes, places.groups)
@@ -89,8 +90,10 @@ def _write_above(axes: Axes, at: float, height: float, text: str) -> None:
 
 
 def _printed_seconds(row: Row) -> float | None:
-    """Return the seconds that the paper's tables have for a row, which is so for pipar only."""
-    said = published().selection(row["network"], row["data"], row["link"]) if row["method"] == "pipar" else None
+    """Return the seconds that the paper's tables have for a row, which is so for pipar on its testbed only."""
+    if row["method"] != "pipar" or not is_as_in_the_paper(row):
+        return None
+    said = published().selection(row["network"], row["data"], row["link"])
     return None if said is None else said.epoch_s
 
 
@@ -102,8 +105,15 @@ def _compared_with(rows: Rows, group: str, row: Row) -> Row:
 
 
 def _with_speed_up(row: Row, base: Row) -> str:
-    seconds = short(row["seconds"])
-    return seconds if row is base else f"{seconds}\n{base['seconds'] / row['seconds']:.1f}x"
+    if row is base:
+        return short(row["seconds"])
+    shorter = base["seconds"] / row["seconds"]
+    return f"{short(row['seconds'])}\n{name_of(base['method'])}/{shorter:.{1 if shorter < 10 else 0}f}"
+
+
+def _explain_speed_ups(axes: Axes) -> None:
+    """Say in the legend how to read what stands above bars."""
+    axes.plot([], [], linestyle="none", label="FL/2: half of the time of FL")
 
 
 def _mark_missing(axes: Axes, rows: Rows, group: str, places: Places) -> None:
@@ -142,20 +152,13 @@ def _mirrored_bars(panel: Panel) -> None:
 
 
 def _scale_mirrored(axes: Axes, rows: Rows) -> None:
-    """Give both directions room for their numbers; where values are far apart, logarithmic beyond the smallest."""
+    """Give both directions room for their numbers, on an axis without a sign."""
     from matplotlib.ticker import FuncFormatter
 
-    up, down = ([row[side] for row in rows] for side in ("server_idle_s", "device_idle_s"))
-    positive = [value for value in (*up, *down) if value > 0]
-    far = are_far_apart(positive)
-    smallest = max(min(positive), max(positive) / 1e4) if far else 0.0
-    if far:
-        axes.set_yscale("symlog", linthresh=smallest)
-    room = 4 if far else 1.25
-    if positive:
-        axes.set_ylim(-room * max(*down, min(positive)), room * max(*up, min(positive)))
-    # Close to 0 a logarithmic axis has no room for numbers.
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(abs(value)) if abs(value) >= smallest else ""))
+    up, down = (max((row[side] for row in rows), default=0.0) for side in ("server_idle_s", "device_idle_s"))
+    if room := 0.15 * (up + down):
+        axes.set_ylim(-down - room, up + room)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(abs(value))))
     axes.grid(axis="y", linewidth=0.3, color="0.8")
 
 
@@ -187,11 +190,16 @@ def _stacked_bars(panel: Panel) -> None:
         label = name_of(row["method"]) if row["mechanism"] == _WITHOUT else "_the same"
         axes.bar(at, min(base, row["seconds"]), width, label=label, **filled(look_of(row["method"], methods)))
         if row["mechanism"] != _WITHOUT:
-            added, colour = max(row["seconds"] - base, 0.0), colours[row["mechanism"]]
-            bars = axes.bar(at, added, width, bottom=base, color=colour, label=f"+ {row['mechanism']}")
-            axes.bar_label(bars, [f"+{short(added)}"], fontsize=SMALL_PRINT, padding=1)
-    # Stacked bars on a logarithmic axis would lie: what is added counts by its length.
-    axes.set_ylim(0, 1.2 * max(row["seconds"] for row in rows))
+            added, colour = row["seconds"] - base, colours[row["mechanism"]]
+            bars = axes.bar(at, max(added, 0.0), width, bottom=base, color=colour, label=f"+ {row['mechanism']}")
+            # Upright: side by side, numbers are broader than bars.
+            axes.bar_label(bars, [_signed(added)], fontsize=SMALL_PRINT, padding=2, rotation=90)
+    axes.set_ylim(0, 1.3 * max(row["seconds"] for row in rows))
     axes.grid(axis="y", linewidth=0.3, color="0.8")
     name_groups(axes, methods)
     name_axes(axes, up=SECONDS)
+
+
+def _signed(value: float) -> str:
+    """Return a number with its sign: another plan may make an epoch with noise the shorter one."""
+    return f"{'-' if value < 0 else '+'}{short(abs(value))}"

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipar.config import Config, config_from
-from pipar.errors import PlanError
+from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
 from pipar.forecast import lane_s, predict_s, simulate
 from pipar.job import Job
@@ -33,10 +33,10 @@ Result = dict[str, Any]
 
 
 def run_cell(how: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> Result:
-    """Return what came out of a cell. Plans that do not fit into a device's memory are a result, too."""
+    """Return what came out of a cell. That no plan fits into a device's memory is a result, too."""
     try:
         return {"fits": True, **RUNNERS[how](config_from(config), options)}
-    except PlanError as error:
+    except TooLittleMemoryError as error:
         return {"fits": False, "why": str(error)}
 
 
@@ -55,7 +55,6 @@ def _timing(config: Config, options: Mapping[str, Any]) -> Result:
         "device_idle_s": last.device_idle_s,
         "bytes_up": last.bytes_up,
         "bytes_down": last.bytes_down,
-        "bound_s": last.bound_s,
         "utilisation": last.utilisation,
         "server_bytes": server_bytes(job.fleet(), job.plans),
         "planning_s": planning_s,
@@ -107,11 +106,14 @@ def _plan(config: Config, options: Mapping[str, Any]) -> Result:
 
 
 def _map(config: Config, options: Mapping[str, Any]) -> Result:
-    """Choose a plan, and predict an epoch in which everybody has it, and by every P with each of the given N."""
+    """Choose a plan, and predict an epoch in which everybody has it, and by every P with each of the given N.
+
+    The two N on either side of the chosen one are tried with them: a coarse grid would find nothing better than it.
+    """
     fleet = _unplanned(config).fleet()
     (kind,) = fleet.kinds()
     (chosen,) = choose(fleet, simulate).by_kind
-    wanted = {*options["micro_batches"], chosen.micro_batches}
+    wanted = {*options["micro_batches"], *range(chosen.micro_batches - 2, chosen.micro_batches + 3)}
     plans = [plan for plan in allowed_plans(fleet, kind[0]) if plan.micro_batches in wanted]
     seconds = [steady_epoch_s(simulate, fleet, everybodys(fleet, (plan,))) for plan in plans]
     return {

@@ -1,27 +1,30 @@
-"""Figures of lines: losses by epochs, seconds by batch sizes and by devices, overheads by how often links change."""
+"""Figures of lines: losses by epochs, seconds by batch sizes, what grows with devices, what changing links cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from pipar.reproduce.drawing import (
+    BLACK,
     LOOKS,
     PUBLISHED,
     SECONDS,
     Look,
     Panel,
+    Row,
     Rows,
     distinct,
     having,
+    is_as_in_the_paper,
     legend,
     look_of,
     mark_published,
     name_axes,
     name_of,
     panels,
-    scale_heights,
     short,
 )
 from pipar.reproduce.published import published
@@ -29,6 +32,9 @@ from pipar.reproduce.published import published
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+#: A linear axis shows values that differ by more than this as nothing.
+_TOO_FAR_APART = 20
 
 
 def draw_losses(rows: Rows) -> Figure:
@@ -62,57 +68,112 @@ def _loss_curve(panel: Panel, method: str, look: Look, *, width: float) -> None:
 
 
 def draw_batch_sizes(rows: Rows) -> Figure:
-    """Return Fig. 10 or 11: epochs by the size of a batch."""
-    return _epochs_by(rows, "batch_size", "batch size B")
-
-
-def draw_scale(rows: Rows) -> Figure:
-    """Return epochs by the number of devices that share a server; the paper has no such figure."""
-    return _epochs_by(rows, "devices", "devices that share one server", down="network")
-
-
-def _epochs_by(rows: Rows, column: str, words: str, *, down: str | None = None) -> Figure:
-    """Return a line of seconds for each method over what stands in a column, a panel for each link."""
-    figure, found = panels(having(rows, "seconds"), across="link", down=down)
+    """Return Fig. 10 or 11: epochs by the size of a batch, a panel for each link."""
+    figure, found = panels(having(rows, "seconds"), across="link")
     for panel in found:
-        _lines(panel, "method", column, "seconds")
-        name_axes(panel.axes, across=words, up=SECONDS)
+        _lines_by_method(panel, "batch_size", "seconds")
+        name_axes(panel.axes, across="batch size B", up=SECONDS)
     legend(figure)
     return figure
 
 
-def _lines(panel: Panel, series: str, across: str, up: str) -> None:
-    """Draw a line for each value of a column, over a logarithmic axis."""
-    names = distinct(panel.rows, series)
-    for name in names:
-        own = sorted((row for row in panel.rows if row[series] == name), key=lambda row: row[across])
-        _line(panel.axes, [row[across] for row in own], [row[up] for row in own], name, look_of(name, names))
+#: What grows with the devices: what a panel is called, the columns whose sum it shows, and their unit.
+_GROWING = (
+    ("epoch", ("seconds",), SECONDS),
+    ("traffic of an epoch", ("up_GB", "down_GB"), "GB up and down"),
+    ("server", ("server_GB",), "GB of models"),
+    ("planning", ("planning_s",), "s of one core"),
+)
+
+
+def draw_scale(rows: Rows) -> Figure:
+    """Return what grows with the number of devices that share a server; the paper has no such figure."""
+    grown: list[Row] = [
+        {**row, "of": f"{name_of(row['network'])}, {what}", "value": sum(row[name] for name in columns), "unit": unit}
+        for what, columns, unit in _GROWING
+        for row in having(rows, *columns)
+    ]
+    figure, found = panels(grown, across="link", down="of")
+    for panel in found:
+        _lines_by_method(panel, "devices", "value", not_run="forecast from a sample")
+        name_axes(panel.axes, across="devices that share one server", up=panel.rows[0]["unit"])
+    legend(figure)
+    return figure
+
+
+def _lines_by_method(panel: Panel, across: str, up: str, *, not_run: str = "") -> None:
+    """Draw a line for each method, over a logarithmic axis."""
+    methods = distinct(panel.rows, "method")
+    for method in methods:
+        own = [row for row in panel.rows if row["method"] == method]
+        _line(panel.axes, own, across, up, method, look_of(method, methods))
+    _mark_not_run(panel, not_run)
     _mark_values(panel.axes, distinct(panel.rows, across))
-    scale_heights(panel.axes, [row[up] for row in panel.rows])
+    _scale_lines(panel.axes, [row[up] for row in panel.rows])
 
 
-def _line(axes: Axes, across: Sequence[float], up: Sequence[float], name: str, look: Look) -> None:
+def _line(axes: Axes, rows: Rows, across: str, up: str, name: str, look: Look) -> None:
+    """Draw a line from row to row; marks of rows that were not run are hollow."""
+    own = sorted(rows, key=lambda row: row[across])
+    places = [row[across] for row in own], [row[up] for row in own]
     axes.plot(
-        across, up, color=look.colour, linestyle=look.dashes, marker=look.marker, markersize=4, label=name_of(name)
+        *places, color=look.colour, linestyle=look.dashes, marker=look.marker, markersize=4, label=name_of(name)
     )  # fmt: skip
+    if hollow := [row for row in own if not _is_run(row)]:
+        axes.plot(
+            [row[across] for row in hollow], [row[up] for row in hollow], linestyle="none", marker=look.marker,
+            markersize=4, markerfacecolor="white", markeredgecolor=look.colour, label=f"_{name_of(name)}, not run",
+        )  # fmt: skip
+
+
+def _mark_not_run(panel: Panel, words: str) -> None:
+    """Say in the legend what a hollow mark is, where there are some."""
+    if not all(map(_is_run, panel.rows)):
+        panel.axes.plot(
+            [], [], linestyle="none", marker="o", markersize=4, markerfacecolor="white", markeredgecolor=BLACK,
+            label=words,
+        )  # fmt: skip
+
+
+def _is_run(row: Row) -> bool:
+    return bool(row.get("is_run", True))
 
 
 def _mark_values(axes: Axes, values: Sequence[float]) -> None:
-    """Make the axis across logarithmic, with a mark at each of these values and no other."""
+    """Make the axis across logarithmic, with a mark at each of these values, and a number where it has room."""
     axes.set_xscale("log")
-    axes.set_xticks(values, [short(value) for value in values])
+    axes.set_xticks(values, [short(value) if value in _apart(values) else "" for value in values])
     axes.minorticks_off()
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Return the values that are at least a tenth of a logarithmic axis behind the one before them."""
+    kept = list(values[:1])
+    for value in values[1:]:
+        if math.log(value / kept[-1]) >= 0.1 * math.log(values[-1] / values[0]) - 1e-9:
+            kept.append(value)
+    return kept
+
+
+def _scale_lines(axes: Axes, values: Sequence[float]) -> None:
+    """Give lines an axis on which all values are seen: a logarithmic one if a linear one would show some as nothing."""
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) > _TOO_FAR_APART * min(positive):
+        axes.set_yscale("log")
+        axes.set_ylim(min(positive) / 2, max(positive) * 2)
+    elif positive:
+        axes.set_ylim(0, max(positive) * 1.1)
+    axes.grid(axis="y", linewidth=0.3, color="0.8")
 
 
 def draw_bandwidth(rows: Rows) -> Figure:
     """Return Fig. 14: what choosing again costs, in percent of the training, by the minutes between two changes."""
     figure, found = panels(having(rows, "overhead_percent"), across="network")
     for panel in found:
-        own = sorted(panel.rows, key=lambda row: row["minutes"])
-        minutes = [row["minutes"] for row in own]
-        _line(panel.axes, minutes, [row["overhead_percent"] for row in own], "pipar", LOOKS["pipar"])
+        _line(panel.axes, panel.rows, "minutes", "overhead_percent", "pipar", LOOKS["pipar"])
+        _mark_not_run(panel, "computed from shorter intervals")
         _mark_published_overhead(panel)
-        _mark_values(panel.axes, minutes)
+        _mark_values(panel.axes, distinct(panel.rows, "minutes"))
         panel.axes.set_yscale("log")
         panel.axes.grid(axis="y", linewidth=0.3, color="0.8")
         name_axes(panel.axes, across="minutes between changes", up="overhead (% of training)")
@@ -121,6 +182,8 @@ def draw_bandwidth(rows: Rows) -> Figure:
 
 
 def _mark_published_overhead(panel: Panel) -> None:
+    if not is_as_in_the_paper(panel.rows[0]):
+        return
     hourly = [said for said in published().about("bandwidth") if said.models == (panel.rows[0]["network"],)]
     every_minute = [published().statement("overhead-1-min")] if hourly else []
     points = [(minutes, said.high) for minutes, said in zip((60, 1), hourly + every_minute, strict=False) if said.high]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipar.config import DATASETS, MODELS, NAMED_LINKS
 from pipar.errors import InputError
 from pipar.methods import METHODS
+from pipar.reproduce.testbed import BOARD, DEVICES, SERVER_SPEED
 from pipar.results import write_atomically
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _ORDER = {key: at for at, key in enumerate((*_METHOD_ORDER, *MODELS, *DATASETS, 
 assert set(_METHOD_ORDER) == set(METHODS)
 
 #: Inches of one panel, and above all of them for the legend.
-_WIDTH, _HEIGHT, _LEGEND = 3.4, 2.5, 0.5
+_WIDTH, _HEIGHT, _LEGEND = 3.8, 2.5, 0.5
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": 8,
@@ -80,8 +81,8 @@ SMALL_PRINT = 6
 PUBLISHED = "as published"
 #: What the name of a logarithmic axis ends in.
 LOGARITHMIC = "log scale"
-#: A linear axis shows values that differ by more than this as nothing.
-_TOO_FAR_APART = 20
+#: Inches that a letter takes, and what stands before a label of the legend; both rather too much.
+_LETTER, _HANDLE = 0.065, 0.55
 
 
 def name_of(key: Any) -> str:
@@ -108,6 +109,12 @@ def distinct(rows: Rows, key: str) -> list[Any]:
     if all(isinstance(one, int | float) for one in found):
         return sorted(found)
     return sorted(found, key=lambda one: _ORDER.get(one, len(_ORDER)))  # stable: others stay as they came
+
+
+def is_as_in_the_paper(row: Row) -> bool:
+    """Return whether a row is of the paper's testbed, so that its printed numbers may stand beside it."""
+    its = {"devices": DEVICES, "wire": "raw", "board": BOARD, "server_speed": SERVER_SPEED}
+    return all(row.get(key, value) == value for key, value in its.items())
 
 
 def having(rows: Rows, *keys: str) -> list[Row]:
@@ -203,29 +210,39 @@ def _title(row: Row, across: str, down: str | None) -> str:
 
 
 def legend(figure: Figure) -> None:
-    """Say once above all panels what each look means."""
+    """Say once above all panels what each look means, in as many lines as it takes."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    labels = sorted(handles, key=lambda label: PUBLISHED in label)  # stable: what the paper has comes last
+    labels = sorted(handles, key=_place_in_legend)
     if labels:
+        columns = _columns(labels, figure.get_figwidth())
+        told = [label for column in columns for label in column]
         figure.legend(
-            [handles[label] for label in labels], labels, loc="outside upper center", ncols=len(handles), frameon=False
+            [handles[label] for label in told], told, loc="outside upper center", ncols=len(columns), frameon=False
         )
+
+
+def _place_in_legend(label: str) -> int:
+    """Return where an entry stands: methods first, what the paper has last."""
+    return 0 if label in map(name_of, METHODS) else 2 if PUBLISHED in label else 1
+
+
+def _columns(labels: Sequence[str], inches: float) -> list[Sequence[str]]:
+    """Return labels in as many columns as fit side by side; they are read line by line."""
+    for count in range(len(labels), 1, -1):
+        columns = [labels[at::count] for at in range(count)]
+        if sum(_HANDLE + _LETTER * max(map(len, column)) for column in columns) <= inches:
+            return columns
+    return [labels]
 
 
 # --- axes
 
 
-def are_far_apart(values: Sequence[float]) -> bool:
-    """Return whether a linear axis would show some of these as nothing."""
-    positive = [value for value in values if value > 0]
-    return bool(positive) and max(positive) > _TOO_FAR_APART * min(positive)
-
-
 def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
-    """Write what axes show, and that they are logarithmic where they are: lengths of bars mislead there."""
+    """Write what axes show, and that they are logarithmic where they are."""
     if across:
         axes.set_xlabel(across if axes.get_xscale() == "linear" else f"{across}, {LOGARITHMIC}")
     if up:
@@ -233,13 +250,9 @@ def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
 
 
 def scale_heights(axes: Axes, values: Sequence[float]) -> None:
-    """Give bars of these heights an axis on which all are seen, with room for what stands above them."""
-    positive = [value for value in values if value > 0]
-    if are_far_apart(positive):
-        axes.set_yscale("log")
-        axes.set_ylim(min(positive) / 2, max(positive) * 5)
-    elif positive:
-        axes.set_ylim(0, max(positive) * 1.3)
+    """Give bars of these heights room for what stands above them; from 0 up, or their lengths would say nothing."""
+    if (highest := max(values, default=0.0)) > 0:
+        axes.set_ylim(0, 1.3 * highest)
     axes.grid(axis="y", linewidth=0.3, color="0.8")
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pipar.reproduce.sources import counted_sources
+from pipar.reproduce.sources import counted_images, counted_libraries, counted_sources
 
+#: How cells are run that train with the mathematics: on images, by torch.
+LEARNING = ("train", "alike")
 #: A line of a table, by its columns.
 Row = dict[str, Any]
 
@@ -28,6 +30,9 @@ class Cell:
     def key(self) -> str:
         """The name of its folder: what it depends on, the sources that compute it among them."""
         content = {"how": self.how, "config": self.config, "options": self.options, "sources": counted_sources()}
+        if self.how in LEARNING:
+            data = self.config["data"]
+            content |= {"libraries": counted_libraries(), "images": counted_images(data["name"], data.get("path"))}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

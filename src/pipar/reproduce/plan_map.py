@@ -29,7 +29,9 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def _pairs(outcome: Outcome) -> list[Row]:
-    """Return a row for each pair that was tried; the best of them is the quickest."""
+    """Return a row for each pair that was tried; the best of them is the quickest. Where none fits, one without."""
+    if not outcome.result["fits"]:
+        return [outcome.row]
     pairs, chosen = outcome.result["pairs"], outcome.result["chosen"]
     best = min(seconds for _, _, seconds in pairs)
     return [
@@ -55,6 +57,7 @@ PLAN_MAP = Experiment(
     rows=_rows,
     notes="Seconds of an epoch of 100 devices that all have this plan, as the planner simulates them; how well it does "
     "where it does not know the costs is in `selection-small`. Every P has a row with each N of "
-    f"{', '.join(map(str, MICRO_BATCHES))} (with --quick: {', '.join(map(str, FEWER))}) and with the chosen N, unless "
-    "that does not fit into a board's memory. The score is the best epoch of these over this one.",
+    f"{', '.join(map(str, MICRO_BATCHES))} (with --quick: {', '.join(map(str, FEWER))}) and with the chosen N and the "
+    "two on either side of it, unless that does not fit into a board's memory. The score is the best epoch of these "
+    "over this one. A row without numbers: no plan of it fits.",
 )

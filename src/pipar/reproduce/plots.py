@@ -10,10 +10,11 @@
     bandwidth      network                 minutes, overhead_percent
     selection      network, data and link  split_point, micro_batches, seconds, chosen
     scores         one                     network, data, link, score, its_score
-    scale          network x link          devices, method, seconds
+    scale          link x what grows       devices, method, seconds, up_GB, down_GB, server_GB, planning_s
 
 A table has methods beside each other (`fl_s`, `sfl_s`, `pipar_s`) or below each other (`method`, `seconds`); both are
-drawn. What is None is not: federated learning of a network that does not fit on the device has no time.
+drawn. What is None is not: federated learning of a network that does not fit on the device has no time. Marks of rows
+with `is_run` False are hollow.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from pipar.reproduce.drawing import (
     styled,
 )
 from pipar.reproduce.maps import draw_selection
+from pipar.reproduce.testbed import LARGE
 
-LARGE = ("vgg16", "resnet101", "mobilenetv3_large")
 #: What a table calls a value behind the method's name.
 _SHORT = {"seconds": "s", "server_idle_s": "server_idle", "device_idle_s": "device_idle"}
 
-_TESTBEDS = ("size", "devices", "wire", "board")
+_TESTBEDS = ("size", "devices", "wire", "board", "server_speed")
 #: How each is drawn, and which columns have figures of their own.
 FIGURES: dict[str, tuple[Callable[[Rows], Any], Sequence[str]]] = {
     "time": (draw_times, _TESTBEDS),
@@ -52,7 +53,7 @@ FIGURES: dict[str, tuple[Callable[[Rows], Any], Sequence[str]]] = {
     "bandwidth": (draw_bandwidth, ("devices",)),
     "selection": (draw_selection, _TESTBEDS),
     "scores": (draw_scores, ()),
-    "scale": (draw_scale, ()),
+    "scale": (draw_scale, ("network",)),
 }
 
 

@@ -71,10 +71,6 @@ class Statement(_Printed):
             raise ValueError(f"has a low of {self.low:g} above its high of {self.high:g}")
         return self
 
-    def covers(self, value: float) -> bool:
-        """Return whether a value lies within the range; rounding to the printed digits is up to who asks."""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
     def __str__(self) -> str:
         """The range as a table has it: "1.4 to 3.4 x", "up to 64.1 x", "at least 0.96", "27 %"."""
         return f"{_range(self.low, self.high)} {self.unit}".strip()

@@ -18,13 +18,15 @@ from pipar.config import config_from, dump_config
 from pipar.errors import InputError
 from pipar.reproduce.cells import run_cell
 from pipar.reproduce.experiment import Cell, Outcome
+from pipar.reproduce.sources import have_sources_changed
 from pipar.results import strict_json, write_atomically
 
 
 def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generator[Outcome, None, None]:
     """Yield every cell's outcome: first those that are in the folder, then the others as they come.
 
-    Two cells with the same configuration are run once. Whatever ends the sweep, what has come is kept.
+    Two cells with the same configuration are run once. Whatever ends the sweep, what has come is kept, unless the
+    sources were edited meanwhile: nobody knows then which of them has computed it.
     """
     missing: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -36,8 +38,17 @@ def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generat
     firsts = [same[0] for same in missing.values()]
     with closing(_run_all(firsts, min(processes, len(firsts)))) as coming:
         for outcome in coming:
+            _check_sources()
             keep_outcome(folder, outcome)
             yield from (replace(outcome, cell=same) for same in missing[outcome.cell.key])
+
+
+def _check_sources() -> None:
+    if have_sources_changed():
+        raise InputError(
+            "The sources of pipar have changed since this command began: what it computes now is of no one version. "
+            "Type it again; what was computed before is kept, and belongs to the sources as they were."
+        )
 
 
 def read_outcome(folder: Path, cell: Cell) -> Outcome | None:
@@ -53,9 +64,12 @@ def read_outcome(folder: Path, cell: Cell) -> Outcome | None:
 
 
 def keep_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write a cell's folder: its configuration, and last its result, which is there whole or not at all."""
+    """Write a cell's folder: its configuration, and last its result, which is there whole or not at all.
+
+    Labels are not: another experiment with the same cell has others.
+    """
     cell, place = outcome.cell, _place(folder, outcome.cell)
-    what = {"how": cell.how, "options": dict(cell.options), "labels": dict(cell.labels)}
+    what = {"how": cell.how, "options": dict(cell.options)}
     content = {**what, "cpu_s": outcome.cpu_s, "result": dict(outcome.result)}
     try:
         place.mkdir(parents=True, exist_ok=True)
