@@ -313,7 +313,7 @@ def test_a_network_that_does_not_fit_is_a_result() -> None:
 
 
 def test_plans_that_are_wrong_for_another_reason_are_no_result() -> None:
-    with pytest.raises(PlanError, match="split point 9 is outside"):
+    with pytest.raises(PlanError, match="Split point 9 is outside"):
         run_cell("timing", replace(TINY, plan=(9, 1)).tree(), {})
 
 
@@ -355,7 +355,7 @@ def test_the_fit_finds_the_speeds_that_epochs_come_from() -> None:
     work = [(1.0, 0.1), (0.2, 2.0), (1.0, 1.0), (3.0, 0.5)]
     rows = [MadeUp(TINY, board_s / 0.25 + server_s / 4.0, board_s, server_s) for board_s, server_s in work]
     board, server = fitted_speeds(rows)
-    assert (board, server) == (pytest.approx(0.25, rel=0.05), pytest.approx(4.0, rel=0.05))
+    assert (board, server) == (pytest.approx(0.25, rel=0.1), pytest.approx(4.0, rel=0.1))
 
 
 @pytest.mark.slow

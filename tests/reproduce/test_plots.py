@@ -78,7 +78,7 @@ def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network
     assert [axes.get_title() for axes in (first, second)] == ["VGG-5 (CIFAR-10)", "ResNet-18 (CIFAR-10)"]
     assert heights(first) == sorted(seconds("vgg5", link, method) for link, method in product(LINKS, METHODS))
     assert [label.get_text() for label in first.get_xticklabels()] == ["4G", "4G+", "WiFi"]
-    assert entries(figure) == ["FL", "SFL", "PiPar", HALF, "PiPar, as published (right of its bar)"]
+    assert set(entries(figure)) == {"FL", "SFL", "PiPar", HALF, "PiPar, as published (right of its bar)"}
 
 
 def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
@@ -122,7 +122,7 @@ def test_a_published_mark_that_is_far_above_its_bar_is_seen() -> None:
 def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
     figure = draw("time", time_rows("mine"))
     assert [axes.get_title() for axes in shown(figure)] == ["mine (CIFAR-10)"]
-    assert entries(figure) == ["FL", "SFL", "PiPar", HALF]
+    assert set(entries(figure)) == {"FL", "SFL", "PiPar", HALF}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pipar
 from pipar.data.catalog import dataset_info
 from pipar.reproduce import sources
 
@@ -62,7 +63,7 @@ def test_an_edited_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (package / "reproduce").mkdir(parents=True)
     for name in ("__init__.py", "forecast.py", "reproduce/cells.py", "reproduce/tables.py"):
         (package / name).write_text("before = 1")
-    monkeypatch.setattr(sources.pipar, "__file__", os.fspath(package / "__init__.py"))
+    monkeypatch.setattr(pipar, "__file__", os.fspath(package / "__init__.py"))
     now = sources._sources_on_disk()
     monkeypatch.setattr(sources, "counted_sources", lambda: now)
     (package / "reproduce" / "tables.py").write_text("behind = 2")
