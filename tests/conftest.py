@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage pass by what was imported: to look through torch takes a fifth of some tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -16,6 +23,16 @@ def one_thread() -> Iterator[None]:
 
     with runtime.one_thread():
         yield
+
+
+@pytest.fixture
+def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let networks be measured in a fraction of a second, and so badly: for tests that only need some profile."""
+    from pipar.nn import measure
+    from pipar.prepare import measured_profile
+
+    monkeypatch.setattr(measure, "_PAUSE_S", 0.0)
+    monkeypatch.setitem(measured_profile.__kwdefaults__, "budget_s", 0.1)
 
 
 @pytest.fixture(scope="session")

@@ -272,6 +272,7 @@ def test_compare_gives_machines_a_list_of_results(pipar: Pipar) -> None:
     assert all(set(document) >= RESULT | {"folder"} for document in documents)
 
 
+@pytest.mark.usefixtures("measured_at_once")
 def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     text = pipar("profile", "-o", str(path), "--budget", "0.1", "--set", "run.batch_size=8")
@@ -283,11 +284,13 @@ def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar
     assert max(map(len, text.splitlines()[:-1])) <= 80
 
 
+@pytest.mark.usefixtures("measured_at_once")
 def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
     text = pipar("profile", "--json", "--budget", "0.1", "--set", "run.batch_size=8")
     assert Profile.from_json(text).model == "vgg5"
 
 
+@pytest.mark.usefixtures("measured_at_once")
 def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None:
     memory = f"{BASE_BYTES + 4 * 2**20}B"
     text = pipar("profile", "--json", "--budget", "0.1", "--memory", memory, "--set", "run.batch_size=8")

@@ -26,7 +26,7 @@ from pipar.planner.profile import Profile
 from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
 from pipar.trace import Span
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
 
 
 @pytest.fixture(autouse=True)

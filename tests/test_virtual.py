@@ -171,6 +171,7 @@ def network_with_dropout() -> nn.Sequential:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_at_once")
 def test_dropout_depends_on_the_seed_alone_and_leaves_the_callers_generator_as_it_was() -> None:
     data = {"name": "synthetic", "shape": [1, 4, 4], "samples_per_device": 20, "validation": 0, "test": 0}
     tree = {"run": {"epochs": 1, "batch_size": 10}, "data": data, "devices": [{"count": 2}]}

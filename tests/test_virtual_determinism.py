@@ -67,6 +67,7 @@ def own_model() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_at_once")
 @pytest.mark.parametrize("named", [True, False], ids=["named", "own"])
 def test_same_seed_gives_the_same_files_with_measured_profiles(named: bool) -> None:
     own = {} if named else own_model()
@@ -76,6 +77,7 @@ def test_same_seed_gives_the_same_files_with_measured_profiles(named: bool) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_at_once")
 def test_a_factory_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kept_factory.py").write_text(FACTORY, "utf-8")
     monkeypatch.chdir(tmp_path)

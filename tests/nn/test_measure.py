@@ -30,6 +30,8 @@ from pipar.privacy.mechanisms import clip_and_noise
 
 SHAPE = (3, 8, 8)
 
+pytestmark = pytest.mark.usefixtures("measured_at_once")
+
 
 def small_network(norm: bool = False) -> nn.Sequential:
     torch.manual_seed(1)
@@ -118,7 +120,6 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
         monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
     monkeypatch.setattr(TorchLearner, "aggregate", _slowed(TorchLearner.aggregate))
     monkeypatch.setattr("pipar.nn.measure.clip_and_noise", _slowed(clip_and_noise))
-    monkeypatch.setattr("pipar.nn.measure._PAUSE_S", 0.0)
     model = small_network()
     profile = measure(model)
     assert all(getattr(profile, f"{kind}_s") > _SLOWED_S / 2 for kind in calls)
