@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,15 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(runs: Runs, tmp_path: P
     assert runs.seeds == [1]
 
 
+@pytest.fixture
+def _own_fork_server() -> Iterator[None]:
+    """End the fork server behind a test: a process has one, and this one lacks what those of a real run begin with."""
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_own_fork_server")
 def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path) -> None:
     tiny = [Cell("timing", {**TINY.tree(), "run": {**TINY.tree()["run"], "seed": seed}}) for seed in (1, 2, 3)]
 
