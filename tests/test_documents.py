@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from programs import place
 from pydantic import BaseModel
 
 import pipar
@@ -202,28 +200,6 @@ def test_readme_commands_are_understood(words: list[str]) -> None:
     parse(words).close()
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("documents")
-    own = {"PIPAR_RUNS": folder / "runs", "XDG_CACHE_HOME": profiles, "PIPAR_DATA": folder / "data"}
-    return os.environ | {name: str(path) for name, path in own.items()}
-
-
-def python(arguments: list[str], environment: dict[str, str]) -> str:
-    """Run Python in the clone's root and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
@@ -233,5 +209,8 @@ def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_quickstart_runs(environment: dict[str, str]) -> None:
-    assert "the model is yours again" in python(["examples/quickstart.py"], environment)
+def test_quickstart_runs(tmp_path: Path, profiles: Path) -> None:
+    with place(tmp_path, profiles, {}) as here:
+        program = here.run("quickstart", str(ROOT / "examples" / "quickstart.py"))
+        assert program.ends() == 0, program.text()
+        assert "the model is yours again" in program.text()
