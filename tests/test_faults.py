@@ -40,7 +40,7 @@ from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.session import Session
 
-FAST, CHUNK, CHUNKS = 4, 10, 10
+FAST, CHUNK, CHUNKS = 4, 10, 6
 ENOUGH = 40  # worlds in which a mistake has to show
 
 
@@ -194,14 +194,12 @@ def test_a_seed_gives_the_same_world_event_for_event() -> None:
 
 @pytest.mark.slow
 def test_another_process_with_another_order_of_hashes_gives_the_same_worlds() -> None:
-    program = "from pipar.faults.campaign import try_seed; print([try_seed(s, 5, 5).digest for s in range(8)])"
-    printed = set()
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
-        printed.add(done.stdout)
-    assert len(printed) == 1
+    program = "from pipar.faults.campaign import try_seed; print([try_seed(s, 5, 5).digest for s in range(6)])"
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    assert done.stdout.strip() == str([try_seed(seed, 5, 5).digest for seed in range(6)])
 
 
 def test_scenarios_are_drawn_from_the_seed_alone_and_have_all_there_is() -> None:
