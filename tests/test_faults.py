@@ -40,7 +40,7 @@ from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.session import Session
 
-FAST, CHUNK, CHUNKS = 4, 10, 6
+FAST, CHUNK, CHUNKS = 4, 10, 10
 ENOUGH = 40  # worlds in which a mistake has to show
 
 
