@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-
-def pytest_collection_finish() -> None:
-    """Let the collector of garbage pass by what was imported: to look through torch takes a fifth of some tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
