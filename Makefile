@@ -10,17 +10,20 @@ BROWSER := .venv/browser
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  -/'
 
-$(READY): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pipar needs Python 3.11 or newer; set PYTHON=python3.11 or the like."; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv
+
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing pipar into .venv: a minute or two"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $(READY)
 
-$(DEVELOPING): $(READY)
-	@echo "Installing what tests, documents and measurements need"
+# All at once, not on top of what a demo needs: that would be resolved and built twice.
+$(DEVELOPING): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing pipar into .venv, and what tests, documents and measurements need: some minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(DEVELOPING)
+	@touch $(READY) $(DEVELOPING)
 
 demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, by fl, sfl and pipar (two minutes)
 	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
