@@ -25,7 +25,11 @@ def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
 
 
 def fleet_of_two_kinds(seed: int) -> Fleet:
-    """Return up to six devices with other speeds, links and sizes, on one core or two; batches are of 12 samples."""
+    """Return up to six devices with other speeds, links and sizes, on one core or two; batches are of 12 samples.
+
+    Messages of every fourth fleet are under way for longer than a batch is computed.
+    """
+    latency_s = 1.0 if seed % 4 == 2 else 0.01
     rng = random.Random(seed)
     layers = []
     for name in "abc":
@@ -36,7 +40,7 @@ def fleet_of_two_kinds(seed: int) -> Fleet:
     profile = Profile("any", "float32", (1, 12), tuple(layers), encode_s=1e-3, step_s=1e-3, **around)  # type: ignore[arg-type]
     members: list[Member] = []
     for _ in range(2):
-        link = Link(up_bps=10 ** rng.uniform(5.5, 8), down_bps=10 ** rng.uniform(5.5, 8), latency_s=0.01)
+        link = Link(up_bps=10 ** rng.uniform(5.5, 8), down_bps=10 ** rng.uniform(5.5, 8), latency_s=latency_s)
         costs, samples = Costs(profile, 10 ** rng.uniform(-1.3, 0.3)), rng.choice([5, 12, 30, 60])
         members += [Member(f"d{len(members) + n}", costs, link, samples) for n in range(rng.randint(1, 3))]
     return Fleet(METHODS["pipar"], tuple(members), Costs(profile, 10 ** rng.uniform(-0.5, 1)), rng.randint(1, 2), 12)

@@ -18,7 +18,8 @@ from pipar.planner.timing import STEADY
 
 
 def some_plans(fleet: Fleet, seed: int) -> Iterator[dict[str, Plan]]:
-    """Yield plans for each kind of device, mostly of few micro-batches, some of them with a window."""
+    """Yield plans for each kind of device, mostly of few micro-batches, some of them with a window; and P = Q."""
+    yield {member.name: Plan(fleet.layers, 1) for member in fleet.members}
     rng = random.Random(seed)
     most = rng.choice([1, 2, 50])
     options = [[p for p in allowed_plans(fleet, kind[0]) if p.micro_batches <= most] for kind in fleet.kinds()]

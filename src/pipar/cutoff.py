@@ -96,7 +96,9 @@ def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
     simulated = max(map(len, every))
     last = [batches[-1] for batches in every]
     # Of devices with one iteration more or less, nothing is left that would not be simulated: their lanes say enough.
-    differ, latency_s = any(len(batches) < simulated for batches in every), members[0].link.latency_s
+    differ = any(len(batches) < simulated for batches in every)
+    # Who has the whole network sends nothing that an answer would come to.
+    latency_s = members[0].link.latency_s if any(last[0].u) else 0.0
     return _Kind(
         names=[member.name for member in members],
         simulated=simulated,

@@ -162,7 +162,7 @@ class BegunAnew:
 
 @dataclass(frozen=True)
 class BudgetSpent:
-    """The training ends behind an epoch: in the next one a device would exceed its privacy budget, and too few stay."""
+    """The training ends behind an epoch, because in the next one a device would exceed its privacy budget."""
 
     epoch: int
     device: str

@@ -206,10 +206,10 @@ class Reception:
                 await session.channel.drain()
         self.end(session, session.verdict)
 
-    async def let_go(self, session: Session, reason: str, *, again: bool = True) -> None:
-        """Tell a device that it is not needed any longer, in good order, and whether it may come again."""
+    async def let_go(self, session: Session, reason: str) -> None:
+        """Tell a device that the server stops, in good order; it may come again when there is one."""
         session.is_let_go = True
-        await self.dismiss(session, reason, again=again)
+        await self.dismiss(session, reason, again=True)
 
     def stop(self, epoch: int) -> None:
         """Tell everybody, also who still comes, that the training is over."""

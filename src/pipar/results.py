@@ -73,10 +73,12 @@ def write_atomically(path: Path, *content: bytes | memoryview) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Remove what a crash of an earlier program has left of files that it was writing."""
+    """Remove what a crash of an earlier program has left of files that it was writing; one that lives still writes."""
     for partial in folder.glob(f".*{_PARTIAL}"):
-        with suppress(OSError):  # it is in nobody's way
-            partial.unlink()
+        number = partial.suffixes[-2].removeprefix(".") if len(partial.suffixes) > 1 else ""
+        if not (number.isdigit() and Path("/proc", number).exists()):
+            with suppress(OSError):  # it is in nobody's way
+                partial.unlink()
 
 
 @contextmanager

@@ -272,8 +272,8 @@ class Server:
     async def _train(self, done: int) -> None:
         epoch = done
         while epoch < self._training.epochs:
-            group = await self._within_budget(await self._assemble_group(epoch), epoch)
-            if group is None:
+            group = await self._assemble_group(epoch)
+            if self._would_exceed_budget(group, epoch):
                 if self._keeper is not None:
                     await self._keeper.keep(epoch, last=True)
                 break
@@ -291,21 +291,15 @@ class Server:
         self._reception.stop(epoch)
         await self._results(epoch)
 
-    async def _within_budget(self, group: list[Session], done: int) -> list[Session] | None:
-        """Return who of a group may send one more update; the others are let go. None if too few would be left."""
-        spent = self._spending.would_exceed(session.device for session in group)
-        if not spent:
-            return group
+    def _would_exceed_budget(self, group: list[Session], done: int) -> bool:
+        """Return whether somebody has no release left for the next round; whoever watches is told who."""
+        over = self._spending.would_exceed(session.device for session in group)
+        if over is None:
+            return False
         assert self._spending.terms is not None
-        target = self._spending.terms.target_epsilon
-        assert target is not None
-        if len(group) - len(spent) < self._training.min_devices:
-            first = next(iter(spent))
-            self._observe(BudgetSpent(done, first, spent[first], target))
-            return None
-        gone = {session: _spent_text(spent[session.device], target) for session in group if session.device in spent}
-        await asyncio.gather(*(self._reception.let_go(one, why, again=False) for one, why in gone.items()))
-        return [session for session in group if session not in gone]
+        assert self._spending.terms.target_epsilon is not None
+        self._observe(BudgetSpent(done, *over, self._spending.terms.target_epsilon))
+        return True
 
     async def _results(self, epoch: int) -> None:
         """Return when all results are out; who keeps its last trace to itself is not waited for."""
@@ -770,13 +764,6 @@ class Server:
             loss = None if loss_sum is None else loss_sum / message.batch_samples
             served = {session.device: session.served for session in sessions}
             self._observe(Progress(*place, loss, self._loop.time(), busy, served))
-
-
-def _spent_text(epsilon: float, target: float) -> str:
-    return (
-        f"its privacy budget is spent: one more round would bring it to epsilon {epsilon:.4g}, and "
-        f"privacy.target_epsilon is {target:g}"
-    )
 
 
 def _relative(errors: Iterable[SquaredError]) -> float | None:

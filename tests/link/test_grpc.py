@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.link.channel import Channel, Transport
@@ -145,6 +146,25 @@ def test_a_stopped_listener_leaves_no_call_that_the_end_of_the_loop_cuts_short(
         for _ in range(steps):  # a session that is over for a step or two has not been heard of by gRPC yet
             await asyncio.sleep(0)
         del device
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_stopped_listener_leaves_nobody_behind_who_watches_its_health(
+    number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del number  # it is a race
+    monkeypatch.setattr("pipar.link.grpc._GRACE_S", 0.05)
+
+    async def main() -> None:
+        listener = Listener(_nobody)
+        address = f"127.0.0.1:{await listener.start('127.0.0.1:0')}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            await listener.stop()
 
     asyncio.run(main())
     assert capfd.readouterr().err == ""

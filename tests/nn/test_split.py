@@ -101,7 +101,7 @@ def test_cut_at_any_split_point_gives_the_logits_and_gradients_of_the_uncut_netw
 
 def split_points(name: str, layers: int) -> list[int]:
     """Return all split points of a small network; of a large one some, because the next test cuts it at all of them."""
-    return list(range(1, layers + 1)) if name in SMALL else [1, layers // 2, layers - 1]
+    return list(range(1, layers + 1)) if name in SMALL else [1, layers // 2, layers - 1, layers]
 
 
 def all_at_once() -> Iterator[object]:

@@ -176,11 +176,11 @@ class Listener:
 
     async def _end_calls(self) -> None:
         """Wait for the streams to be over: gRPC writes a traceback for each that the end of its loop cuts short."""
+        if under_way := {*self._calls, *self._health.watching}:
+            await asyncio.wait(under_way, timeout=_GRACE_S)
+        for session in self._calls.values():
+            session.cancel()
         if self._calls:
-            await asyncio.wait(self._calls, timeout=_GRACE_S)
-        if self._calls:
-            for session in self._calls.values():
-                session.cancel()
             await asyncio.wait(self._calls)
 
     async def _connected(self, _: Any, context: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,6 +18,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
         super().__init__()
         self._service = service
         self._free = watchers
+        self.watching: set[asyncio.Task[None]] = set()  # gRPC's calls of those who watch
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def serving(self, is_serving: bool) -> None:
@@ -28,6 +30,10 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
         if self._free <= 0:
             await context.abort(_exhausted(), "Too many watch already; use Check.")
         self._free -= 1
+        call = asyncio.current_task()
+        assert call is not None
+        self.watching.add(call)
+        call.add_done_callback(self.watching.discard)
         try:
             await super().Watch(request, context)
         finally:

@@ -108,15 +108,15 @@ class Spending:
         """Return the largest of them; None where updates have no noise."""
         return None if self.terms is None else max(self.epsilons().values(), default=0.0)
 
-    def would_exceed(self, devices: Iterable[str]) -> dict[str, float]:
-        """Return the devices that have no release left, in name order, and the epsilon that each would come to."""
+    def would_exceed(self, devices: Iterable[str]) -> tuple[str, float] | None:
+        """Return the first device that has no release left, and the epsilon that it would come to by one more."""
         terms = self.terms
         if terms is None:
-            return {}
-        spent = [name for name in sorted(devices) if not terms.allow(self.of(name))]
-        return {
-            name: accounting.epsilon(self.of(name).plus(terms.multiplier).mu_squared, terms.delta) for name in spent
-        }
+            return None
+        name = next((name for name in sorted(devices) if not terms.allow(self.of(name))), None)
+        if name is None:
+            return None
+        return name, accounting.epsilon(self.of(name).plus(terms.multiplier).mu_squared, terms.delta)
 
     def as_notes(self) -> dict[str, Any]:
         """Return all counts as a checkpoint has them."""
