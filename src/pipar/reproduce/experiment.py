@@ -29,7 +29,8 @@ class Cell:
     @property
     def key(self) -> str:
         """The name of its folder: what it depends on, the sources that compute it among them."""
-        content = {"how": self.how, "config": self.config, "options": self.options, "sources": counted_sources()}
+        content: dict[str, Any] = {"how": self.how, "config": self.config, "options": self.options}
+        content["sources"] = counted_sources()
         if self.how in LEARNING:
             data = self.config["data"]
             content |= {"libraries": counted_libraries(), "images": counted_images(data["name"], data.get("path"))}
