@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CASES = [("Pi 3B", "vgg5", "mnist", link) for link in ("4g", "4g+", "wifi")]
+CASES = [("Pi 3B", "vgg5", "mnist", link, 7) for link in ("4g", "4g+", "wifi")]
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,11 @@ class Judge:
     """Judges without simulating, and remembers what it was asked for; is interrupted after so many rows."""
 
     def __init__(self, selection: Any, most: int = 99) -> None:
-        self.asked: list[tuple[str, ...]] = []
+        self.asked: list[tuple[Any, ...]] = []
         self._selection = selection
         self._most = most
 
-    def __call__(self, cases: Iterable[tuple[str, ...]], devices: int) -> Iterator[Any]:
+    def __call__(self, cases: Iterable[tuple[Any, ...]], devices: int) -> Iterator[Any]:
         for case in reversed(list(cases)):  # they come in any order
             if len(self.asked) == self._most:
                 raise KeyboardInterrupt
@@ -53,21 +53,20 @@ def test_a_second_start_judges_only_what_is_missing_and_gives_all_rows_in_order(
     assert selection.resumed(CASES, kept, judges=Judge(selection, most=0)) == rows
 
 
-def test_rows_of_other_devices_another_seed_or_another_planner_are_judged_again(
+def test_rows_of_other_devices_another_world_or_another_planner_are_judged_again(
     selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "rows.jsonl"
     selection.resumed(CASES, kept, devices=10, judges=Judge(selection))
 
-    def asked(devices: int = 10) -> int:
+    def asked(devices: int = 10, world: int = 7) -> int:
         judge = Judge(selection)
-        selection.resumed(CASES, kept, devices=devices, judges=judge)
+        selection.resumed([(*case[:-1], world) for case in CASES], kept, devices=devices, judges=judge)
         return len(judge.asked)
 
     assert asked() == 0
     assert asked(devices=20) == 3
-    monkeypatch.setattr(selection, "SEED", 1)
-    assert asked() == 3
+    assert asked(world=8) == 3
     monkeypatch.setattr(selection, "sources_hash", lambda *_: "another")
     assert asked() == 3
     assert asked() == 0
@@ -113,7 +112,7 @@ def test_another_line_in_the_planner_is_another_planner(
 
 @pytest.mark.slow
 def test_small_fleets_are_judged_in_processes_of_their_own(selection: Any, tmp_path: Path) -> None:
-    cases = [("Pi 3B", "vgg5", "mnist", "wifi"), ("half at half speed", "vgg5", "mnist", "4g")]
+    cases = [("Pi 3B", "vgg5", "mnist", "wifi", 1), ("half at half speed", "vgg5", "mnist", "4g", 2)]
     rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)
     assert [(row.fleet, row.link) for row in rows] == [("Pi 3B", "wifi"), ("half at half speed", "4g")]
     assert all(0.5 < row.score <= 1.02 for row in rows)

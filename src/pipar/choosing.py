@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import move_s, simulate
+from pipar.forecast import move_s, simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
@@ -46,7 +46,7 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
     and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
     wrong for one.
     """
-    plans = choose_for(fleet, simulate, start=start, effort=QUICK).plans
+    plans = choose_for(fleet, simulate, within=simulate_within, start=start, effort=QUICK).plans
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
     new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, as_it_is))

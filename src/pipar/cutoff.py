@@ -1,16 +1,16 @@
 """Whether an epoch that is being simulated can still be shorter than another: if not, the rest need not be simulated.
 
 Only what is certain counts. Before the epoch begins that is the busiest lane of each device, the server's work over its
-cores, and the exchange of models behind them. When all devices of a kind have ended their last iteration but one, it
-is known when the last one began, and how much the server has left to do in it. Iterations that are not simulated are
-like the last one (`Timing.of_whole_epoch`): what makes it longer counts for all of them.
+cores, and the exchange of models behind them. Whenever a device ends an iteration, it is known how long it needs at
+least for those that are left, and how much the server has left to do for all devices. Iterations that are not simulated
+are like those that are (`Timing.of_whole_epoch`): what makes these longer counts for the others, too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pipar.methods import Plan
@@ -31,15 +31,18 @@ Times = Mapping[str, Sequence["BatchTimes"]]
 class _Kind:
     """Devices that are alike; seconds are the least that they can be."""
 
-    names: Collection[str]
-    simulated: int  # iterations
-    rest: float  # iterations that are not
-    all_s: float  # of those that are simulated
-    last_s: float  # of the last of them
-    behind_s: float  # from when the server has served a device's last micro-batch to the end of the iteration
-    missing: float  # devices that have not ended all of them but one
-    training: int  # devices that have not ended all of them; too many where some have fewer iterations
-    began: float = 0.0  # when the last of them had ended all but one
+    left_s: dict[str, list[float]]  # of each device, what is left behind so many of its iterations
+    repeats: float  # how many times what comes behind the first iteration comes once more, not simulated
+    repeated_s: float  # what comes behind the first iteration
+    behind_s: float  # from when the server has served a micro-batch to the end of the iteration
+    beginning: int  # devices that have not ended their first iteration
+    training: int  # devices that have not ended all of them
+    first_s: float = 0.0  # when the last of them had ended its first
+
+    def least_s(self, end_s: float) -> float:
+        """Return when iterations that are not simulated have ended, if the others do not end before this."""
+        behind_first_s = self.repeated_s if self.beginning else max(self.repeated_s, end_s - self.first_s)
+        return end_s + self.repeats * behind_first_s
 
 
 class Cutoff:
@@ -52,63 +55,74 @@ class Cutoff:
         self._cuts = [plans[kind[0].name].split_point for kind in kinds]
         self._exchange_s = self._exchange.least_s(self._cuts)
         self._kinds = [_kind(fleet, kind, times) for kind in kinds]
-        self._of = {name: kind for kind in self._kinds for name in kind.names}
+        self._of = {name: kind for kind in self._kinds for name in kind.left_s}
+        self._split = [kind for kind, cut in zip(self._kinds, self._cuts, strict=True) if cut < fleet.layers]
         self._server_s = _server_s(fleet, times)
         self._served_s = sum(batch.served_s for batches in times.values() for batch in batches) / fleet.cores
 
     def rules_out(self) -> bool:
         """Return whether the epoch is too long already by its busiest lane."""
-        lane_s = max(kind.all_s + kind.rest * kind.last_s for kind in self._kinds)
-        rest_s = min(kind.rest * kind.last_s for kind in self._kinds)
-        cores_s = self._served_s + min(kind.behind_s for kind in self._kinds) + rest_s if self._served_s else 0.0
-        return self._is_too_long(self._server_s) or self._is_too_long(max(lane_s, cores_s) + self._exchange_s)
+        lane_s = max(kind.least_s(max(left[0] for left in kind.left_s.values())) for kind in self._kinds)
+        return self._is_too_long(self._server_s) or self._cannot_end(max(lane_s, self._behind_server_s(self._served_s)))
 
-    def gives_up(self, device: str, ended: int, now: float, served: Callable[[Collection[str]], float]) -> bool:
+    def gives_up(self, device: str, ended: int, now: float, served_s: float) -> bool:
         """Return whether the epoch is too long now that a device has ended so many of its iterations.
 
-        `served` returns when the server can have served all of these devices' last iteration, at the earliest.
+        `served_s` is when the server can have served all devices to the end, at the earliest; 0 if it has.
         """
         kind = self._of[device]
-        self._count_ended(kind, ended)
-        if ended < kind.simulated:
-            kind.missing -= ended == kind.simulated - 1
-            kind.began = now
-        if kind.missing:
-            return False
-        last_s = max(kind.last_s, now - kind.began)
-        if ended < kind.simulated:
-            last_s = max(last_s, served(kind.names) + kind.behind_s - now)
-        return self._is_too_long(kind.began + (1 + kind.rest) * last_s + self._exchange_s)
+        if ended == 1:
+            kind.beginning -= 1
+            kind.first_s = now
+        left_s = kind.left_s[device]
+        if ended == len(left_s) - 1:
+            self._count_out(kind)
+        return self._cannot_end(max(kind.least_s(now + left_s[ended]), self._behind_server_s(served_s)))
 
-    def _count_ended(self, kind: _Kind, ended: int) -> None:
+    def _count_out(self, kind: _Kind) -> None:
         """Count who has ended everything: who will be the last of all is among the others."""
-        kind.training -= ended == kind.simulated
+        kind.training -= 1
         if not kind.training:
             going_on = [number for number, each in enumerate(self._kinds) if each.training]
             self._exchange_s = self._exchange.least_s(self._cuts, going_on or None)
+
+    def _behind_server_s(self, served_s: float) -> float:
+        """Return the end of the iterations of whoever is served last, at the earliest."""
+        return (
+            min((k.least_s(served_s + k.behind_s) for k in self._split if k.training), default=0.0) if served_s else 0.0
+        )
+
+    def _cannot_end(self, before_s: float) -> bool:
+        return self._is_too_long(before_s + self._exchange_s)
 
     def _is_too_long(self, least_s: float) -> bool:
         return least_s * (1 - _ROUNDING) >= self._within_s
 
 
 def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
-    every = [times[member.name] for member in members]
-    simulated = max(map(len, every))
-    last = [batches[-1] for batches in every]
+    every = {member.name: times[member.name] for member in members}
+    simulated = max(map(len, every.values()))
     # Of devices with one iteration more or less, nothing is left that would not be simulated: their lanes say enough.
-    differ = any(len(batches) < simulated for batches in every)
+    differ = any(len(batches) < simulated for batches in every.values())
+    rest = 0.0 if differ else max(0.0, max(member.samples for member in members) / fleet.batch_size - simulated)
     # Who has the whole network sends nothing that an answer would come to.
-    latency_s = members[0].link.latency_s if any(last[0].u) else 0.0
+    latency_s = members[0].link.latency_s if any(next(iter(every.values()))[0].u) else 0.0
+    left_s = {name: _left_s(batches) for name, batches in every.items()}
+    first = min(1, simulated - 1)  # a single iteration is itself what is repeated
     return _Kind(
-        names=[member.name for member in members],
-        simulated=simulated,
-        rest=max(0.0, max(member.samples for member in members) / fleet.batch_size - simulated),
-        all_s=max(batches[0].load + sum(batch.lane_s for batch in batches) for batches in every),
-        last_s=0.0 if differ else min(batch.lane_s for batch in last),
-        behind_s=min(batch.behind_s for batch in last) + latency_s,
-        missing=math.inf if differ or simulated == 1 else len(members),
+        left_s=left_s,
+        repeats=rest / max(1, simulated - 1),
+        repeated_s=min(left[first] for left in left_s.values()),
+        behind_s=min(batch.behind_s for batches in every.values() for batch in batches) + latency_s,
+        beginning=len(members),
         training=len(members),
     )
+
+
+def _left_s(batches: Sequence[BatchTimes]) -> list[float]:
+    """Return how long a device's busiest lane works in the iterations behind the first 0, 1, ... all of them."""
+    lanes = list(accumulate((batch.lane_s for batch in reversed(batches)), initial=0.0))[::-1]
+    return [batches[0].load + lanes[0], *lanes[1:]]
 
 
 def _server_s(fleet: Fleet, times: Times) -> float:

@@ -15,7 +15,7 @@ A timing-only run of the same plans gives the same times, to the last digits; it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from heapq import heappop, heappush, heapreplace
@@ -24,7 +24,7 @@ from pipar.cutoff import Cutoff
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import Profile
-from pipar.planner.timing import Timing, steady_epoch_s
+from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
 from pipar.schedule import device_order
@@ -137,12 +137,19 @@ def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
     if pieces <= _QUICK:
         return forecast(everyone, plans).epoch_s
-    return steady_epoch_s(simulate, fleet.sampled(_FEW), plans)
+    few = fleet.sampled(_FEW)
+    iterations = _QUICK // sum(plans[member.name].micro_batches for member in few.members)
+    return steady_epoch_s(simulate, few, plans, max(FEWEST, min(STEADY, iterations)))
 
 
 def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
     """Return the forecast, as the planner asks for it."""
     return forecast(fleet, plans, iterations=iterations)
+
+
+def simulate_within(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float) -> Timing | None:
+    """Return the same if its epoch is shorter than this."""
+    return forecast_within(fleet, plans, within_s, iterations=iterations)
 
 
 def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
@@ -204,7 +211,7 @@ class _Device:
     """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "core_until", "decode_free", "decoded_at", "decoding", "down_free",
+        "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
         "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
         "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
         "stepped", "times", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
@@ -232,20 +239,9 @@ class _Device:
         self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
-        self.core_until = 0.0  # what was last begun for it
         self.slower = 1.0  # what other cores make of the job that is being served
         self.returned = False  # its trained part is at the server
         self.returned_at = 0.0  # and can be aggregated
-
-    def waiting(self) -> list[float] | None:
-        """Return the jobs of its iteration that the server has not begun; None if it has ended them all."""
-        number = len(self.ends)
-        if number == len(self.times) or self.stepped > number:
-            return None
-        served = self.times[number].served
-        if self.stepped < number:  # the server is still at the step of the iteration before
-            return served
-        return served[self.served + self.serving :] if self.served < len(served) else None
 
 
 _LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(10)
@@ -276,8 +272,10 @@ class _Epoch:
         self._cores = [0.0] * fleet.cores  # until when each is taken
         self._server_s = self._alone_s = self._start = 0.0
         self._part_bytes = cache(partial(fleet.server.profile.parameter_bytes, 1))
-        self._by_name = {device.member.name: device for device in self._devices}
-        times = {name: device.times for name, device in self._by_name.items()}
+        batches = [batch for device in self._devices if device.splits for batch in device.times]
+        self._unserved = sum(len(batch.served) for batch in batches)  # micro-batches that no core has taken
+        self._unserved_s = sum(batch.served_s for batch in batches)
+        times = {device.member.name: device.times for device in self._devices}
         self._cutoff = None if within_s is None else Cutoff(fleet, plans, times, within_s)
 
     def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
@@ -388,7 +386,7 @@ class _Epoch:
         if device.place == len(device.order):
             device.ends.append(now)
             if self._cutoff is not None:
-                self._go_on_only_within(self._cutoff, device, now - self._start)
+                self._go_on_only_within(self._cutoff, device, now)
             if len(device.ends) < len(device.times):
                 self._begin(device, now)
             else:
@@ -496,23 +494,10 @@ class _Epoch:
             device.waits_for = -1
             self._go_on(device, ready)
 
-    def _go_on_only_within(self, cutoff: Cutoff, device: _Device, since_start_s: float) -> None:
-        def served_at_least(names: Iterable[str]) -> float:
-            return self._served_at_least(names, since_start_s + self._start) - self._start
-
-        if cutoff.gives_up(device.member.name, len(device.ends), since_start_s, served_at_least):
+    def _go_on_only_within(self, cutoff: Cutoff, device: _Device, now: float) -> None:
+        served_s = _filled_at(self._cores, self._unserved_s, now) - self._start if self._unserved else 0.0
+        if cutoff.gives_up(device.member.name, len(device.ends), now - self._start, served_s):
             raise _TooLong
-
-    def _served_at_least(self, names: Iterable[str], now: float) -> float:
-        """Return when the server can have served what these devices have begun, at the earliest; 0 if it has."""
-        latest = left_s = 0.0
-        for name in names:
-            device = self._by_name[name]
-            waiting = device.waiting()
-            if waiting is not None:
-                left_s += sum(waiting)
-                latest = max(latest, max(now, device.core_until) + sum(waiting))
-        return max(latest, _filled_at(self._cores, left_s, now)) if left_s else latest
 
     # --- on the server
 
@@ -525,13 +510,15 @@ class _Epoch:
 
     def _on_core(self, device: _Device, now: float, seconds: float, then: int) -> None:
         begin = max(now, self._cores[0])
+        if then == _SERVED:
+            self._unserved -= 1
+            self._unserved_s -= seconds
         self._alone_s += seconds
         crowded = device.batch.crowded[device.served if then == _SERVED else -1]
         device.slower = 1.0
         if crowded:
             device.slower = 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
             seconds *= device.slower
-        device.core_until = begin + seconds
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
         if device.watched:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Observer, Preparing, ignore
-from pipar.forecast import simulate
+from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
@@ -78,7 +78,8 @@ def plan_choice(
     def progress(done: int) -> None:
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))
 
-    choice = choose_for(fleet, simulation(job), start=start, progress=progress)
+    within = None if job.method.shares_server_model else simulate_within
+    choice = choose_for(fleet, simulation(job), within=within, start=start, progress=progress)
     observe(Preparing("Planning", 1.0))
     return choice
 

@@ -369,7 +369,7 @@ def test_speeds_that_are_a_quarter_off_fit_the_papers_epochs_of_vgg5_worse() -> 
 
 @pytest.mark.slow
 def test_of_boards_of_two_speeds_no_plan_is_chosen_that_is_slower_over_an_epoch_than_split_federated_learning() -> None:
-    # Of the first two iterations another plan promises 6 % less, and takes 7 % more in the end.
+    # By its first two iterations another plan promises 6 % less, and takes 7 % more in the end.
     job = unplanned_timing_only(config_from(Trial("resnet18", "cifar10", "wifi", slow=0.5).tree()))
     assert job is not None
     fleet = job.fleet()

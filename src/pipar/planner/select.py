@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from math import prod
+from math import inf, prod
 from random import Random
 
 from pipar.errors import PlanError
@@ -20,7 +20,16 @@ from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Candidate, LowerBound, allowed_plans, candidates
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.timing import STEADY, Simulate, Timing, steady_epoch_s, whole_epoch
+from pipar.planner.timing import (
+    FEWEST,
+    STEADY,
+    Simulate,
+    SimulateWithin,
+    Timing,
+    steady_epoch_s,
+    steady_epoch_within_s,
+    whole_epoch,
+)
 
 #: The paper's estimates this close, relative to the best, are a tie. The estimate is no better than that, and where the
 #: link or the server is the bottleneck it never grows with N: without a tie, micro-batches of one sample would win.
@@ -29,10 +38,16 @@ ESTIMATE_TIE = 0.01
 TIE = 0.002
 #: The first look at N; behind it, every N around the best.
 _COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
+#: Those that kinds of devices are combined with.
+_FEW = (1, 2, 4, 8)
 _SWEEPS = 4
 #: No profile is exact. Plans this close to the best are compared again in worlds where every layer takes more or less
 #: than its profile says: a plan that only just balances two lanes is worse off than it seems.
 _CLOSE = 0.05
+#: Plans that are further than this from the best are not improved, nor simulated to their end.
+_FAR = 2 * _CLOSE
+#: What is given up has mostly taken so many times less than a whole simulation.
+_GIVEN_UP = 3
 _DOUBT = 0.15
 _SHORTLIST = 8
 _RUNNERS_UP = 8
@@ -40,7 +55,7 @@ _POLISHED = 4
 #: Plans of whole batches that the best one is compared with once more, over a whole epoch.
 _CONFIRMED = 2
 #: With few kinds of devices, so many combinations of their plans are looked at, and so many begun with.
-_COMBINED = 20_000
+_COMBINED = 50_000
 _BEGUN = 3
 
 #: What surrounds a batch takes as long to simulate as so many of its micro-batches.
@@ -57,13 +72,14 @@ class Effort:
     devices: int
     pieces: int  # micro-batches to be simulated, about 15 microseconds each
     worlds: int  # in which plans that are close to the best are compared
+    iterations: int = STEADY  # of an epoch that are simulated
     confirms: bool = False  # that whole batches are no quicker, over a whole epoch
 
 
 #: Seconds, before a training: its plans may stay for hours.
 THOROUGH = Effort(devices=128, pieces=500_000, worlds=4, confirms=True)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
-QUICK = Effort(devices=24, pieces=10_000, worlds=2)
+QUICK = Effort(devices=24, pieces=10_000, worlds=2, iterations=FEWEST)
 
 
 @dataclass(frozen=True)
@@ -82,15 +98,19 @@ def choose(
     fleet: Fleet,
     simulate: Simulate,
     *,
+    within: SimulateWithin | None = None,
     start: ByKind | None = None,
     progress: Callable[[int], None] | None = None,
     effort: Effort = THOROUGH,
 ) -> Choice:
     """Return the plans with the shortest epoch that simulations of the whole fleet find; ties go to the smaller N.
 
-    `start` are plans to begin with instead of each kind's own best: those in force, when bandwidth has changed.
+    `within`, in the same world, gives up plans that are far from the best. `start` are plans to begin with instead of
+    each kind's own best: those in force, when bandwidth has changed.
     """
-    search = _Search(fleet, simulate, progress, effort.pieces, effort.worlds)
+    if fleet.method.shares_server_model:  # devices take their turns: the second iteration is like all others
+        effort = replace(effort, iterations=FEWEST)
+    search = _Search(fleet, simulate, within, progress, effort)
     if fleet.method.shares_server_model:
         best = min(plans_in_common(fleet), key=search.epoch_s)
     else:
@@ -116,6 +136,7 @@ def choose_for(
     fleet: Fleet,
     simulate: Simulate,
     *,
+    within: SimulateWithin | None = None,
     start: Mapping[str, Plan] | None = None,
     progress: Callable[[int], None] | None = None,
     effort: Effort = THOROUGH,
@@ -123,7 +144,7 @@ def choose_for(
     """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force."""
     sample = fleet.sampled(effort.devices)
     begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
-    choice = choose(sample, simulate, start=begin, progress=progress, effort=effort)
+    choice = choose(sample, simulate, within=within, start=begin, progress=progress, effort=effort)
     return replace(choice, plans=extended(fleet, choice.plans))
 
 
@@ -192,16 +213,16 @@ def check_given(
 class _Search:
     fleet: Fleet
     simulate: Simulate
+    within: SimulateWithin | None
     progress: Callable[[int], None] | None
-    budget: int  # of micro-batches
-    worlds: int  # that close plans are compared in
+    effort: Effort
     known: dict[ByKind, float] = field(default_factory=dict)
     expected: dict[ByKind, float] = field(default_factory=dict)
     simulations: int = 0
     spent: int = 0  # micro-batches simulated
 
     def __post_init__(self) -> None:
-        self._doubted = [self.fleet.varied(partial(_doubts, world)) for world in range(self.worlds)]
+        self._doubted = [self.fleet.varied(partial(_doubts, world)) for world in range(self.effort.worlds)]
         self._kinds = self.fleet.kinds()
         known: dict[tuple[object, ...], list[Candidate]] = {}  # kinds that differ in their data alone have the same
         for kind in self._kinds:
@@ -252,29 +273,31 @@ class _Search:
         return sorted(timed, key=lambda item: (item[0], item[3], item[1]))
 
     def likely(self) -> list[ByKind]:
-        """Simulate and return combinations of a few plans for each split point, by their bounds, while they promise."""
+        """Simulate and return combinations of a few plans for each split point, likely ones first."""
         load = [len(kind) / self.fleet.cores for kind in self._kinds]
         short = [self._few_of_each_cut(cuts, share) for cuts, share in zip(self._cuts, load, strict=True)]
-        if len(self._kinds) == 1 or prod(map(len, short)) > _COMBINED:
+        if len(self._kinds) == 1 or prod(map(len, short)) > min(_COMBINED, self.effort.pieces):
             return []
-        combined = [tuple(option.plan for option in chosen) for chosen in product(*short)]
         tried = []
-        for bound, by_kind in sorted((self.bound_s(by_kind), by_kind) for by_kind in combined):
-            if self.spent > self.budget / 2 or (self.known and bound >= min(self.known.values())):
+        for chosen in sorted(product(*short), key=self._bound.likely_s):
+            by_kind = tuple(option.plan for option in chosen)
+            if self.spent > self.effort.pieces / 2:
                 break
-            self.epoch_s(by_kind)
-            tried.append(by_kind)
+            if self._bound.alone_s(chosen) < min(self.known.values(), default=inf):
+                self.epoch_s(by_kind)
+                tried.append(by_kind)
         return tried
 
     @staticmethod
     def _few_of_each_cut(cuts: Mapping[int, list[Candidate]], load: float) -> list[Candidate]:
-        """Return for each split point the plan that is best alone, best under contention, and that of fewest pieces."""
+        """Return for each split point the plan that is best alone, best under contention, and those of a few N."""
         measures: tuple[Callable[[Candidate], float], ...] = (
             lambda option: option.alone_s,
             lambda option: option.alone_s + load * option.server_s,
-            lambda option: option.plan.micro_batches,
         )
-        return list(dict.fromkeys(min(of, key=measure) for of in cuts.values() for measure in measures))
+        best = [min(of, key=measure) for of in cuts.values() for measure in measures]
+        few = [option for of in cuts.values() for option in of if option.plan.micro_batches in _FEW]
+        return list(dict.fromkeys(best + few))
 
     def best_of(self, starts: Iterable[ByKind]) -> list[ByKind]:
         """Return the best of these plans, one for each choice of split points."""
@@ -287,9 +310,10 @@ class _Search:
         return everybodys(self.fleet, by_kind)
 
     def epoch_s(self, by_kind: ByKind) -> float:
-        """Return the seconds of an epoch of these plans."""
+        """Return the seconds of an epoch of these plans; of plans that are far from the best known, infinitely many."""
         if by_kind not in self.known:
-            self.known[by_kind] = self._simulated_s(self.fleet, by_kind)
+            far_s = min(self.known.values(), default=inf) * (1 + _FAR)
+            self.known[by_kind] = self._simulated_s(self.fleet, by_kind, far_s)
         return self.known[by_kind]
 
     def expected_s(self, by_kind: ByKind) -> float:
@@ -299,14 +323,20 @@ class _Search:
             self.expected[by_kind] = (self.epoch_s(by_kind) + sum(doubted)) / (1 + len(doubted))
         return self.expected[by_kind]
 
-    def _simulated_s(self, fleet: Fleet, by_kind: ByKind) -> float:
+    def _simulated_s(self, fleet: Fleet, by_kind: ByKind, within_s: float = inf) -> float:
         self.simulations += 1
-        self.spent += STEADY * sum(
-            len(kind) * (plan.micro_batches + _AROUND) for kind, plan in zip(self._kinds, by_kind, strict=True)
-        )
         if self.progress is not None:
             self.progress(self.simulations)
-        return steady_epoch_s(self.simulate, fleet, self.plans(by_kind))
+        plans, iterations = self.plans(by_kind), self.effort.iterations
+        if self.within is None or within_s == inf:
+            seconds = steady_epoch_s(self.simulate, fleet, plans, iterations)
+        else:
+            seconds = steady_epoch_within_s(self.within, fleet, plans, within_s, iterations)
+        pieces = iterations * sum(
+            len(kind) * (plan.micro_batches + _AROUND) for kind, plan in zip(self._kinds, by_kind, strict=True)
+        )
+        self.spent += pieces // _GIVEN_UP if seconds == inf else pieces
+        return seconds
 
     def bound_s(self, by_kind: ByKind) -> float:
         """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""
@@ -314,12 +344,12 @@ class _Search:
 
     def improve(self, best: ByKind) -> None:
         """Simulate plans until no other plan of one kind makes the best better; not from where others are far ahead."""
-        if self.epoch_s(best) > min(self.known.values()) * (1 + 2 * _CLOSE):
+        if self.epoch_s(best) > min(self.known.values()) * (1 + _FAR):
             return
         for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
             before = self.epoch_s(best)
             for kind in self._slowest_first(best):
-                if self.spent < self.budget:
+                if self.spent < self.effort.pieces:
                     best = self._improve_kind(best, kind)
             if self.epoch_s(best) > before * (1 - TIE):
                 break
@@ -328,9 +358,9 @@ class _Search:
         """Look again for the N of each kind, with the split points of all plans that came near the best."""
         if len(self._kinds) == 1:
             return
-        within = min(self.known.values()) * (1 + 2 * _CLOSE)
+        within = min(self.known.values()) * (1 + _FAR)
         for best in self.best_of(self.known)[:_POLISHED]:
-            if self.epoch_s(best) <= within and self.spent < self.budget:
+            if self.epoch_s(best) <= within and self.spent < self.effort.pieces:
                 for kind in range(len(best)):
                     best = self._best_n(self._with_every_n(best, kind, best[kind].split_point), best)
 
@@ -370,7 +400,7 @@ class _Search:
         found, shortest = None, self.epoch_s(best)
         least = None
         for n in sorted(numbers, key=lambda n: self.bound_s(plans[n])):
-            if self.bound_s(plans[n]) >= shortest * (1 + _CLOSE / 2) or self.spent > self.budget:
+            if self.bound_s(plans[n]) >= shortest * (1 + _CLOSE / 2) or self.spent > self.effort.pieces:
                 break
             seconds = self.epoch_s(plans[n])
             if least is None or seconds < least:
@@ -384,7 +414,7 @@ class _Search:
         close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
         best = min((by_kind for _, by_kind in close[:_SHORTLIST]), key=self.expected_s)
         for kind in range(len(best)):
-            if self.spent < self.budget:
+            if self.spent < self.effort.pieces:
                 best = self._nearby(best, kind)
         within_s = self.expected_s(best) * (1 + TIE)
         tied = [by_kind for by_kind, s in self.expected.items() if s <= within_s]
@@ -396,11 +426,11 @@ class _Search:
     def confirmed(self, best: ByKind) -> ByKind:
         """Return the best, or plans of whole batches that are quicker over a whole epoch: those of fl and sfl.
 
-        The first iterations tell little of the others where all cores are taken and devices differ: micro-batches
-        that others wait behind were seen to cost 6 % more than they had promised to gain.
+        What is chosen because it bears other machines well may take longer on these, and of a long epoch only the
+        first iterations were simulated. Whoever could have had fl or sfl is not to wait longer for it.
         """
         uncut = [by_kind for by_kind in self.known if all(plan.micro_batches == 1 for plan in by_kind)]
-        if best in uncut or self.spent > self.budget:
+        if best in uncut or self.spent > self.effort.pieces:
             return best
         others = sorted(uncut, key=lambda by_kind: (self.epoch_s(by_kind), by_kind))[:_CONFIRMED]
 
@@ -417,7 +447,7 @@ class _Search:
         plans = self._with_every_n(best, kind, best[kind].split_point)
         fewer = [n for n in plans if n < best[kind].micro_batches and n in _COARSE]
         low, high = 0, len(fewer)
-        while low < high and self.spent < self.budget:
+        while low < high and self.spent < self.effort.pieces:
             middle = (low + high) // 2
             if self._is_within(plans[fewer[middle]], within_s):
                 best, high = plans[fewer[middle]], middle
@@ -443,7 +473,9 @@ class _Search:
 
     def runners_up(self, best: ByKind) -> tuple[tuple[ByKind, float], ...]:
         """Return the next best plans, one for each choice of split points, then others."""
-        others = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if by_kind != best)
+        others = sorted(
+            (seconds, by_kind) for by_kind, seconds in self.known.items() if by_kind != best and seconds < inf
+        )
         first: dict[tuple[int, ...], tuple[ByKind, float]] = {}
         rest = []
         for seconds, by_kind in others:

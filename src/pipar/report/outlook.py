@@ -16,7 +16,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import Effort, choose_for
-from pipar.planner.timing import LANES, STEADY, Timing, steady_epoch_s
+from pipar.planner.timing import FEWEST, LANES, STEADY, Timing, steady_epoch_s
 from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text
 
@@ -27,9 +27,7 @@ _Question = tuple[str, str, Fleet, Plans | None]
 #: Behind so many seconds of computing only the first questions are asked: who waits has seen the numbers already.
 _PATIENCE_S = 2.0
 #: A question is about how much, not about which plan of two that are close.
-_EFFORT = Effort(devices=16, pieces=5_000, worlds=0)
-#: Iterations that show how busy lanes are.
-_LOOKED_AT = 6
+_EFFORT = Effort(devices=16, pieces=5_000, worlds=0, iterations=FEWEST)
 #: Methods that others are compared with.
 _BASES = ("fl", "sfl")
 #: Split points to each side of the chosen one that are tried.
@@ -48,7 +46,7 @@ def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
         return {"note": f"{words}: there is no prediction of what would make it faster."}
     fleet = fleet or job.fleet()
     few = fleet.sampled(_EFFORT.devices)
-    timing = simulate(few, plans, _LOOKED_AT)
+    timing = simulate(few, plans, STEADY)
     document: dict[str, Any] = {
         "plan": _text(plans),
         "epoch_s": steady_epoch_s(simulate, few, plans),

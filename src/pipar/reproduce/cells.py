@@ -14,7 +14,7 @@ from typing import Any
 from pipar.config import Config, config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
-from pipar.forecast import lane_s, predict_s, simulate
+from pipar.forecast import lane_s, predict_s, simulate, simulate_within
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
@@ -84,7 +84,7 @@ def _plan(config: Config, options: Mapping[str, Any]) -> Result:
     del options
     fleet = _unplanned(config).fleet()
     began = time.process_time()
-    plans = choose_for(fleet, simulate).plans
+    plans = choose_for(fleet, simulate, within=simulate_within).plans
     planning_s = time.process_time() - began
     lanes: dict[tuple[Any, ...], dict[str, float]] = {}
     up = down = 0.0
@@ -112,7 +112,7 @@ def _map(config: Config, options: Mapping[str, Any]) -> Result:
     """
     fleet = _unplanned(config).fleet()
     (kind,) = fleet.kinds()
-    (chosen,) = choose(fleet, simulate).by_kind
+    (chosen,) = choose(fleet, simulate, within=simulate_within).by_kind
     wanted = {*options["micro_batches"], *range(chosen.micro_batches - 2, chosen.micro_batches + 3)}
     plans = [plan for plan in allowed_plans(fleet, kind[0]) if plan.micro_batches in wanted]
     seconds = [steady_epoch_s(simulate, fleet, everybodys(fleet, (plan,))) for plan in plans]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipar.choosing import chosen
-from pipar.forecast import busy_s, simulate
+from pipar.forecast import busy_s, simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.judge import JITTER, judging, judging_within, perturbed
 from pipar.methods import Plan
@@ -47,7 +47,7 @@ def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epoc
     The search is over every P with every N, or with these.
     """
     began = time.process_time()
-    choice = choose(fleet, simulate)
+    choice = choose(fleet, simulate, within=simulate_within)
     planning_s = time.process_time() - began
     truth, world = perturbed(fleet, seed), judging(seed)
     began = time.process_time()
