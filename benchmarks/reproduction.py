@@ -1,0 +1,297 @@
+"""The paper's evaluation, run and checked in: `results/reproduction` has tables, comparisons, figures and every cell.
+
+`python -m benchmarks reproduction` runs `pipar reproduce all --quick` from nothing, for minutes.
+`python -m benchmarks reproduction_full` runs every experiment without --quick, for hours, in the folder `reproduction`:
+after an interruption it goes on from there. Its tables take the place of quick ones, and no quick run takes them away
+again. `python -m benchmarks.reproduction time-small --quick` renews one experiment.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pipar
+from benchmarks.record import RESULTS, Claim
+from pipar.planner.cache import machine_fingerprint
+from pipar.reproduce.catalog import ALL, EXPERIMENTS
+from pipar.reproduce.durations import FILE as DURATIONS
+from pipar.reproduce.experiment import LEARNING
+from pipar.reproduce.learning import EQUAL
+
+PLACE = RESULTS / "reproduction"
+#: Where long ones are run, and go on.
+KEPT = Path("reproduction")
+#: Seconds that everything quick may take on two cores, and the full set of what is timed.
+MOST_QUICK_S, MOST_TIMING_S = 20 * 60.0, 3 * 3600.0
+_CORES = 2
+#: Beside an experiment's tables: how and when they came about.
+ABOUT = "run.json"
+_KEY = re.compile(r"\b[0-9a-f]{16}\b")
+
+Told = dict[str, Any]
+
+
+def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
+    """Run everything quickly, from nothing; check it in."""
+    seconds = {ALL: _timed_s([ALL, "--quick"], folder)}
+    took = Claim(f"pipar reproduce all --quick, {os.cpu_count()} processes", seconds[ALL], "s", most=MOST_QUICK_S)
+    told = _told([ALL, "--quick"], folder)
+    publish(told, folder)
+    return [took, *claims(told, PLACE)], {"seconds": seconds, "experiments": _tallies(told)}
+
+
+def measure_full(_: Path) -> tuple[list[Claim], dict[str, object]]:
+    """Run everything, or what is missing of it; check it in."""
+    is_new = not (KEPT / "cells").exists()
+    seconds = {name: _timed_s([name], KEPT) for name in EXPERIMENTS}
+    told = _told([ALL], KEPT)
+    publish(told, KEPT)
+    took = [Claim("core seconds of the full timing set / 2", timing_cpu_s(KEPT) / _CORES, "s", most=MOST_TIMING_S)]
+    if is_new:  # otherwise some of them had been run before
+        waited_s = sum(taken for name, taken in seconds.items() if not _learns(name))
+        took += [Claim(f"the full timing set, {os.cpu_count()} processes", waited_s, "s", most=MOST_TIMING_S)]
+    return [*took, *claims(told, PLACE)], {"seconds": seconds, "experiments": _tallies(told)}
+
+
+def _learns(name: str) -> bool:
+    return any(cell.how in LEARNING for cell in EXPERIMENTS[name].cells(False))
+
+
+def timing_cpu_s(folder: Path) -> float:
+    """Return the seconds of one core that all different cells of the full timing set took."""
+    keys = {cell.key for name, of in EXPERIMENTS.items() if not _learns(name) for cell in of.cells(False)}
+    return sum(float(json.loads(_result(folder, key).read_text("utf-8"))["cpu_s"]) for key in sorted(keys))
+
+
+def _result(folder: Path, key: str) -> Path:
+    return folder / "cells" / key / "result.json"
+
+
+def _timed_s(words: Sequence[str], folder: Path) -> float:
+    """Run the command with its lines of progress, and return how long it took."""
+    began = time.monotonic()
+    subprocess.run(_command(words, folder), check=True)
+    return time.monotonic() - began
+
+
+def _told(words: Sequence[str], folder: Path) -> Told:
+    """Return the document of what was run: nothing is run again for it."""
+    done = subprocess.run([*_command(words, folder), "--json"], check=True, stdout=subprocess.PIPE, text=True)
+    content: Told = json.loads(done.stdout)
+    return content
+
+
+def _command(words: Sequence[str], folder: Path) -> list[str]:
+    return [sys.executable, "-m", "pipar", "reproduce", *words, "-o", str(folder)]
+
+
+# --- what is claimed of it
+
+
+def claims(told: Told, place: Path) -> list[Claim]:
+    """Return what an evaluation has to show, from all of its comparisons and from what is checked in."""
+    by_name = {of["name"]: of for of in told["experiments"]}
+    lines = [line for of in by_name.values() for line in of["comparison"]]
+    outside = [line for line in lines if line["verdict"] in ("below", "above", "wider")]
+    drawn = [name for name, of in by_name.items() if any(file.endswith(".png") for file in of["files"])]
+    to_draw = [name for name in by_name if EXPERIMENTS[name].plot is not None]
+    found = [
+        Claim("cases in which pipar takes longer than fl or sfl", _counted(lines, "pipar takes longer"), "", most=0),
+        Claim("cases in which they tie, and pipar has cut", _counted(lines, "which has cut the network"), ""),
+        Claim(
+            "cases in which the server idles longer by pipar",
+            _counted(lines, "the server idles longer by pipar"),
+            "",
+            most=0,
+        ),
+        Claim("lines of the paper that ours are held against", len(lines), ""),
+        Claim("of these outside what the paper says", len(outside), ""),
+        Claim("of these without a reason", sum(not line["why"] for line in outside), "", most=0),
+        Claim("experiments without their figures", len(set(to_draw) - set(drawn)), "", most=0),
+        Claim("runs that a table names and that are not checked in", len(missing(place)), "", most=0),
+    ]
+    if "accuracy" in by_name:
+        shares = [abs(row["difference"]) / row["spread"] for row in by_name["accuracy"]["rows"]]
+        found.append(Claim("accuracy of pipar - better of fl and sfl, over what seeds change", max(shares), "", most=1))
+    if "equality" in by_name:
+        apart = max(row["largest_difference"] for row in by_name["equality"]["rows"])
+        found.append(Claim("weights by fl, sfl and pipar in float64, apart by", apart, "", most=EQUAL))
+    return found
+
+
+def _counted(lines: Iterable[Mapping[str, Any]], words: str) -> float:
+    return sum(float(line["ours"]) for line in lines if words in line["what"])
+
+
+def _tallies(told: Told) -> dict[str, dict[str, int]]:
+    """Return how many lines of each experiment have which verdict."""
+    found: dict[str, dict[str, int]] = {}
+    for of in told["experiments"]:
+        counts = found.setdefault(of["name"], {})
+        for line in of["comparison"]:
+            counts[line["verdict"]] = counts.get(line["verdict"], 0) + 1
+    return found
+
+
+# --- what is checked in
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Tables of one experiment that are checked in, and where they come from."""
+
+    name: str
+    title: str
+    is_quick: bool
+    date: str
+    machine: str
+    cells: int
+    cpu_s: float | None
+    figures: Sequence[str]
+    verdicts: Mapping[str, int]
+
+    @property
+    def command(self) -> str:
+        return f"pipar reproduce {self.name}{' --quick' if self.is_quick else ''}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield its part of the page."""
+        took = "" if self.cpu_s is None else f", {self.cpu_s:.0f} s of one core"
+        yield from (f"## {self.name}", "", self.title + ".", "")
+        yield f"{self.date}, {self.machine}, `{self.command}`: {self.cells} cells{took}."
+        yield f"[Table]({self.name}/table.md), [CSV]({self.name}/table.csv), [the paper and ours]({self._compared})."
+        yield ""
+        for figure in self.figures:
+            yield from (f"![{self.title}]({self.name}/{figure})", "")
+
+    @property
+    def _compared(self) -> str:
+        return f"{self.name}/comparison.md"
+
+
+def publish(told: Told, folder: Path, place: Path = PLACE) -> None:
+    """Copy tables, comparisons, figures and the cells that they name; renew the page, and the times that `list` tells.
+
+    Tables of a full run stay if this one was quick. Cells that no table names any more go.
+    """
+    durations = _json(folder / DURATIONS)
+    for of in told["experiments"]:
+        if told["quick"] and _is_full(place / of["name"]):
+            continue
+        _copy(of, folder, place, durations, quick=told["quick"])
+    named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
+    for key in sorted(named):
+        if (folder / "cells" / key).is_dir():
+            shutil.copytree(folder / "cells" / key, place / "cells" / key, dirs_exist_ok=True)
+    for cell in (place / "cells").iterdir():
+        if cell.name not in named:
+            shutil.rmtree(cell)
+    (place / "README.md").write_text(page(place), "utf-8")
+    if place == PLACE:
+        _keep_durations(durations)
+
+
+def _is_full(place: Path) -> bool:
+    return (place / ABOUT).exists() and not _json(place / ABOUT)["is_quick"]
+
+
+def _copy(of: Told, folder: Path, place: Path, durations: Told, *, quick: bool) -> None:
+    """Put an experiment's files in place of those that are there."""
+    into, size = place / of["name"], "quick" if quick else "full"
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    files = [Path(file) for file in of["files"] if not file.endswith(".svg")]  # ten times as large as PNG
+    for file in files:
+        shutil.copy(folder / of["name"] / file.name, into / file.name)
+    took = durations.get(of["name"], {}).get(size, {})
+    about = {
+        "name": of["name"],
+        "title": of["title"],
+        "is_quick": quick,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine_fingerprint(),
+        "cells": len(EXPERIMENTS[of["name"]].cells(quick)),
+        "cpu_s": took.get("cpu_s"),
+        "figures": sorted(file.name for file in files if file.suffix == ".png"),
+        "verdicts": _tallies({"experiments": [of]})[of["name"]],
+    }
+    (into / ABOUT).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+
+
+def named_cells(place: Path) -> set[str]:
+    """Return the cells that an experiment's table and its comparison name."""
+    rows = csv.DictReader(io.StringIO((place / "table.csv").read_text("utf-8")))
+    compared = (place / "comparison.md").read_text("utf-8")
+    return {key for row in rows for key in row["run"].split()} | set(_KEY.findall(compared))
+
+
+def missing(place: Path = PLACE) -> list[str]:
+    """Return the cells that tables name, and that are not beside them with configuration and result."""
+    named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
+    files = ("config.toml", "result.json")
+    return sorted(key for key in named if not all((place / "cells" / key / name).is_file() for name in files))
+
+
+def page(place: Path) -> str:
+    """Return the page that shows everything, in the order of `pipar reproduce list`."""
+    found = [Checked(**_json(place / name / ABOUT)) for name in EXPERIMENTS if (place / name / ABOUT).exists()]
+    head = [
+        "# The paper's evaluation, as it was run",
+        "",
+        "Tables, comparisons and figures of `pipar reproduce`, by `python -m benchmarks reproduction` (quick) and "
+        "`python -m benchmarks reproduction_full`. Every row, and every line of a comparison, names the folders below "
+        "`cells/` of the runs that it comes from: their configuration and what came out. "
+        "[docs/reproduction.md](../../../docs/reproduction.md) says what they mean.",
+        "",
+        "| experiment | of | inside | better | outside, with the reason |",
+        "|---|---|---:|---:|---:|",
+    ]
+    rows = [
+        f"| [{of.name}](#{of.name}) | {'quick' if of.is_quick else 'full'} set | {_count(of, 'inside')} "
+        f"| {_count(of, 'better')} | {_count(of, 'below', 'above', 'wider')} |"
+        for of in found
+    ]
+    return "\n".join([*head, *rows, "", *(line for of in found for line in of.lines())])
+
+
+def _count(of: Checked, *verdicts: str) -> int:
+    return sum(of.verdicts.get(verdict, 0) for verdict in verdicts)
+
+
+def _keep_durations(measured: Told) -> None:
+    """Note the times in the package, from where `pipar reproduce list` tells them."""
+    file = Path(pipar.__file__).parent / "reproduce" / DURATIONS
+    noted = _json(file)
+    merged = {name: {**noted.get(name, {}), **measured.get(name, {})} for name in {**noted, **measured}}
+    file.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+def _json(file: Path) -> Told:
+    content: Told = json.loads(file.read_text("utf-8"))
+    return content
+
+
+def main(words: list[str]) -> None:
+    """Run one experiment, or all, in the folder where long ones are run, and check it in."""
+    _timed_s(words, KEPT)
+    told = _told(words, KEPT)
+    publish(told, KEPT)
+    for claim in claims(told, PLACE):
+        print(claim)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
