@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from cutting import CutLink, Loss
@@ -28,7 +29,7 @@ from pipar.privacy.spending import Guard, Spending, Terms
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders, Returned
 from pipar.replanning import Choose, Replanner
-from pipar.server import Server, Training
+from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
 from pipar.trace import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 
@@ -62,6 +63,9 @@ class ScriptedLearner(HollowLearner):
 
     def forget(self, device: str) -> None:
         self.forgotten.append(device)
+
+    def hold(self) -> Callable[[], None]:
+        return partial(self.averaged.__delitem__, slice(len(self.averaged), None))
 
 
 class Enrolled:
@@ -151,9 +155,15 @@ def train(
     resume_window_s: float = 0.0,
     keep_spans: frozenset[str] | None = None,
     terms: Terms | None = None,
+    keeper: Keeper | None = None,
+    aggregate_s: float = 0.0,
+    stops_at_s: float | None = None,
     learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
 ) -> Outcome:
-    """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined."""
+    """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined.
+
+    Behind `stops_at_s` of training it is asked to stop.
+    """
     outcome = Outcome(spending=Spending(terms))
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
     noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
@@ -195,19 +205,28 @@ def train(
             ),
             outcome.learner,
             Enrolled(orders, plan_joined),
-            pool=VirtualCompute(["core 0"], recorder, costs.seconds),
+            pool=VirtualCompute(
+                ["core 0"], recorder, lambda work: aggregate_s if work.kind == "aggregate" else costs.seconds(work)
+            ),
             background=VirtualCompute(["validation"], beside, costs.seconds),
             recorder=recorder,
             ledger=ledger,
             keep_spans=keep_spans,
             replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
             spending=outcome.spending,
+            keeper=keeper,
             observe=observe,
         )
         world = World(server)
         tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
         await enough.wait()
-        outcome.failure = await _outcome(server.train())
+        training = asyncio.ensure_future(_outcome(server.train()))
+        if stops_at_s is not None:
+            asyncio.get_running_loop().call_later(stops_at_s, training.cancel)
+        try:
+            outcome.failure = await training
+        except asyncio.CancelledError:
+            await server.dismiss("The server stops for now.")
         await server.farewell()
         outcome.lives = [await task for task in tasks]
         await asyncio.gather(*world.admissions)

@@ -163,6 +163,52 @@ def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
     assert tried.is_on_purpose
 
 
+@pytest.mark.parametrize("method", ["pipar", "sl"])
+def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tells_of(method: str) -> None:
+    """Also in the middle of the aggregation, and between two turns of split learning."""
+
+    class Scribe:
+        """Notes which rounds were saved, and how many aggregations the model had seen then; saving takes a while."""
+
+        def __init__(self) -> None:
+            self.saved: dict[int, int] = {}
+
+        async def keep(self, epoch: int, *, last: bool) -> None:
+            if epoch > max(self.saved, default=0) and (last or epoch % 2 == 0):
+                await asyncio.sleep(1.0)
+                self.saved[epoch] = len(learners[-1].averaged)
+
+        async def finish(self) -> None:
+            await asyncio.sleep(0.5)
+
+    turns, seen = 2 if method == "sl" else 1, set()
+    learners: list[ScriptedLearner] = []
+
+    def learner(split_points: dict[str, int], losses: Sequence[float]) -> ScriptedLearner:
+        learners.append(ScriptedLearner(split_points, losses))
+        return learners[-1]
+
+    for step in range(1, 200):
+        keeper = Scribe()
+        outcome = train(
+            [roaming("a", gives_up_s=0.0), roaming("b", gives_up_s=0.0)],
+            epochs=3,
+            method=method,
+            aggregate_s=1.0,
+            stops_at_s=0.9 * step,
+            keeper=keeper,
+            learner=learner,
+        )
+        told, saved = len(outcome.counted), max(keeper.saved, default=0)
+        assert len(learners[-1].averaged) == told * turns, f"stopped behind {0.9 * step:g} s"
+        assert keeper.saved == {epoch: epoch * turns for epoch in keeper.saved}
+        assert saved == told or (method == "sl" and saved == told - told % 2)
+        seen.add(told)
+        if not outcome.of(Left)[0].reason:  # it was over before
+            break
+    assert seen == {0, 1, 2, 3}
+
+
 def test_a_device_that_leaves_behind_stop_is_not_lost() -> None:
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND, Kind.STOP, leaves=True)])
     assert outcome.failure is None

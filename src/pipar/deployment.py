@@ -215,9 +215,6 @@ class _ServerProgram:
             self._is_stopping = True
             self._observe(Stopping("The server was asked to stop; `--resume` goes on from here."))
             await server.dismiss("The server stops for now.")
-            # In the middle of a round the replicas have moved on, and in split learning the global model has, too.
-            if not job.keep_momentum and not job.method.shares_server_model:
-                await keeper.keep(server.done, last=True)
             raise
         finally:
             if listening is not None:

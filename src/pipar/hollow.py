@@ -182,6 +182,9 @@ class HollowLearner:
     def rewind(self) -> None:
         pass
 
+    def hold(self) -> Callable[[], None]:
+        return lambda: None
+
     def pack(self, device: str, *, changes: bool = False) -> Body:
         size = self._profile.exchanged_bytes(self._split_points[device], changes=changes)
         return Body(size, encoding="changes" if changes else "safetensors")

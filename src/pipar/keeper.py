@@ -86,6 +86,7 @@ class CheckpointKeeper:
         try:
             path: Path = await self._lane.run((work, lambda: self._checkpoints.save(checkpoint)))
         except CheckpointError as error:  # the training is worth more than its checkpoint
+            self._kept = min(self._kept, checkpoint.round - 1)  # whoever asks again may find room
             self._observe(SaveFailed(checkpoint.round, str(error)))
         else:
             self._observe(Saved(checkpoint.round, str(path)))

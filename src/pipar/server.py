@@ -76,6 +76,7 @@ class Learner(Protocol):
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
     def keep_only(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
     def rewind(self) -> None: ...  # what all have done since then to a model that they share
+    def hold(self) -> Callable[[], None]: ...  # the global model as it is now: what is returned puts it back
     def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
 
@@ -224,8 +225,12 @@ class Server:
         await self._reception.farewell()
 
     async def dismiss(self, reason: str) -> None:
-        """Tell all devices why the training does not go on for now; they may come again."""
+        """Tell all devices, which may come again, why the training does not go on for now, and save it as it is."""
         await asyncio.gather(*(self._reception.let_go(session, reason) for session in self._reception.present()))
+        # In the middle of a round the replicas have moved on, and with them what is kept of them.
+        keeps_replicas = any(orders.keep_momentum for orders in self._orders.values())
+        if self._keeper is not None and not keeps_replicas and not self._training.method.shares_server_model:
+            await self._keeper.keep(self.done, last=True)
 
     # --- the training
 
@@ -274,19 +279,15 @@ class Server:
         while epoch < self._training.epochs:
             group = await self._assemble_group(epoch)
             if self._would_exceed_budget(group, epoch):
-                if self._keeper is not None:
-                    await self._keeper.keep(epoch, last=True)
                 break
             if not group or not await self._round(epoch + 1, group):
                 continue  # everybody was lost: the same round again, with who comes
             epoch += 1
-            self._ledger.check()
-            if self._keeper is not None:
-                await self._keeper.keep(epoch, last=epoch == self._training.epochs)
             if epoch == self._training.epochs or await self._should_stop(epoch):
                 break
         if self._keeper is not None:
-            # Before the devices leave: after a crash nobody could train the last round again.
+            # Before the devices leave: after a crash nobody could train the last rounds again.
+            await self._keeper.keep(epoch, last=True)
             await self._keeper.finish()
         self._reception.stop(epoch)
         await self._results(epoch)
@@ -366,17 +367,35 @@ class Server:
         """One round: from the devices' first loads to their new models; return whether anybody brought one back."""
         began = self._loop.time()
         self._taught, self._was_late = {}, False
-        one_by_one = self._training.method.one_device_at_a_time
+        turns = [[session] for session in group] if self._training.method.one_device_at_a_time else [group]
+        put_back = self._learner.hold() if len(turns) > 1 else None
         counted: list[_Counted] = []
-        for number, sessions in enumerate([[session] for session in group] if one_by_one else [group]):
-            here = [session for session in sessions if not session.is_over]
-            if number > 0:  # split learning hands the weights on
-                await self._distribute(here, epoch)
-            else:  # who was to be the first may have been lost meanwhile
-                await self._distribute([session for session in here if session.has_model_of != epoch - 1], epoch - 1)
-            counted += await _to_the_end(self._aggregate(epoch, await self._serve_all(here, epoch)))
-        # The new model and what is said of it belong together.
-        return await _to_the_end(self._close_round(epoch, counted, began))
+        served: list[_Served] = []
+        try:
+            for number, sessions in enumerate(turns):
+                if number > 0:  # split learning hands the weights on
+                    counted += await _to_the_end(self._aggregate(epoch, served))
+                here = [session for session in sessions if not session.is_over]
+                # Who was to be the first may have been lost meanwhile.
+                behind = [session for session in here if number > 0 or session.has_model_of != epoch - 1]
+                await self._distribute(behind, epoch if number > 0 else epoch - 1)
+                served = await self._serve_all(here, epoch)
+        except BaseException:
+            if put_back is not None:
+                put_back()  # no log tells of a part of a round
+            raise
+        # The new model, what is said of it and what is saved of it belong together.
+        return await _to_the_end(self._end_round(epoch, counted, served, began))
+
+    async def _end_round(self, epoch: int, counted: list[_Counted], served: list[_Served], began: float) -> bool:
+        """Make the new model, tell everybody and save it; return whether there is one."""
+        counted += await self._aggregate(epoch, served)
+        if not await self._close_round(epoch, counted, began):
+            return False
+        self._ledger.check()
+        if self._keeper is not None:
+            await self._keeper.keep(epoch, last=False)
+        return True
 
     async def _close_round(self, epoch: int, in_model: list[_Counted], began: float) -> bool:
         """Send everybody the new model and write the round down; return whether there is one."""
@@ -610,7 +629,10 @@ class Server:
         return loss, error
 
     async def _aggregate(self, epoch: int, served: list[_Served]) -> list[_Counted]:
-        """Make the new global model; return who counts in it: a device whose model cannot be used is dismissed."""
+        """Make the new global model; return who counts in it: a device whose model cannot be used is dismissed.
+
+        What they brought back is in that model then, and `served` holds it no longer.
+        """
         await self._validation.copied()  # before the global model changes
         while served:
             work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(served))
@@ -620,15 +642,17 @@ class Server:
                 await self._pool.run((work, aggregate))
             except TooFewDevicesError as error:
                 await self._start_over(epoch, served, error)
-                return []
+                served.clear()
             except UnusableModelError as error:
                 for one in served:
                     if one.returned.device == error.device:
                         await self._dismiss(one.session, epoch, error)
-                served = [one for one in served if one.returned.device != error.device]
+                served[:] = [one for one in served if one.returned.device != error.device]
             else:
                 break
-        return [_Counted(one.returned.device, one.returned.samples, one.loss_sum, one.errors) for one in served]
+        counted = [_Counted(one.returned.device, one.returned.samples, one.loss_sum, one.errors) for one in served]
+        served.clear()
+        return counted
 
     async def _start_over(self, epoch: int, served: list[_Served], error: TooFewDevicesError) -> None:
         """Discard a round that too few have ended for the aggregation; it begins anew when one more is there."""

@@ -178,6 +178,16 @@ def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None
     assert same(one.replica("a").state(), before.replica("a").state())
 
 
+def test_a_global_model_that_is_held_is_put_back_whatever_was_aggregated_meanwhile() -> None:
+    one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
+    put_back = one.hold()
+    for seed, device in enumerate(("a", "b")):
+        one.aggregate([bring_back(one, device, 1, seed, 1)[0]])
+    assert not same(one.state(), untouched.state())
+    put_back()
+    assert same(one.state(), untouched.state())
+
+
 def test_a_device_that_has_left_nothing_behind_takes_no_momentum_to_another_cut() -> None:
     one = learner({"a": 1, "b": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)

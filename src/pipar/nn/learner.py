@@ -118,6 +118,10 @@ class TorchLearner:
             replica.restore_momentum(self._momentum)
             replica.discard()
 
+    def hold(self) -> Callable[[], None]:
+        """Return what puts the global model back to what it is now; as long as somebody has that, there are two."""
+        return partial(self._load, self.state())
+
     def pack(self, device: str, *, changes: bool = False) -> Body:
         """Return the device's part of the global model, as it is now, or what has changed in it since the one before.
 
