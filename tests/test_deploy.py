@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from credentials import Folder
 
-from pipar.config import device_names, load_config
+from pipar.cli import main
+from pipar.config import Config, device_names, load_config
+from pipar.deployment import DeviceOptions, ServerOptions, device_workload
 from pipar.events import EpochResult, Event
+from pipar.link.security import DeviceSecurity, ServerSecurity
 from pipar.logs import level_of
 from pipar.monitor import Monitor
 
@@ -88,7 +92,7 @@ def test_what_a_unit_is_hardened_with_does_not_depend_on_which_it_is(name: str) 
 def test_variables_of_the_command_have_a_value_without_a_file_of_settings(name: str) -> None:
     service = unit(name)["Service"]
     set_here = {value.partition("=")[0] for value in service["Environment"]}
-    assert set(re.findall(r"\$\{(\w+)\}", service["ExecStart"][0])) <= set_here
+    assert set(re.findall(r"\$\{?(\w+)", service["ExecStart"][0])) <= set_here
     assert all(value.startswith("-") for value in service["EnvironmentFile"])  # it need not be there
 
 
@@ -130,6 +134,49 @@ def test_units_give_options_that_are_documented(name: str, command: str) -> None
     assert {word for word in words if word.startswith("--")} <= documented(command)
 
 
+def command_of(name: str, command: str) -> list[str]:
+    """Return what a unit or an image runs on a machine that was set up by the steps, device pi-1 or the server."""
+    if name in IMAGES:
+        found = dict(instructions(name))
+        words = [*json.loads(found["ENTRYPOINT"]), *json.loads(found.get("CMD", "[]"))]
+        return words + (["--server", "training.example.org:50051", "--name", "pi-1"] if command == "device" else [])
+    service = unit(name)["Service"]
+    steps = re.findall(r"^echo '(\w+=\S+)' > /etc/pipar/\w+.env$", (DEPLOY / "README.md").read_text("utf-8"), re.M)
+    assert len(steps) == 2
+    values = dict(one.split("=", 1) for one in (*service["Environment"], *steps))
+    line = re.sub(r"\$\{?(\w+)\}?", lambda found: values[found[1]], service["ExecStart"][0])
+    return shlex.split(line.replace("%i", "pi-1").replace("%E", "/etc").replace("%S", "/var/lib"))
+
+
+@pytest.mark.parametrize(("name", "command"), [*zip(UNITS, COMMANDS, strict=True), *zip(IMAGES, COMMANDS, strict=True)])
+def test_what_units_and_images_run_takes_the_certificates_and_has_samples(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond loopback, as by the steps; all that a command finds wrong before it listens or connects is looked for."""
+    folder = Folder.make(tmp_path / "certs").path
+    given: list[tuple[Config, ServerOptions | DeviceOptions]] = []
+
+    def take(config: Config, options: ServerOptions | DeviceOptions, _: object) -> int:
+        given.append((config, options))
+        return 0
+
+    monkeypatch.setattr("pipar.deployment.serve", take)
+    monkeypatch.setattr("pipar.deployment.take_part", take)
+    _, *words = command_of(name, command)
+    places = {"/etc/pipar/certs": str(folder), f"/etc/pipar/{command}.toml": str(DEPLOY / f"{command}.toml")}
+    with pytest.raises(SystemExit) as ended:
+        main([places.get(word, word).replace("127.0.0.1:9090", "127.0.0.1:0") for word in words])
+    assert ended.value.code == 0
+    ((config, options),) = given
+    if isinstance(options, ServerOptions):
+        assert options.listen == "0.0.0.0:50051"
+        assert options.security == ServerSecurity.from_folder(folder)
+    else:
+        assert options.server == "training.example.org:50051"
+        assert options.security == DeviceSecurity.from_folder(folder, "pi-1")
+        assert len(device_workload(config, options).own_shard("pi-1")) > 0
+
+
 def test_units_are_named_by_their_device() -> None:
     assert "--name %i" in unit("pipar-device@.service")["Service"]["ExecStart"][0]
 
@@ -150,11 +197,12 @@ def test_real_devices_are_not_slowed_down(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_commented_out_is_toml_too(name: str) -> None:
+def test_what_is_commented_out_is_a_configuration_too(name: str, tmp_path: Path) -> None:
     text = (DEPLOY / f"{name}.toml").read_text("utf-8")
     everything = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
-    assert everything != text
     assert len(tomllib.loads(everything)["server"]) > len(tomllib.loads(text)["server"])
+    (tmp_path / "everything.toml").write_text(everything)
+    load_config(tmp_path / "everything.toml")
 
 
 # --- images
