@@ -13,13 +13,14 @@ from typing import Any
 import grpc
 import pytest
 from credentials import Folder, certs
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
 from pipar.link import certificates
 from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
-from pipar.link.register import add_token
+from pipar.link.register import add_serials, add_token
 from pipar.link.security import DeviceSecurity, Guard, ServerSecurity, check_device, check_server, is_loopback
 from pipar.protocol.messages import Kind, Message, json_body
 from pipar.protocol.wire import cut_message
@@ -303,6 +304,26 @@ def test_a_damaged_file_of_tokens_is_said_once_and_is_no_reason_to_fall_over(
             check_server(ServerSecurity(tokens=tokens), "127.0.0.1:1")
         tokens.write_bytes(whole)
         assert guard.name_of({}, shown) == "phone-1"
+
+
+def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_go_away(
+    ours: Folder, tmp_path: Path
+) -> None:
+    for name in ("ca.pem", "server.pem", "server.key"):
+        (tmp_path / name).write_bytes((ours.path / name).read_bytes())
+    security, denied = ServerSecurity.from_folder(tmp_path), tmp_path / "denied.json"
+    check_server(security, "127.0.0.1:1")
+    pem = (ours.path / "devices" / "pi-1.pem").read_bytes()
+    shown, guard = {"x509_common_name": [b"pi-1"], "x509_pem_cert": [pem]}, Guard(security)
+    assert guard.name_of(shown, []) == "pi-1"
+    add_serials(denied, "pi-1", [certificates.serial_of(x509.load_pem_x509_certificate(pem))])
+    with pytest.raises(CredentialError, match="This certificate was revoked"):
+        guard.name_of(shown, [])
+    beginning = Guard(security)
+    denied.unlink()
+    for one in (guard, beginning):
+        with pytest.raises(CredentialError, match="cannot check credentials at the moment"):
+            one.name_of(shown, [])
 
 
 @pytest.mark.parametrize("content", [b'{"pi-1": [[1]]}', b'{"pi-1": "1234"}', b"null"])

@@ -27,7 +27,8 @@ class ServerSecurity:
     """How a server protects itself. Nothing at all is for loopback only.
 
     With `client_ca` a device needs a certificate of that authority, with `tokens` a token of that file; with both it
-    needs both, of one name. `denied` lists certificates that were taken back. `insecure` allows what others can read.
+    needs both, of one name. `denied` lists certificates that were taken back; the file may come later, when the first
+    one is. `insecure` allows what others can read.
     """
 
     certificate: Path | None = None
@@ -43,8 +44,7 @@ class ServerSecurity:
         certificate, key = folder / "server.pem", folder / "server.key"
         if tokens:
             return cls(certificate, key, tokens=folder / "tokens.json")
-        denied = folder / "denied.json"
-        return cls(certificate, key, client_ca=folder / "ca.pem", denied=denied if denied.exists() else None)
+        return cls(certificate, key, client_ca=folder / "ca.pem", denied=folder / "denied.json")
 
     @property
     def knows_devices(self) -> bool:
@@ -200,7 +200,7 @@ def _read_register(security: ServerSecurity) -> None:
     """Raise if a file that is looked up later cannot be read now."""
     if security.tokens is not None:
         read_tokens(security.tokens)
-    if security.denied is not None:
+    if security.denied is not None and _is_there(security.denied):
         read_serials(security.denied)
 
 
@@ -215,7 +215,10 @@ class Guard:
         self._trouble: str | None = None
         self._needs_certificate = security.client_ca is not None
         self._tokens = _Fresh(security.tokens, read_tokens) if security.tokens is not None else None
-        self._denied = _Fresh(security.denied, _denied_serials) if security.denied is not None else None
+        self._denied = None
+        if security.denied is not None:
+            before = None if _is_there(security.denied) else frozenset[str]()
+            self._denied = _Fresh(security.denied, _denied_serials, before)
 
     def name_of(self, auth: Mapping[str, Sequence[bytes]], metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
         """Return the name that the credentials of a connection give it, None if none are needed.
@@ -272,15 +275,20 @@ _Content = TypeVar("_Content", Tokens, frozenset[str])
 
 
 class _Fresh(Generic[_Content]):
-    """What a small file says, read again when it has changed."""
+    """What a small file says, read again when it has changed; one that was there may not go away."""
 
-    def __init__(self, path: Path, read: Callable[[Path], _Content]) -> None:
+    def __init__(
+        self, path: Path, read: Callable[[Path], _Content], before_it_is_there: _Content | None = None
+    ) -> None:
         self._path = path
         self._read: Callable[[Path], _Content] = read
+        self._before_it_is_there: _Content | None = before_it_is_there
         self._known: tuple[object, _Content] | None = None
 
     def content(self) -> _Content:
         version = self._version()
+        if self._known is None and self._before_it_is_there is not None and not _is_there(self._path):
+            return self._before_it_is_there
         if self._known is None or self._known[0] != version:
             self._known = (version, self._read(self._path))
         return self._known[1]
