@@ -209,6 +209,18 @@ def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) ->
     check_nothing_is_left(here)
 
 
+def test_a_program_that_is_stopped_while_it_measures_its_machine_ends_in_order(here: Place) -> None:
+    here.environment["XDG_CACHE_HOME"] = str(here.folder / "nothing is measured")
+    here.hold("server")
+    server = here.server()
+    here.wait_until_held("server")
+    server.signal(signal.SIGTERM)
+    here.let_go("server")
+    assert server.ends() == 0
+    assert server.lines()[-1].endswith("stopping: It was asked to stop.")
+    assert here.alive() == []
+
+
 # --- who may take part
 
 

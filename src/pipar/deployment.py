@@ -478,7 +478,11 @@ def _prepare_process() -> None:
 
 
 def _until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
-    """Run a coroutine to its end; SIGTERM and SIGINT cut it short, and the one that did is returned."""
+    """Run a coroutine to its end; SIGTERM and SIGINT cut it short, and the one that did is returned.
+
+    Behind it they do what they did before.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     async def supervised() -> signal.Signals | None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
@@ -488,7 +492,7 @@ def _until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
             received.append(number)
             task.cancel()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handlers:
             loop.add_signal_handler(number, stop, number)
         try:
             await task
@@ -497,4 +501,8 @@ def _until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
                 raise
         return received[0] if received else None
 
-    return asyncio.run(supervised())
+    try:
+        return asyncio.run(supervised())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

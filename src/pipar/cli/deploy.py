@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import FrameType
+from typing import NoReturn, cast
 
 import click
 
@@ -25,7 +27,7 @@ from pipar.cli.options import (
     options,
 )
 from pipar.errors import ConfigError, CredentialError, InputError, PiparError
-from pipar.events import Failed, Observer, Starting, tell_all
+from pipar.events import Failed, Observer, Starting, Stopping, tell_all
 from pipar.logs import LOGGER
 from pipar.units import parse_duration, split_address
 from pipar.wording import training_text
@@ -203,12 +205,29 @@ def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
     from pipar.logs import LogFormat, logged
     from pipar.monitor import monitored
 
-    with logged(cast(LogFormat, log_format)) as log, monitored(metrics) as monitor:
+    with logged(cast(LogFormat, log_format)) as log, monitored(metrics) as monitor, _ended_by_sigterm():
         observe = tell_all(log, monitor.observe)
         try:
             yield observe
+        except SystemExit:
+            observe(Stopping("It was asked to stop."))
+            raise
         except PiparError as error:
             monitor.observe(Failed(str(error)))
             if log_format == "json":  # as text, it is the last line of the command anyway
                 log(Failed(str(error)))
             raise
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the command with exit code 0 before and behind the training, too, which handles it itself."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(_: int, __: FrameType | None) -> NoReturn:
+    raise SystemExit(0)

@@ -87,19 +87,29 @@ def measure_profile(
     that was. `rectified` are the split points behind a ReLU, for who knows them: to find out takes more forwards.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
+    is_wanted = True
+
+    def tell(share: float) -> None:
+        if not is_wanted:
+            raise InterruptedError  # who asked is gone, as by Ctrl-C
+        shares.put(share)
+
     task = _Task(
-        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, shares.put, budget_s, memory_bytes,
-        rectified,
-    )  # fmt: skip
+        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, tell, budget_s, memory_bytes, rectified
+    )
     keep_freed_memory()  # as the processes of a run do
     # In a thread of its own, because stages run in one: memory is given back to the system more often in the
     # main thread, and a full batch of VGG-5 took 12 to 15 % longer there.
     with ThreadPoolExecutor(1, thread_name_prefix="measure") as thread:
         measured = thread.submit(_measure, task)
         measured.add_done_callback(lambda _: shares.put(None))
-        for share in iter(shares.get, None):
-            if progress is not None:
-                progress(share)
+        try:
+            for share in iter(shares.get, None):
+                if progress is not None:
+                    progress(share)
+        except BaseException:
+            is_wanted = False
+            raise
     give_back_memory_of_model(_state_bytes(model))  # a server or a device goes on in this process
     return measured.result()
 
