@@ -79,6 +79,10 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "a model too early": ((model(),), "where END_EPOCH of epoch 1 belongs"),
     "a gradient": ((activation(kind=Kind.GRADIENT),), "where END_EPOCH of epoch 1 belongs"),
     "two models at once": ((activation(), model(), model()), "came with 1 of its kind waiting"),
+    "momentum that nobody keeps": (
+        (Message(Kind.STATE, 1, body=Body(1_000_020, encoding="safetensors")),),
+        "announces 1000020 bytes; at most 1000000 are taken",
+    ),
     "hello again": ((hello("b"),), "came in the middle of a session"),
     "no model": (
         (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), 3.0, end_epoch()),

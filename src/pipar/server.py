@@ -746,7 +746,7 @@ class Server:
             return
         # A left-over sample may join the last batch; with batch statistics a short batch is cut into two and three.
         piece = max(-(-(orders.batch_size + 1) // plan.micro_batches), 3 if orders.batch_statistics else 1)
-        state = self._learner.model_bytes() + SMALL_BODY_BYTES
+        momentum = self._learner.model_bytes() if orders.keep_momentum else 0
         session.model_bytes = max(
             self._learner.part_bytes(session.device), session.model_bytes if session.is_late else 0
         )
@@ -757,7 +757,7 @@ class Server:
         limits = {
             Kind.ACTIVATION: session.activation_bytes,
             Kind.MODEL: session.model_bytes + SMALL_BODY_BYTES,
-            Kind.STATE: state,
+            Kind.STATE: momentum + SMALL_BODY_BYTES,
             Kind.TRACE: min(_LARGEST_TRACE, SMALL_BODY_BYTES + _SPAN_BYTES * iterations * (plan.micro_batches + 1)),
         }
         session.channel.limit(body_limit(limits))
