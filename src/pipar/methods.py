@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from pipar.errors import ConfigError, PlanError
@@ -61,6 +62,18 @@ class Plan:
         window = f" 1f1b({self.window})" if self.window else ""
         coded = "" if self.encoding == "raw" else f" {self.encoding}"
         return f"P={self.split_point} N={self.micro_batches}{window}{coded}"
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Return the plan that prints as this."""
+        match = _PLAN.fullmatch(text)
+        if match is None:
+            raise PlanError(f"'{text}' is not a plan, such as 'P=2 N=3 planes'.")
+        up, _, down = (match["coded"] or "raw").partition("/")
+        return cls(int(match["p"]), int(match["n"]), int(match["window"] or 0), up, down or up)
+
+
+_PLAN = re.compile(r"P=(?P<p>\d+) N=(?P<n>\d+)(?: 1f1b\((?P<window>\d+)\))?(?: (?P<coded>\S+))?")
 
 
 def check_plan(plan: Plan, *, layers: int, batch_size: int, model: str) -> Plan:

@@ -68,6 +68,13 @@ def test_a_run_that_goes_on_has_the_epochs_and_the_picture_that_were_told(run: S
     assert len(told["timeline"]["iteration"]["spans"]) == 3
 
 
+def test_plans_have_their_encodings_while_the_run_goes_on(run: Started) -> None:
+    plans = {"pi-1": "P=2 N=2 sparse-planes", "pi-2": "P=2 N=2 planes/raw"}
+    (told,) = shown(replace(run, plans=plans), result(1))["runs"]
+    assert told["plan"] == "1 x P=2 N=2 planes/raw, 1 x P=2 N=2 sparse-planes"
+    assert {row["device"]: row["plan"] for row in told["devices"]["rows"]} == plans
+
+
 def test_new_plans_are_told(run: Started) -> None:
     plan = {"split_point": 3, "micro_batches": 4}
     (told,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}, "pi-3 left"))["runs"]

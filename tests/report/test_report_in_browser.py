@@ -154,8 +154,50 @@ def test_charts_are_drawn_anew_for_the_dark_and_for_paper(opened: Open, url: str
         seen.run("() => window.dispatchEvent(new Event('beforeprint'))")
         assert seen.run(ink) == "#000000", "white words on white paper"
         assert seen.run("() => window.pipar.charts.get('lanes-0').getWidth()") <= 700, "wider than the paper"
+        slider = "() => window.pipar.charts.get('lanes-0').getOption().dataZoom[1].show"
+        assert not seen.run(slider), "nobody moves a slider on paper"
         seen.run("() => window.dispatchEvent(new Event('afterprint'))")
         assert seen.run(ink) == dark
+        assert seen.run(slider)
+
+
+def test_on_a_phone_what_would_make_it_faster_is_read_without_moving_the_table(opened: Open, url: str) -> None:
+    script = """() => [...document.querySelectorAll(".plan table")].map((table) => Math.max(
+        ...[...table.querySelectorAll("caption > span, .number")].map((box) => box.getBoundingClientRect().right)))"""
+    with opened(url, size=PHONE) as seen:
+        rights = seen.run(script)
+    assert len(rights) == len(METHODS)
+    assert max(rights) <= PHONE[0]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "losses"),
+    [([0.205, 0.215], [2.3011, 2.3014]), ([0.5, 0.5], [0.7, 0.7]), ([0.4], [1.5]), ([0.1, 0.9], [2.3, 0.01])],
+)
+def test_no_two_ticks_of_a_curve_say_the_same(desktop: Seen, accuracies: list[float], losses: list[float]) -> None:
+    script = """([accuracies, losses]) => {
+        const before = [window.pipar.state.content, window.pipar.state.against];
+        const content = structuredClone(before[0]);
+        for (const run of content.runs) {
+            run.epochs.length = accuracies.length;
+            run.epochs.forEach((epoch, at) => {
+                epoch.val_accuracy = accuracies[at];
+                epoch.train_loss = epoch.val_loss = losses[at];
+            });
+        }
+        window.pipar.state.against = "epoch";
+        window.pipar.draw(content);
+        const axis = (id, kind) => window.pipar.charts.get(id).getModel().getComponent(kind).axis;
+        const words = (id, kind) => axis(id, kind).getViewLabels().map((label) => label.formattedLabel);
+        const ticks = ["curve-accuracy", "curve-loss"].flatMap((id) => [words(id, "xAxis"), words(id, "yAxis")]);
+        window.pipar.state.against = before[1];
+        window.pipar.draw(before[0]);
+        return ticks;
+    }"""
+    for words in desktop.run(script, [accuracies, losses]):
+        assert len(words) >= 2
+        assert len(set(words)) == len(words), words
+    assert desktop.run(script, [accuracies, losses])[0] == ["1", "2"], "there is no half of an epoch"
 
 
 def test_an_idle_time_that_is_not_known_is_not_nothing(desktop: Seen) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, Started
+from pipar.methods import Plan
 from pipar.report.content import content
 from pipar.report.record import RunRecord
-from pipar.results import replan_as_json
+from pipar.results import plans_as_json, replan_as_json
 
 
 @dataclass
 class _Run:
     folder: Path
     world: str
+    plans: dict[str, Plan]
     epochs: dict[int, EpochResult] = field(default_factory=dict)
     replans: list[Replanned] = field(default_factory=list)
     picture: Pictured | None = None
@@ -33,7 +35,7 @@ class History:
     def take(self, event: Event) -> bool:
         """Take one event in; return whether there is more to tell now."""
         if isinstance(event, Started):
-            self._runs.append(_Run(Path(event.folder), event.world))
+            self._runs.append(_Run(Path(event.folder), event.world, _plans(event)))
         elif isinstance(event, EpochResult) and self._runs:
             self._runs[-1].epochs[event.epoch] = event
         elif isinstance(event, Pictured) and self._runs:
@@ -68,11 +70,23 @@ class History:
         return record
 
 
+def _plans(event: Started) -> dict[str, Plan]:
+    return {device: Plan.parse(plan) for device, plan in event.plans.items()}
+
+
 def _so_far(record: RunRecord, run: _Run) -> RunRecord:
     """Return the record of a run that goes on; its files may be those of the training that it resumes."""
     epochs = {row["epoch"]: row for row in record.result["epochs"]}
     epochs |= {number: result.to_dict() for number, result in run.epochs.items()}
-    told = {"world": run.world, "epochs": [row for _, row in sorted(epochs.items())], "test_accuracy": None}
+    told: dict[str, Any] = {
+        "world": run.world,
+        "epochs": [row for _, row in sorted(epochs.items())],
+        "test_accuracy": None,
+    }
+    if (
+        run.plans and record.running
+    ):  # of a run without a result.json: config.toml does not say how what is sent is encoded
+        told["plans"] = plans_as_json(run.plans)
     result = {**record.result, **told}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
     shown: dict[str, Any] = {"spans": ()}

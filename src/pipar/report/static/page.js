@@ -90,7 +90,7 @@
       element("tr", { class: options.best === place ? "best" : null },
         heads.map((head, column) => cell(column === 0 ? "th" : "td", row[column], head, column === 0 ? { scope: "row" } : {}))));
     const made = element("table", {},
-      caption ? element("caption", {}, caption) : null,
+      caption ? element("caption", {}, element("span", {}, caption)) : null,
       element("thead", {}, element("tr", {}, heads.map((head) => cell("th", head.title, head, { scope: "col" })))),
       element("tbody", {}, body));
     return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || options.label || "Table" }, made);
@@ -341,7 +341,7 @@
     const axisWords = (value) => `${Number((value * unit.factor).toPrecision(6))} ${unit.name}`;
     const own = new Set(shown.lanes.map((lane) => lane.owner));
     const option = {
-      grid: { left, right: 14, top: 6, bottom: 56 },
+      grid: { left, right: 14, top: 6, bottom: state.printing ? 30 : 56 },
       tooltip: tooltip({ trigger: "item", formatter: (params) => hover(shown, rows[params.value[3]]) }),
       xAxis: valueAxis("", { min: 0, max: length, axisLabel: { formatter: axisWords, hideOverlap: true, showMaxLabel: false } }),
       yAxis: {
@@ -352,7 +352,7 @@
       dataZoom: [
         { type: "inside", xAxisIndex: 0, filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false, preventDefaultMouseMove: false, minValueSpan: length / 5000, ...state.zoom },
         {
-          type: "slider", xAxisIndex: 0, filterMode: "weakFilter", height: 18, bottom: 6, showDataShadow: false, brushSelect: false, minValueSpan: length / 5000,
+          type: "slider", show: !state.printing, xAxisIndex: 0, filterMode: "weakFilter", height: 18, bottom: 6, showDataShadow: false, brushSelect: false, minValueSpan: length / 5000,
           labelFormatter: (value) => axisWords(Number(value.toPrecision(4))), textStyle: { color: ink.quiet }, borderColor: ink.line, fillerColor: "rgba(86,180,233,0.25)",
           ...state.zoom,
         },
@@ -365,7 +365,7 @@
     const words = describe(run, shown, isCompared);
     const id = `lanes-${place}`;
     const isNew = !state.charts.has(id);
-    const chart = show(byId("timelines"), id, { ...words, height: shown.lanes.length * ROW + 62, option, numbers: pathTable(shown) });
+    const chart = show(byId("timelines"), id, { ...words, height: shown.lanes.length * ROW + (state.printing ? 36 : 62), option, numbers: pathTable(shown) });
     chart.getDom().closest("figure").dataset.run = run.name;
     if (isNew) {
       chart.on("datazoom", (event) => {
@@ -497,7 +497,7 @@
     });
   }
 
-  function curve(content, id, title, keys, form) {
+  function curve(content, id, title, keys, form, tick) {
     const several = content.runs.length > 1;
     const series = [];
     const heads = [column("run"), number("epoch"), ...keys.map((key) => number(key.words))];
@@ -523,8 +523,8 @@
     show(byId("curves"), id, {
       title, caption: several && keys.length > 1 ? "Solid: on the batches that were trained; dashed: on the validation set." : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
       option: { legend: legend(), grid: { left: 52, right: 18, top: 40, bottom: 44 }, tooltip: tooltip({ trigger: "item", formatter: (point) => `<b>${escaped(point.seriesId)}</b><br>${state.against === "epoch" ? `epoch ${point.value[0]}` : `after ${seconds(point.value[0])}`}<br>${form(point.value[1])}` }),
-        xAxis: valueAxis(state.against === "epoch" ? "epoch" : "seconds of training", { nameLocation: "middle", nameGap: 26, min: state.against === "epoch" ? 1 : 0, minInterval: state.against === "epoch" ? 1 : 0, nameTextStyle: { color: colours().quiet } }),
-        yAxis: valueAxis("", { scale: true, axisLabel: { formatter: (value) => form(value, true) } }), series },
+        xAxis: valueAxis(state.against === "epoch" ? "epoch" : "seconds of training", { nameLocation: "middle", nameGap: 26, min: state.against === "epoch" ? 1 : 0, max: state.against === "epoch" ? (seen) => Math.max(2, seen.max) : null, minInterval: state.against === "epoch" ? 1 : 0, nameTextStyle: { color: colours().quiet } }),
+        yAxis: valueAxis("", { scale: true, minInterval: tick.least, axisLabel: { formatter: tick.form } }), series },
       numbers: table(title, heads, rows),
     });
   }
@@ -543,8 +543,8 @@
       state.against = value;
       redraw();
     }));
-    curve(content, "curve-loss", "Loss", [{ name: "train_loss", words: "training" }, { name: "val_loss", words: "validation" }], (value, short) => (isNumber(value) ? (short ? String(Number(value.toPrecision(3))) : value.toFixed(4)) : "–"));
-    curve(content, "curve-accuracy", "Validation accuracy", [{ name: "val_accuracy", words: "validation" }], (value, short) => share(value, short ? 0 : 2));
+    curve(content, "curve-loss", "Loss", [{ name: "train_loss", words: "training" }, { name: "val_loss", words: "validation" }], (value) => digits(value, 4), { least: 0, form: (value) => String(Number(value.toPrecision(6))) });
+    curve(content, "curve-accuracy", "Validation accuracy", [{ name: "val_accuracy", words: "validation" }], (value) => share(value, 2), { least: 0.01, form: (value) => share(value) });
   }
 
   function drawCosts(content) {
@@ -613,8 +613,8 @@
     const all = [{ change: "as it is", plan: found.plan, epoch_s: found.epoch_s }, ...found.changes.map((one) => ({ ...one, change: `with ${one.change}` })),
       ...found.split_points.map((one) => ({ ...one, change: `all devices with ${one.change}` }))];
     const longest = Math.max(...all.map((one) => one.epoch_s));
-    made.append(table("What the planner predicts, each time with the best plans for it", [column("if"), column("best plan"), number("epoch"), number("change")],
-      all.map((one) => [one.change, one.plan, meter(one.epoch_s / longest, seconds(one.epoch_s)), one.change === "as it is" ? "" : compared(one.epoch_s, found.epoch_s)])));
+    made.append(table("What the planner predicts, each time with the best plans for it", [column("if"), number("epoch"), number("change"), column("best plan")],
+      all.map((one) => [one.change, meter(one.epoch_s / longest, seconds(one.epoch_s)), one.change === "as it is" ? "" : compared(one.epoch_s, found.epoch_s), one.plan])));
     if (found.note) made.append(element("p", { class: "note" }, found.note));
     return made;
   }
@@ -641,7 +641,9 @@
   }
 
   function factList(title, facts) {
-    const word = (name, value) => (["command", "folder"].includes(name) ? element("code", {}, value) : value);
+    // A line ends between the words of a command, not behind the hyphens of an option.
+    const words = (value) => value.split(" ").flatMap((one, place) => [place ? " " : null, element("span", {}, one)]);
+    const word = (name, value) => (["command", "folder"].includes(name) ? element("code", {}, words(value)) : value);
     return element("div", {}, title ? element("h3", {}, title) : null, element("dl", {}, facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, word(name, value))])));
   }
 

@@ -1,0 +1,27 @@
+"""Plans, as they are said and understood."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipar.errors import PlanError
+from pipar.methods import Plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(5, 1), "P=5 N=1"),
+        (Plan(2, 12, 3), "P=2 N=12 1f1b(3)"),
+        (Plan(1, 8, 0, "sparse-planes", "sparse-planes"), "P=1 N=8 sparse-planes"),
+        (Plan(1, 8, 2, "sparse", "raw"), "P=1 N=8 1f1b(2) sparse/raw"),
+    ],
+)
+def test_a_plan_is_read_as_it_is_printed(plan: Plan, text: str) -> None:
+    assert str(plan) == text
+    assert Plan.parse(text) == plan
+
+
+def test_other_words_are_no_plan() -> None:
+    with pytest.raises(PlanError, match="'P=2' is not a plan, such as"):
+        Plan.parse("P=2")
