@@ -144,11 +144,12 @@
     setText(tiles.loss, number(state.loss, 3));
     setText(tiles.accuracy, state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`);
     setText(tiles.rate, state.samples_per_s === null ? "–" : Number(state.samples_per_s.toPrecision(3)).toLocaleString());
+    // Devices on other machines tell the server of their lanes when a round is over.
+    const isOld = (key) => state.lanes[key] === null && state.lanes_before[key] !== undefined;
     for (const key of Object.keys(LANES)) {
-      // Devices on other machines tell the server of their lanes when a round is over.
-      const isOld = state.lanes[key] === null && state.lanes_before[key] !== undefined;
-      lanes[key].set(isOld ? state.lanes_before[key] : state.lanes[key], isOld ? "last epoch" : "");
+      lanes[key].set(isOld(key) ? state.lanes_before[key] : state.lanes[key], isOld(key) ? "last epoch" : "");
     }
+    laneList.classList.toggle("live-lanes-old", Object.keys(LANES).some(isOld));
   }
 
   function sentence() {
