@@ -16,7 +16,7 @@ $(BIN)/python:
 
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing pipar into .venv: a minute or two"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tensorboard]'
 	@touch $(READY)
 
 # All at once, not on top of what a demo needs: that would be resolved and built twice.

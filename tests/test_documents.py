@@ -195,6 +195,13 @@ def test_readme_quotes_the_results_that_are_checked_in() -> None:
     assert quoted(README) == README
 
 
+@pytest.mark.parametrize("place", ["README.md", "Makefile"])
+def test_trackers_of_readmes_commands_are_installed_by_its_first_ones(place: str) -> None:
+    installed = re.search(r"pip install .*-e '?\.(?:\[([\w,]+)\])?", (ROOT / place).read_text("utf-8"))
+    assert installed is not None
+    assert set(re.findall(r"--tracker (\w+)", README)) <= set((installed[1] or "").split(","))
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_readme_commands_are_understood(words: list[str]) -> None:
     parse(words).close()
