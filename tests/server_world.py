@@ -33,12 +33,13 @@ from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
 from pipar.trace import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 
-# A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each.
+# A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each. Noise on the first layer: 1.6 s.
 PROFILE = Profile(
     "hand",
     "float32",
     (10,),
     (LayerProfile("one", (1.0,), (2.0,), 8, 16), LayerProfile("two", (0.5,), (0.5,), 4, 16)),
+    noise_s_per_byte=0.1,
 )
 LINK = Link(up_bps=8000.0, down_bps=8000.0, latency_s=0.01)
 E = TypeVar("E")

@@ -445,6 +445,8 @@ class Config(_Section):
 #: Clips and multipliers of noise beyond these leave the numbers that computers are exact with: a server that orders
 #: them would have a device add less noise than it counts.
 LEAST_SCALE, LARGEST_SCALE = 1e-100, 1e100
+#: A larger epsilon promises nothing, and what solves for its noise ends in numbers that are none.
+_LARGEST_EPSILON = 1e9
 
 
 def check_private_updates(config: Config) -> None:
@@ -455,6 +457,8 @@ def check_private_updates(config: Config) -> None:
         value = getattr(config.privacy, key)
         if value is not None and not LEAST_SCALE <= value <= LARGEST_SCALE:
             raise ValueError(f"privacy.{key} = {value:g} is not allowed: give a number from 1e-100 to 1e100")
+    if (target := config.privacy.target_epsilon) is not None and target > _LARGEST_EPSILON:
+        raise ValueError(f"privacy.target_epsilon = {target:g} is not allowed: give a number of at most 1e9")
     if METHODS[config.run.method].shares_server_model:
         raise ValueError(
             f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) is for methods in which every device "

@@ -248,6 +248,7 @@ class Device:
         await self._compute.run((step, part.step))
 
     async def _send_model(self, epoch: int) -> None:
+        noise = self._count_release(epoch)
         loss = self._part.take_loss()
         # A loss is computed of the data, too, and has no noise on it.
         counted: dict[str, Any] = {"samples": len(self._samples), "loss_sum": None if self._orders.protects else loss}
@@ -259,24 +260,32 @@ class Device:
         self._channel.post(
             Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.moments()}))
         )
-        await self._protect(epoch)
+        await self._protect(epoch, noise)
         changes = self._orders.sends_changes(self._channel.rate_bps(epoch))
         assert self._model_bytes is not None
         pack = Work("pack", epoch, size_bytes=self._model_bytes, encoding="changes" if changes else "raw")
         body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))
-        if self._orders.protects:
-            self._guard.note(self._orders.noise_multiplier)
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
 
-    async def _protect(self, epoch: int) -> None:
+    def _count_release(self, epoch: int) -> Chance | None:
+        """Count the update that is to be sent, and return the noise for it; None if it is sent without any.
+
+        Before the end of the epoch is told, at which the server counts it: it never knows of more than the device, so
+        what the device keeps within the budget is within it by both counts.
+        """
+        if not self._orders.protects:
+            return None
+        noise = self._guard.chance(self.name, epoch)
+        self._guard.note(self._orders.noise_multiplier)
+        return noise
+
+    async def _protect(self, epoch: int, noise: Chance | None) -> None:
         """Clip what the round has changed and add noise to it, if that is ordered: the last that is done to it."""
-        orders = self._orders
-        if orders.protects:
+        if noise is not None:
             assert self._model_bytes is not None
-            chance = self._guard.chance(self.name, epoch)
             protect = Work("protect", epoch, size_bytes=self._model_bytes)
-            how = {"clip": orders.clip, "multiplier": orders.noise_multiplier}
-            await self._compute.run((protect, partial(self._part.protect, chance, **how)))
+            how = {"clip": self._orders.clip, "multiplier": self._orders.noise_multiplier}
+            await self._compute.run((protect, partial(self._part.protect, noise, **how)))
 
     async def _install(self, message: Message) -> None:
         body, keep = message.body, self._orders.keep_momentum

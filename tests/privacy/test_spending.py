@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cutting import Loss
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from server_world import Outcome, end_epoch, hello, honest, roaming, scripted, train, until
 from small_runs import SETTINGS
@@ -30,6 +33,7 @@ from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.protocol.messages import EMPTY, Kind, Message
 from pipar.protocol.orders import Orders
 from pipar.run import with_method
+from pipar.trace import UPLINK
 
 DELTA = 1e-5
 NO_LIMIT = Terms(1.0, 4.0, DELTA)
@@ -79,10 +83,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy": {"pixel_epsilon": 1.5}}, "privacy.pixel_epsilon = 1.5 is not allowed"),
     ({"privacy": {"noise_multiplier": 1e-160}}, "privacy.noise_multiplier = 1e-160 is not allowed"),
     ({"privacy": {"noise_multiplier": 1.0, "clip": 1e-320}}, "is not allowed: give a number from 1e-100 to 1e100"),
+    ({"privacy": {"target_epsilon": 1e200}}, "privacy.target_epsilon = 1e+200 is not allowed"),
 ]
 
 
-@pytest.mark.parametrize(("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel", "noise", "clip"])
+@pytest.mark.parametrize(
+    ("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel", "noise", "clip", "target"]
+)
 def test_what_cannot_be_private_is_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_from(tree)
@@ -251,6 +258,69 @@ def test_frames_that_are_sent_again_over_another_connection_cost_nothing() -> No
     assert outcome.failure is None
     assert releases(outcome) == {"a": 3, "b": 3}
     assert guard.spent.releases == 3
+
+
+@contextmanager
+def updates_sent() -> Iterator[Counter[str]]:
+    """Yield how many updates each device has begun to send, counted where they leave it."""
+    sent: Counter[str] = Counter()
+    post = Channel.post
+
+    def counting(channel: Channel, message: Message) -> None:
+        if channel._lane == UPLINK and message.kind is Kind.MODEL:
+            sent[channel._recorder.owner] += 1
+        post(channel, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "post", counting)
+        yield sent
+
+
+#: How a device fares: behind so many frames each of its links is lost, in one way or another; how fast it is, for how
+#: long it stays away, and when it comes.
+FATES = st.fixed_dictionaries(
+    {
+        "cuts": st.lists(st.integers(3, 40), max_size=4),
+        "loss": st.sampled_from(Loss),
+        "speed": st.sampled_from([1.0, 0.3, 0.1]),
+        "pause_s": st.sampled_from([0.5, 3.0, 20.0]),
+        "starts_s": st.sampled_from([0.0, 7.0]),
+    }
+)
+SERVERS = st.fixed_dictionaries(
+    {
+        "method": st.sampled_from(["fl", "sfl", "pipar"]),
+        "epochs": st.integers(1, 6),
+        "round_deadline_s": st.sampled_from([None, 3.0, 8.0, 15.0]),
+        "resume_window_s": st.sampled_from([0.0, 2.0, 30.0]),
+        "begin_with": st.sampled_from([1, 2]),
+    }
+)
+PLAIN = {"cuts": [], "loss": Loss.CLEAN, "speed": 1.0, "pause_s": 0.5, "starts_s": 0.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.tuples(FATES, FATES), SERVERS)
+@example(  # the round ends without one of them when it has told the end of its epoch and not sent its update yet
+    1,
+    (PLAIN, PLAIN),
+    {"method": "sfl", "epochs": 1, "round_deadline_s": 3.0, "resume_window_s": 0.0, "begin_with": 1},
+)
+def test_whoever_is_lost_late_or_sends_again_nobody_sends_or_is_told_to_have_sent_more_than_the_budget(
+    allowed: int, fates: tuple[dict[str, Any], dict[str, Any]], server: dict[str, Any]
+) -> None:
+    terms = limited(allowed)
+    guards = {name: Guard(1, budget=terms.budget) for name in ("a", "b")}
+    lives = [
+        roaming(name, *fate["cuts"], **{key: fate[key] for key in fate if key != "cuts"}, proved=True, guard=guard)
+        for (name, guard), fate in zip(guards.items(), fates, strict=True)
+    ]
+    with updates_sent() as sent:
+        outcome = train(lives, terms=terms, **server)
+    assert outcome.failure is None
+    assert all(sent[name] <= guard.spent.releases <= allowed for name, guard in guards.items())
+    assert all(count <= guards[name].spent.releases for name, count in releases(outcome).items())
+    assert all(result.epsilon <= terms.target_epsilon for result in outcome.results)
 
 
 def test_a_device_tells_a_server_that_has_forgotten_what_it_has_sent() -> None:
