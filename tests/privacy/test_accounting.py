@@ -34,14 +34,32 @@ def analytic_gaussian(multiplier: float, delta: float) -> float:
     return high
 
 
-def test_the_accountant_gives_the_published_epsilon_of_a_thousand_sampled_steps() -> None:
-    """dp-accounting's own example: 1000 steps, sampling 0.01, multiplier 1, delta 1e-5.
+# --- what libraries publish: neighbours by one added record have half of our sensitivity, so noise 2 is their noise 1
 
-    Neighbours by one added record have half of our sensitivity, so our release with noise 2 is theirs with 1.
-    """
-    step = dp_accounting.PoissonSampledDpEvent(0.01, event(2.0))
-    composed = dp_accounting.SelfComposedDpEvent(step, 1000)
-    assert RdpAccountant().compose(composed).get_epsilon(DELTA) == pytest.approx(2.1014, abs=1e-4)
+
+@pytest.mark.parametrize(
+    ("releases", "sensitivity", "deviation"), [(1, 1.0, 1 / 3), (25, 6.0, 10.0)], ids=["base", "varying"]
+)
+def test_the_smallest_noise_is_that_of_the_librarys_examples(
+    releases: int, sensitivity: float, deviation: float
+) -> None:
+    """dp_accounting/pld/accountant_test.py, test_get_smallest_gaussian_noise: epsilon 1, delta 0.78760074."""
+    clip = sensitivity / 2
+    assert clip * smallest_multiplier(releases, 1.0, 0.78760074) == pytest.approx(deviation, abs=1e-7)
+
+
+def test_epsilon_of_three_releases_is_that_of_the_librarys_example() -> None:
+    """dp_accounting/pld/pld_privacy_accountant_test.py, test_gaussian_basic: multiplier sqrt(3), three times."""
+    assert epsilon_after(2 * math.sqrt(3), 3, 0.126936) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_releases_as_the_accountants_take_them_have_the_epsilon_of_opacus() -> None:
+    """opacus/tests/accountants_test.py, test_rdp_accountant: multiplier 1.5, sampling 0.04, 2250 steps, delta 1e-5."""
+    steps = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.04, event(3.0)), 2250)
+    assert RdpAccountant().compose(steps).get_epsilon(DELTA) == pytest.approx(7.32911117143, abs=1e-3)
+
+
+# --- what the definition says
 
 
 @pytest.mark.parametrize("multiplier", [0.7, 2.0, 11.0, 60.0])
