@@ -34,7 +34,9 @@ def pipar(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
         with pytest.raises(SystemExit) as ended:
             main(["leakage", *words])
         captured = capfd.readouterr()
-        assert (ended.value.code, captured.err) == (0, "")
+        # Where it takes more than ten seconds, it says how far it is.
+        wrong = [line for line in captured.err.splitlines() if not line.startswith(("Attacking P=", "Loading "))]
+        assert (ended.value.code, wrong) == (0, [])
         return captured.out
 
     return command
@@ -107,6 +109,6 @@ def test_a_small_attack_sees_cifar_images_behind_the_first_layer_of_vgg5_and_not
 ) -> None:
     pipar("--data", "cifar10", "--attacks", "small", "--split-points", "1,2", "--images", "8")
     first, second = (cut.attacks["small"] for cut in LeakageTable.load(tmp_path / "leakage.json").cuts)
-    assert first.pixel_correlation > 0.8
+    assert first.pixel_correlation > 0.85
     assert second.pixel_correlation < 0.3
     assert first.psnr_db > second.psnr_db + 3
