@@ -31,8 +31,14 @@ class Judge:
             if len(self.asked) == self._most:
                 raise KeyboardInterrupt
             self.asked.append(case)
-            numbers = {"chosen_s": float(devices), "best_s": 1.0, "score": 0.5, "learned_score": 1.0}
-            words = {"chosen": case[3], "best": "P=1 N=1", "learned": "P=1 N=1", "paper": "P=1 N=1"}
+            numbers = {
+                "chosen_s": float(devices),
+                "best_s": 1.0,
+                "score": 0.5,
+                "learned_score": 1.0,
+                "profiled_score": 1.0,
+            }
+            words = {"chosen": case[3], **dict.fromkeys(("best", "learned", "profiled", "paper"), "P=1 N=1")}
             costs = {"paper_score": 1.0, "planning_s": 0.0, "simulations": 1, "searched": 1, "ruled_out": 0}
             yield self._selection.Row(*case, **numbers, **words, **costs, search_s=0.0)
 

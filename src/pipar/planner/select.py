@@ -70,14 +70,14 @@ class Effort:
     """How much a search may compute: a large fleet is searched by a sample, and behind `pieces` nothing is improved."""
 
     devices: int
-    pieces: int  # micro-batches to be simulated, about 15 microseconds each
+    pieces: int  # micro-batches to be simulated, some microseconds each
     worlds: int  # in which plans that are close to the best are compared
     iterations: int = STEADY  # of an epoch that are simulated
     confirms: bool = False  # that whole batches are no quicker, over a whole epoch
 
 
 #: Seconds, before a training: its plans may stay for hours.
-THOROUGH = Effort(devices=128, pieces=500_000, worlds=4, confirms=True)
+THOROUGH = Effort(devices=128, pieces=800_000, worlds=4, confirms=True)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
 QUICK = Effort(devices=24, pieces=10_000, worlds=2, iterations=FEWEST)
 

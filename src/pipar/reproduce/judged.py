@@ -32,6 +32,8 @@ class Judged:
     score: float
     learned: str  # the plans after some epochs in the judge's world
     learned_score: float
+    profiled: str  # the best of all plans if machines were as profiled: more nobody can know before a training
+    profiled_score: float
     paper: str
     paper_score: float
     planning_s: float
@@ -44,7 +46,7 @@ class Judged:
 def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epochs: int) -> Judged:
     """Return how good the choice for a fleet is: at the start, after so many epochs, and by the paper's estimate.
 
-    The search is over every P with every N, or with these.
+    Also how good the best plan by the profiles alone is. The search is over every P with every N, or with these.
     """
     began = time.process_time()
     choice = choose(fleet, simulate, within=simulate_within)
@@ -54,6 +56,7 @@ def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epoc
     best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
     search_s = time.process_time() - began
     learned = learn(fleet, truth, choice.plans, epochs)
+    profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
     paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
     kinds = [paper[kind[0].name] for kind in fleet.kinds()]
 
@@ -69,6 +72,8 @@ def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epoc
         score=best.epoch_s / chosen_s,
         learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
         learned_score=score(learned),
+        profiled="; ".join(map(str, profiled)),
+        profiled_score=score(everybodys(fleet, profiled)),
         paper="; ".join(map(str, kinds)),
         paper_score=score(everybodys(fleet, tuple(kinds))),
         planning_s=planning_s,
