@@ -146,6 +146,7 @@ def train(
     method: str = "pipar",
     epochs: int = 1,
     patience: int | None = None,
+    done: Sequence[float] = (),
     validation: Sequence[tuple[int, Any]] = (),
     losses: Sequence[float] = (),
     keep_momentum: bool = False,
@@ -163,7 +164,8 @@ def train(
 ) -> Outcome:
     """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined.
 
-    Behind `stops_at_s` of training it is asked to stop.
+    `done` are the validation losses of the rounds that were trained before. Behind `stops_at_s` of training it is
+    asked to stop.
     """
     outcome = Outcome(spending=Spending(terms))
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
@@ -188,7 +190,13 @@ def train(
 
         links = dict.fromkeys(devices, LINK)
         ledger = Ledger(
-            links, Bounds(dict.fromkeys(devices, 1.0), 1.0), 1, recorder=recorder, background=beside, emit=emit
+            links,
+            Bounds(dict.fromkeys(devices, 1.0), 1.0),
+            1,
+            recorder=recorder,
+            background=beside,
+            emit=emit,
+            done=done,
         )
         costs = Costs(PROFILE)
         outcome.learner = learner(dict.fromkeys(devices, plan.split_point), losses)
@@ -221,7 +229,7 @@ def train(
         world = World(server)
         tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
         await enough.wait()
-        training = asyncio.ensure_future(_outcome(server.train()))
+        training = asyncio.ensure_future(_outcome(server.train(len(done))))
         if stops_at_s is not None:
             asyncio.get_running_loop().call_later(stops_at_s, training.cancel)
         try:

@@ -113,6 +113,16 @@ def test_training_goes_on_while_validation_improves() -> None:
     assert len(outcome.results) == 6
 
 
+@pytest.mark.parametrize(("done", "rounds"), [([3.0, 2.0, 2.5, 2.5], 0), ([3.0, 2.0, 2.5], 1), ([3.0], 3)])
+def test_a_training_that_goes_on_stops_where_it_would_have_without_a_break(done: list[float], rounds: int) -> None:
+    losses = [3.0, 2.0, 2.5, 2.5, 1.0][len(done) :]
+    more = {"epochs": 9, "patience": 1, "validation": [(10, 10)]}
+    outcome = train([honest("a"), honest("b")], done=done, losses=losses, **more)  # type: ignore[arg-type]
+    assert outcome.failure is None
+    assert len(outcome.counted) == rounds
+    assert outcome.lives == [None, None]
+
+
 def test_without_patience_all_epochs_are_trained() -> None:
     outcome = train([honest("a"), honest("b")], epochs=4, validation=BATCHES, losses=[1.0, 2.0, 3.0, 4.0])
     assert [result.val_loss for result in outcome.results] == [1.0, 2.0, 3.0, 4.0]

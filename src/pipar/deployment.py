@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from pipar.errors import ConfigError, DataError, InputError, PlanError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
+from pipar.ledger import stale_epochs
 from pipar.lifeline import Lifeline
 from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
@@ -111,9 +112,9 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     else:
         seed_dropout(config.run.seed, SERVER)
     folder = _open_folder(folder_path, before, found, options.command)
-    if found is not None and found.round >= config.run.epochs:
+    if found is not None and (why := why_over(config, [result.val_loss for result in folder.epochs])):
         observe(Resumed(found.round))
-        observe(Stopping(f"All {found.round} rounds are trained already; a larger run.epochs goes on behind them."))
+        observe(Stopping(why))
         if not folder.has_result():
             folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
             folder.add_test_accuracy(_test_accuracy(learner, workload))
@@ -320,6 +321,16 @@ def _checkpoint(config: Config, folder: Path, options: ServerOptions, observe: O
         refuse_to_overwrite(folder)
         return None
     return latest(folder, identity_of(config), lambda sentence: observe(SaveFailed(0, sentence)))
+
+
+def why_over(config: Config, losses: Sequence[float | None]) -> str | None:
+    """Return why a training of which these validation losses are known has nothing left to do; None if it has."""
+    done, patience = len(losses), config.run.patience
+    if done >= config.run.epochs:
+        return f"All {done} rounds are trained already; a larger run.epochs goes on behind them."
+    if patience is not None and stale_epochs(losses[:-1]) >= patience:  # as it is judged while it trains
+        return f"The validation loss has not improved for {patience} rounds; a larger run.patience goes on behind them."
+    return None
 
 
 def _check_cut(job: Job, found: Checkpoint | None) -> None:

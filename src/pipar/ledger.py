@@ -155,9 +155,7 @@ class Ledger:
         """Return for how many epochs, up to this one, the validation loss has not improved."""
         while len(self._losses) < number:
             await self._wait()
-        # A loss that has diverged is worse than any other.
-        losses = [loss if math.isfinite(loss) else math.inf for loss in self._losses[:number] if loss is not None]
-        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+        return stale_epochs(self._losses[:number])
 
     async def _wait(self) -> None:
         self.check()
@@ -238,6 +236,12 @@ class Ledger:
             down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
             slowest = max(slowest, up, down, bounds.device_s.get(name, 0.0))
         return slowest
+
+
+def stale_epochs(losses: Iterable[float | None]) -> int:
+    """Return how many validation losses there are behind the best one; one that has diverged is the worst."""
+    known = [loss if math.isfinite(loss) else math.inf for loss in losses if loss is not None]
+    return len(known) - 1 - known.index(min(known)) if known else 0
 
 
 def _busy(trace: EpochTrace, lane: str) -> float:

@@ -276,15 +276,13 @@ class Server:
 
     async def _train(self, done: int) -> None:
         epoch = done
-        while epoch < self._training.epochs:
+        while epoch < self._training.epochs and not await self._should_stop(epoch):
             group = await self._assemble_group(epoch)
             if self._would_exceed_budget(group, epoch):
                 break
             if not group or not await self._round(epoch + 1, group):
                 continue  # everybody was lost: the same round again, with who comes
             epoch += 1
-            if epoch == self._training.epochs or await self._should_stop(epoch):
-                break
         if self._keeper is not None:
             # Before the devices leave: after a crash nobody could train the last rounds again.
             await self._keeper.keep(epoch, last=True)
@@ -766,7 +764,7 @@ class Server:
         """Decide with the validation losses up to the epoch before: this epoch's is computed beside the next."""
         if self._training.patience is None:
             return False
-        return await self._ledger.stale_epochs(epoch - 1) >= self._training.patience
+        return await self._ledger.stale_epochs(max(0, epoch - 1)) >= self._training.patience
 
     def _work(self, device: str, message: Message) -> Callable[[str], Work]:
         orders = self._orders[device]
