@@ -50,6 +50,8 @@ _FAR = 2 * _CLOSE
 _GIVEN_UP = 3
 _DOUBT = 0.15
 _SHORTLIST = 8
+#: Of these, so many are compared in all of the worlds, the others in half of them.
+_FINALISTS = 3
 _RUNNERS_UP = 8
 _POLISHED = 4
 #: Plans of whole batches that the best one is compared with once more, over a whole epoch.
@@ -77,7 +79,7 @@ class Effort:
 
 
 #: Seconds, before a training: its plans may stay for hours.
-THOROUGH = Effort(devices=128, pieces=800_000, worlds=4, confirms=True)
+THOROUGH = Effort(devices=128, pieces=700_000, worlds=8, confirms=True)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
 QUICK = Effort(devices=24, pieces=10_000, worlds=2, iterations=FEWEST)
 
@@ -217,7 +219,7 @@ class _Search:
     progress: Callable[[int], None] | None
     effort: Effort
     known: dict[ByKind, float] = field(default_factory=dict)
-    expected: dict[ByKind, float] = field(default_factory=dict)
+    doubted: dict[ByKind, list[float]] = field(default_factory=dict)  # where machines are other than profiled
     simulations: int = 0
     spent: int = 0  # micro-batches simulated
 
@@ -316,12 +318,12 @@ class _Search:
             self.known[by_kind] = self._simulated_s(self.fleet, by_kind, far_s)
         return self.known[by_kind]
 
-    def expected_s(self, by_kind: ByKind) -> float:
-        """Return the mean over the profiles as they are and as they may be."""
-        if by_kind not in self.expected:
-            doubted = [self._simulated_s(fleet, by_kind) for fleet in self._doubted]
-            self.expected[by_kind] = (self.epoch_s(by_kind) + sum(doubted)) / (1 + len(doubted))
-        return self.expected[by_kind]
+    def expected_s(self, by_kind: ByKind, worlds: int | None = None) -> float:
+        """Return the mean over the profiles as they are and as they may be, in all of the worlds or in so many."""
+        count = self.effort.worlds if worlds is None else worlds
+        times = self.doubted.setdefault(by_kind, [])
+        times += [self._simulated_s(fleet, by_kind) for fleet in self._doubted[len(times) : count]]
+        return (self.epoch_s(by_kind) + sum(times[:count])) / (1 + count)
 
     def _simulated_s(self, fleet: Fleet, by_kind: ByKind, within_s: float = inf) -> float:
         self.simulations += 1
@@ -412,12 +414,15 @@ class _Search:
         """Return the best of the plans that are close to the best, also on slower machines; ties to the smaller N."""
         within = min(self.known.values()) * (1 + _CLOSE)
         close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
-        best = min((by_kind for _, by_kind in close[:_SHORTLIST]), key=self.expected_s)
+        short = [by_kind for _, by_kind in close[:_SHORTLIST]]
+        short.sort(key=lambda by_kind: self.expected_s(by_kind, self.effort.worlds // 2))
+        best = min(short[:_FINALISTS], key=self.expected_s)
         for kind in range(len(best)):
             if self.spent < self.effort.pieces:
                 best = self._nearby(best, kind)
         within_s = self.expected_s(best) * (1 + TIE)
-        tied = [by_kind for by_kind, s in self.expected.items() if s <= within_s]
+        compared = [by_kind for by_kind, times in self.doubted.items() if len(times) == self.effort.worlds]
+        tied = [by_kind for by_kind in compared if self.expected_s(by_kind) <= within_s]
         best = min(tied, key=lambda by_kind: (sum(plan.micro_batches for plan in by_kind), by_kind))
         for kind in range(len(best)):
             best = self._with_fewer(best, kind, within_s)
