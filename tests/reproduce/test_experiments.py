@@ -88,7 +88,16 @@ def test_a_method_that_does_not_fit_has_no_time_and_is_compared_with_nothing() -
     (row,) = TIME_LARGE.rows(outcomes(trial, {"fl": timing(None), "sfl": timing(40.0), "pipar": timing(35.0)}))
     assert row["fl_s"] is None
     assert row["fl/pipar"] is None
+    assert [line.ours for line in _lines(TIME_LARGE.compare([row]), "a board has the memory")] == [0.0]
     assert [line.ours for line in _lines(TIME_LARGE.compare([row]), "pipar is the quickest")] == [40 / 35]
+
+
+def test_a_large_network_that_fits_where_the_papers_does_not_is_named() -> None:
+    trial = Trial("mobilenetv3_large", "cifar100", "wifi")
+    rows = TIME_LARGE.rows(outcomes(trial, {"fl": timing(60.0), "sfl": timing(40.0), "pipar": timing(35.0)}))
+    (line,) = _lines(TIME_LARGE.compare(rows), "a board has the memory")
+    assert (line.ours, line.verdict) == (1.0, "above")
+    assert line.why.startswith("mobilenetv3_large cifar100 (wifi): ")
 
 
 @pytest.mark.parametrize(
@@ -272,12 +281,32 @@ def test_scores_are_held_against_the_papers() -> None:
     result = {"chosen": "P=1 N=4", "chosen_s": 10.0, "best": "P=2 N=4", "best_s": 9.0, "score": 0.9}
     result |= {"planning_s": 1.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
     rows = SELECTION_SMALL.rows([Outcome(cell, result)])
-    told = {line.place + line.what: line.ours for line in SELECTION_SMALL.compare(rows)}
+    compared = SELECTION_SMALL.compare(rows)
+    told = {line.place + line.what: line.ours for line in compared if "vgg5" not in line.what}
     every_pair = 50 * 9.0 / 5  # an iteration of each, as quick as the best
     assert (rows[0]["choosing_cpu_s"], rows[0]["training_all_s"]) == (1.0, every_pair)
     assert rows[0]["training_all/choosing"] == every_pair
     assert sorted(filter(None, told.values())) == [pytest.approx(0.1), 0.9, 10.0, every_pair]
     assert list(told.values()).count(0.0) == 3  # neither plan nor split point is the best one, nor as good
+
+
+def test_every_number_of_the_papers_table_is_held_against_ours() -> None:
+    cell = SELECTION_SMALL.cells(False)[1]
+    result = {"chosen": "P=1 N=12", "chosen_s": 10.0, "best": "P=2 N=11", "best_s": 9.7, "score": 0.97}
+    result |= {"planning_s": 2.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
+    compared = _lines(SELECTION_SMALL.compare(SELECTION_SMALL.rows([Outcome(cell, result)])), "vgg5, mnist, 4g+")
+    told = {line.what.partition(": ")[2]: (line.paper, line.ours, line.verdict) for line in compared}
+    assert told == {
+        "P that is chosen": ("1", 1.0, "inside"),
+        "N that is chosen": ("10", 12.0, "above"),
+        "P of the best plan": ("1", 2.0, "above"),
+        "N of the best plan": ("11", 11.0, "inside"),
+        "score of the chosen plan": ("0.97", 0.97, "inside"),
+        "seconds to choose": ("1.4 s", 2.0, "above"),
+        "seconds to search all plans, each trained for an iteration": ("477 s", pytest.approx(50 * 9.7 / 6), "below"),
+    }
+    assert "would choose P=1 N=2 here, with a score of 0.8" in compared[1].why
+    assert {line.run for line in compared} == {cell.key}
 
 
 def test_a_plan_is_optimal_if_it_is_the_best_one_and_as_good_if_it_takes_hardly_longer() -> None:

@@ -23,6 +23,7 @@ from pipar.reproduce.learning import (
     loss_rows,
     training_cells,
 )
+from pipar.reproduce.published import published
 
 
 def outcome(method: str, seed: int, accuracy: float, losses: tuple[float, ...] = (1.0, 0.5)) -> Outcome:
@@ -119,9 +120,23 @@ def test_accuracies_are_means_over_seeds_and_their_spread_is_of_one_method() -> 
 @pytest.mark.parametrize(("lost", "verdict"), [(0.0, "inside"), (0.009, "inside"), (0.03, "below"), (-0.03, "above")])
 def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, verdict: str) -> None:
     rows = accuracy_rows(outcomes(lambda method, seed: 0.9 + seed / 100 - (lost if method == "pipar" else 0.0)))
-    (compared,) = compare_accuracies(rows)
+    (compared,) = [line for line in compare_accuracies(rows) if "seeds change" in line.what]
     assert compared.verdict == verdict
     assert (compared.paper, compared.place) == ("-0.02", "V-C2, Table V")
+
+
+def test_every_printed_accuracy_is_held_against_ours_or_said_not_to_be_run() -> None:
+    rows = accuracy_rows(outcomes(lambda method, _: 0.98 if method == "pipar" else 0.9))
+    lines = {line.what: line for line in compare_accuracies(rows)}
+    columns = [line for what, line in lines.items() if "accuracy by" in what]
+    assert len(columns) == 3 * len(published().accuracies)
+    assert {line.verdict for line in columns} == {"below", "better", "not run"}
+    by_fl, by_pipar = (lines[f"vgg5, mnist: accuracy by {method} for 2 epochs"] for method in ("fl", "pipar"))
+    assert (by_fl.paper, by_fl.ours, by_fl.verdict) == ("97.96 %", pytest.approx(90.0), "below")
+    assert (by_pipar.verdict, len(by_pipar.run.split())) == ("better", 9)
+    (over_all,) = [line for line in lines.values() if line.paper == "-0.2 to 2.07 points"]
+    assert (over_all.ours, over_all.verdict) == (pytest.approx(8.0), "above")
+    assert [line.verdict for line in lines.values() if line.paper in ("-0.2 points", "0.7 points")] == ["not run"] * 2
 
 
 def curves(*seeds_change: float, off: float) -> list[Outcome]:

@@ -43,6 +43,15 @@ def time_rows(*networks: str, data: str = "cifar10") -> Rows:
     ]
 
 
+def accuracy_rows() -> Rows:
+    of_seeds = {"fl": [90.0, 91.0, 92.0], "sfl": [90.0, 91.0, 92.0], "pipar": [90.5, 91.5, 91.0]}
+    means = {method: sum(percent) / len(percent) for method, percent in of_seeds.items()}
+    return [
+        {"network": network, "data": data, **means, "of_seeds": of_seeds}
+        for network, data in (("vgg5", "mnist"), ("mobilenetv3_small", "mnist"), ("vgg5", "cifar10"))
+    ]
+
+
 def draw(name: str, rows: Rows) -> Any:
     return FIGURES[name][0](rows)
 
@@ -387,7 +396,7 @@ def many_rows() -> dict[str, Rows]:
     ]  # fmt: skip
     once = dict.fromkeys(("time", "idle", "heterogeneous", "privacy"), rows[:9])
     lines = {name: [row for row in rows if row["method"] == "pipar"] for name in ("bandwidth", "selection")}
-    return {**dict.fromkeys(FIGURES, rows), **once, **lines}
+    return {**dict.fromkeys(FIGURES, rows), **once, **lines, "accuracy": accuracy_rows()}
 
 
 @pytest.mark.parametrize(
@@ -451,3 +460,11 @@ def test_columns_are_in_the_order_of_the_configuration_and_numbers_by_size() -> 
 
 def test_names_are_the_papers_and_others_stay_what_they_are() -> None:
     assert [name_of(key) for key in ("vgg5", "mine", 3, 2.50)] == ["VGG-5", "mine", "3", "2.5"]
+
+
+def test_every_seed_has_a_mark_beside_the_mean_of_its_method() -> None:
+    found = shown(draw("accuracy", accuracy_rows()))
+    assert [axes.get_title() for axes in found] == ["VGG-5 (MNIST)", "MobileNetV3-Small (MNIST)", "VGG-5 (CIFAR-10)"]
+    for axes in found:
+        assert [list(line.get_ydata()) for line in axes.lines] == list(accuracy_rows()[0]["of_seeds"].values())
+        assert texts(axes) == {"91.00"}

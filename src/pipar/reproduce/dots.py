@@ -1,4 +1,4 @@
-"""Figures of dots: how good each chosen plan is, a line for each training."""
+"""Figures of dots: how good each chosen plan is, a line for each training; and what each seed has learned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pipar.reproduce.drawing import (
     BLACK,
     LOOKS,
     PUBLISHED,
+    SMALL_PRINT,
     VERMILLION,
     Panel,
     Rows,
@@ -67,3 +68,35 @@ def _mark_thresholds(panel: Panel, *, least: float) -> None:
     ):
         panel.axes.axvline(score, color=colour, linestyle=dashes, linewidth=1, label=f"{score:g} {words}")
     panel.axes.set_xlim(min(reached, least) - 0.005, 1.004)
+
+
+# --- accuracies
+
+
+def draw_accuracies(rows: Rows) -> Figure:
+    """Return Tables V and VI as a figure: a panel for each training, the test accuracy of every seed by each method.
+
+    A line is the mean of a method's seeds. The paper's accuracies, of longer trainings, are not there: beside them the
+    differences of methods would not be seen.
+    """
+    figure, found = panels(rows, across="network", down="data")
+    for panel in found:
+        _seeds(panel)
+    legend(figure)
+    return figure
+
+
+def _seeds(panel: Panel) -> None:
+    axes, (row,) = panel.axes, panel.rows
+    methods = [method for method in LOOKS if method in row["of_seeds"]]
+    for at, method in enumerate(methods):
+        look, percent = LOOKS[method], row["of_seeds"][method]
+        beside = [at + 0.12 * (number - (len(percent) - 1) / 2) for number in range(len(percent))]
+        axes.plot(beside, percent, linestyle="none", marker=look.marker, color=look.colour, label=name_of(method))
+        axes.hlines(row[method], at - 0.3, at + 0.3, color=look.colour, linestyle=look.dashes)
+        axes.annotate(
+            f"{row[method]:.2f}", (at + 0.32, row[method]), va="center", fontsize=SMALL_PRINT, annotation_clip=False
+        )
+    axes.set_xticks(range(len(methods)), [name_of(method) for method in methods])
+    axes.set_xlim(-0.5, len(methods) - 0.3)
+    name_axes(axes, up="test accuracy (%)")

@@ -15,6 +15,7 @@ from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Outcom
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published
 from pipar.reproduce.reasons import (
+    FITS,
     FITTED,
     LINKS_COUNT_LESS,
     LINKS_COUNT_MORE,
@@ -214,6 +215,9 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
     if not rows:
         return []
     what = f"{', '.join(dict.fromkeys(row['network'] for row in rows))}, {who(devices)}: {statement.what}"
+    if statement.name == "no-fl-large":
+        fits = [row for row in rows if row.get("fl_s") is not None]
+        return [_count(statement.place, what, [fits], lambda _: FITS)]
     if statement.name.startswith("spread"):
         found = _spreads(statement, rows)
         return [against(statement, found, what=what, below=LINKS_COUNT_LESS, above=LINKS_COUNT_MORE)]

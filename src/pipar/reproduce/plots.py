@@ -4,6 +4,7 @@
     time           network x data          link, seconds by each method
     idle           network x data          link, server_idle and device_idle by each method
     convergence    network x data          method, seed, epoch, val_loss
+    accuracy       network x data          percent by each method, of_seeds
     batch-size     link                    batch_size, seconds by each method
     heterogeneous  network x link          boards, seconds by each method
     privacy        network x link          mechanism, seconds by each method
@@ -26,7 +27,7 @@ from typing import Any
 from pipar.errors import InputError
 from pipar.reproduce.bars import draw_heterogeneous, draw_idle_times, draw_privacy, draw_times
 from pipar.reproduce.curves import draw_bandwidth, draw_batch_sizes, draw_losses, draw_scale
-from pipar.reproduce.dots import draw_scores
+from pipar.reproduce.dots import draw_accuracies, draw_scores
 from pipar.reproduce.drawing import (
     LOOKS,
     Row,
@@ -47,6 +48,7 @@ FIGURES: dict[str, tuple[Callable[[Rows], Any], Sequence[str]]] = {
     "time": (draw_times, _TESTBEDS),
     "idle": (draw_idle_times, _TESTBEDS),
     "convergence": (draw_losses, ("norm",)),
+    "accuracy": (draw_accuracies, ("norm",)),
     "batch-size": (draw_batch_sizes, ("network", "devices")),
     "heterogeneous": (draw_heterogeneous, _TESTBEDS),
     "privacy": (draw_privacy, _TESTBEDS),

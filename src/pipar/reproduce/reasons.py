@@ -16,6 +16,10 @@ SERVER_BOUND = "the server's cores are the bottleneck: the paper's rows imply fa
 FITTED = (
     "boards and server have one speed each, fitted to VGG-5 and off by a third there; the paper's rows imply others"
 )
+FITS = (
+    "weights, gradients, momentum and activations of a batch, as its profile counts them, are less than the 800 MiB "
+    "that a board has for them; what the paper's software takes beside them is not printed"
+)
 MORE = "pipar gains more here: plans are simulated for the whole fleet, and their N is mostly larger than the paper's"
 NOT_THE_BEST = "the planner has missed the best plan there"
 MORE_FOR_THE_SERVER = (

@@ -181,8 +181,10 @@ def _verdict(line: Compared) -> str:
 def tally(lines: Sequence[Compared]) -> str:
     """Return how many lines are inside what the paper says, and how many better, in words."""
     told = [line for line in lines if not line.is_fitted]
-    inside, better = (sum(line.verdict == verdict for line in told) for verdict in ("inside", "better"))
-    more = f", {better} better" if better else ""
+    inside, better, left = (
+        sum(line.verdict == verdict for line in told) for verdict in ("inside", "better", "not run")
+    )
+    more = (f", {better} better" if better else "") + (f", {left} not run" if left else "")
     fitted = f"; {len(lines) - len(told)} more are what the testbed was fitted to" if len(told) < len(lines) else ""
     return f"{inside} of {len(told)} lines are inside what the paper says{more}{fitted}"
 
