@@ -228,6 +228,9 @@ def test_what_noise_adds_is_held_against_the_papers_largest() -> None:
     assert told["fl, classic-dp"] == (pytest.approx(9.0), "inside")
     assert told["pipar, classic-dp"] == (pytest.approx(0.5), "above")
     assert told["sfl, pixeldp"] == (pytest.approx(0.02), "better")
+    (more,) = _lines(compared, "noise adds more")
+    assert (more.ours, more.verdict) == (2.0, "above")  # 0.5 and 0.1 s, and by sfl 0.1 and 0.02
+    assert more.why.startswith("vgg5 cifar10 classic-dp (4g), vgg5 cifar10 pixeldp (4g): ")
     (added,) = _lines(compared, "fl, classic-dp", "by fl")
     assert set(added.run.split()) >= {
         outcome.cell.key for outcome in found[:6] if outcome.cell.labels["method"] == "fl"

@@ -148,7 +148,7 @@ def over_others(rows: Iterable[Row]) -> list[Found]:
 def compare_times(rows: Sequence[Row]) -> list[Compared]:
     """Hold printed seconds, and what the text says of the methods, against ours: for each number of devices."""
     lines = []
-    for devices, here in by_count(rows).items():
+    for devices, here in bycounted(rows).items():
         for statement in published().about("time"):
             lines += _of_statement(statement, about(statement, here), devices)
         lines += never_slower(here)
@@ -156,7 +156,7 @@ def compare_times(rows: Sequence[Row]) -> list[Compared]:
     return lines
 
 
-def by_count(rows: Iterable[Row]) -> dict[int, list[Row]]:
+def bycounted(rows: Iterable[Row]) -> dict[int, list[Row]]:
     """Return the rows for each number of devices."""
     found: dict[int, list[Row]] = {}
     for row in rows:
@@ -166,7 +166,7 @@ def by_count(rows: Iterable[Row]) -> dict[int, list[Row]]:
 
 def compare_methods(rows: Sequence[Row]) -> list[Compared]:
     """Hold against each other what the paper has no numbers for: pipar is never slower, ties are explained."""
-    return [line for here in by_count(rows).values() for line in never_slower(here)]
+    return [line for here in bycounted(rows).values() for line in never_slower(here)]
 
 
 def never_slower(rows: Sequence[Row]) -> list[Compared]:
@@ -177,11 +177,11 @@ def never_slower(rows: Sequence[Row]) -> list[Compared]:
     whole, cut = [row for row in ties if row["is_whole"]], [row for row in ties if not row["is_whole"]]
     place, as_long = "V-B1, Fig. 4 and 5", f"{whose}: cases in which fl or sfl takes as long as pipar"
     return [
-        _count(place, f"{as_long}, which has chosen P = Q", _apart(whole, _is_beaten), _why_whole),
-        _count(
+        counted(place, f"{as_long}, which has chosen P = Q", _apart(whole, _is_beaten), _why_whole),
+        counted(
             place, f"{as_long}, which has cut the network", _apart(cut, lambda row: is_server_bound([row])), why_uncut
         ),
-        _count(place, f"{whose}: cases in which pipar takes longer than fl or sfl", [slower], lambda _: NOT_THE_BEST),
+        counted(place, f"{whose}: cases in which pipar takes longer than fl or sfl", [slower], lambda _: NOT_THE_BEST),
     ]
 
 
@@ -190,7 +190,7 @@ def _apart(rows: Sequence[Row], differs: Callable[[Row], bool]) -> list[list[Row
     return [[row for row in rows if differs(row) == wanted] for wanted in (True, False)]
 
 
-def _count(place: str, what: str, groups: Sequence[Sequence[Row]], why: Callable[[Sequence[Row]], str]) -> Compared:
+def counted(place: str, what: str, groups: Sequence[Sequence[Row]], why: Callable[[Sequence[Row]], str]) -> Compared:
     """Return how many rows there are of which there should be none, which they are, and why each group is there."""
     rows = [row for group in groups for row in group]
     above = "; ".join(f"{named(group)}: {why(group)}" for group in groups if group) or why([])
@@ -217,7 +217,7 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
     what = f"{', '.join(dict.fromkeys(row['network'] for row in rows))}, {who(devices)}: {statement.what}"
     if statement.name == "no-fl-large":
         fits = [row for row in rows if row.get("fl_s") is not None]
-        return [_count(statement.place, what, [fits], lambda _: FITS)]
+        return [counted(statement.place, what, [fits], lambda _: FITS)]
     if statement.name.startswith("spread"):
         found = _spreads(statement, rows)
         return [against(statement, found, what=what, below=LINKS_COUNT_LESS, above=LINKS_COUNT_MORE)]
@@ -299,7 +299,7 @@ def _idle_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 def compare_idle(rows: Sequence[Row]) -> list[Compared]:
     """Hold how much shorter idle times are against what the text says: for each number of devices."""
     lines = []
-    for devices, here in by_count(rows).items():
+    for devices, here in bycounted(rows).items():
         for statement in published().about("idle"):
             concerned, value = about(statement, here), "_".join(statement.name.split("-")[:2])
             values = ratios(concerned, str(statement.against), value=value)
@@ -316,7 +316,7 @@ def _never_more(lane: str, others: Sequence[str], rows: Sequence[Row], why: Call
     worse = [row for row in rows if any(_idles_less_by(row, lane, other) for other in others)]
     whose = who(rows[0]["devices"])
     what = f"{whose}: cases in which the {lane} idles longer by pipar than by {' or '.join(others)}"
-    return _count("V-B2, Fig. 6 and 7", what, [worse], why)
+    return counted("V-B2, Fig. 6 and 7", what, [worse], why)
 
 
 def _idles_less_by(row: Row, lane: str, other: str) -> bool:
