@@ -120,8 +120,8 @@ class Listener:
     """Listens for devices; hands each new stream to `accept`, which returns when the device's session is over.
 
     Who has no credential that `security` asks for gets the error UNAUTHENTICATED and nothing else; `accept` never hears
-    of it. `barred` is told, once, if nobody can be let in because a file of credentials cannot be read. Beside it
-    stands gRPC's health service, which needs none.
+    of it. If a file of credentials cannot be read, nobody is let in: they get UNAVAILABLE, and `barred` is told once.
+    Beside it stands gRPC's health service, which needs none.
     """
 
     def __init__(
@@ -188,6 +188,9 @@ class Listener:
             peer = self._guard.name_of(context.auth_context(), context.invocation_metadata() or ())
         except CredentialError as why:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(why))
+            return
+        except LinkError as why:
+            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, str(why))
             return
         if why_full := self._why_full(peer):
             await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, why_full)

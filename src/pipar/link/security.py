@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pipar.errors import CredentialError, InputError
+from pipar.errors import CredentialError, InputError, LinkError
 from pipar.link.private_files import read_bytes
 from pipar.link.register import Tokens, check_device_name, is_token, read_serials, read_tokens
 from pipar.units import split_address
@@ -223,7 +223,8 @@ class Guard:
     def name_of(self, auth: Mapping[str, Sequence[bytes]], metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
         """Return the name that the credentials of a connection give it, None if none are needed.
 
-        `auth` is what TLS found out about the peer. A CredentialError says what is missing, nothing of who is known.
+        `auth` is what TLS found out about the peer. A CredentialError says what is missing, nothing of who is known;
+        another LinkError that nobody can be let in now.
         """
         try:
             of_certificate = self._name_of_certificate(auth) if self._needs_certificate else None
@@ -232,7 +233,8 @@ class Guard:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 self._barred(self._trouble)
-            raise CredentialError("The server cannot check credentials at the moment.") from None
+            # No CredentialError: a file may be half copied, and who ends by that does not come back when it is whole.
+            raise LinkError("The server cannot check credentials at the moment.") from None
         self._trouble = None
         if of_certificate is not None and of_token is not None and of_certificate != of_token:
             raise CredentialError("The token is not that of the device that the certificate names.")
