@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +17,18 @@ def only_fields(record: type, tree: Any) -> dict[str, Any]:
         wrong = ", ".join(sorted(given ^ wanted))
         raise ConfigError(f"these keys are missing or unknown: {wrong}.")
     return dict(tree)
+
+
+def read_fields(record: type, text: str, version: int) -> dict[str, Any]:
+    """Return the values of a record that was written as JSON, with this number as its `format`."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"it is not valid JSON ({error}).") from None
+    if not isinstance(tree, dict) or tree.get("format") != version:
+        given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
+        raise ConfigError(f"its format is {given}, not {version}, which is the one that this version reads.")
+    return only_fields(record, {key: value for key, value in tree.items() if key != "format"})
 
 
 def list_of(value: Any, key: str) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.coding import encodings
 from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
-from pipar.records import list_of, object_of, only_fields
+from pipar.records import list_of, object_of, only_fields, read_fields
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 10
@@ -212,14 +212,7 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Return the profile that a JSON object says."""
-        try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"it is not valid JSON ({error}).") from None
-        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
-            raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
-        values = only_fields(cls, {key: value for key, value in tree.items() if key != "format"})
+        values = read_fields(cls, text, FORMAT)
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
         lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
         coding = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.errors import ConfigError
-from pipar.records import list_of, object_of, only_fields
+from pipar.records import list_of, object_of, only_fields, read_fields
 
 FORMAT = 1
 #: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.
@@ -129,14 +129,7 @@ class LeakageTable:
     @classmethod
     def from_json(cls, text: str) -> LeakageTable:
         """Return the table that a JSON object says."""
-        try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"it is not valid JSON ({error}).") from None
-        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
-            raise ConfigError(f"its format is {given}, not {FORMAT}, which is the one that this version reads.")
-        values = only_fields(cls, {key: value for key, value in tree.items() if key != "format"})
+        values = read_fields(cls, text, FORMAT)
         lists = {key: tuple(list_of(values[key], key)) for key in ("input_shape", "layers")}
         cuts = tuple(_cut(cut) for cut in list_of(values["cuts"], "cuts"))
         return cls(**{**values, **lists, "cuts": cuts, "attacks": object_of(values["attacks"], "attacks")})
