@@ -213,6 +213,22 @@ def test_devices_with_plans_of_their_own_are_still_one_group_in_words(runs: dict
     assert content([other])["runs"][0]["setting"].startswith("pi-7: 1 device")
 
 
+@pytest.mark.parametrize(
+    ("given", "machine"),
+    [
+        ({"speed": 1.0}, "raspberry-pi-3b"),
+        ({"speed": 0.5}, "0.5 of raspberry-pi-3b"),
+        ({"speed": 0.05, "profile": None}, "0.05 of this machine"),
+    ],
+)
+def test_a_devices_machine_is_told_in_words(runs: dict[str, Path], given: dict[str, Any], machine: str) -> None:
+    record = RunRecord.read(runs["pipar"])
+    (group,) = record.config["devices"]
+    changed = {key: value for key, value in {**group, **given}.items() if value is not None}
+    (run,) = content([replace(record, config={**record.config, "devices": [changed]})])["runs"]
+    assert {row["machine"] for row in run["devices"]["rows"]} == {machine}
+
+
 def test_the_plans_are_those_that_the_shown_epoch_was_trained_by(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])  # its second epoch is shown
 

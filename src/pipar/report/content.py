@@ -305,13 +305,14 @@ def _device(
 ) -> dict[str, Any]:
     machine = None
     if spec is not None:
-        machine = f"{spec.speed:g} of {spec.profile or 'this machine'}"
+        whole = spec.profile or "this machine"
+        machine = whole if spec.speed == 1 else f"{spec.speed:g} of {whole}"
     return {
         "device": name,
         "plan": str(plan) if plan else None,
         "samples": samples,
         "link": link_text(spec.link) if spec else None,
-        "speed": machine,
+        "machine": machine,
         "busy": dict(busy),
     }
 

@@ -626,9 +626,9 @@
       const { rows, count, epoch } = run.devices;
       const busy = rows.some((row) => Object.keys(row.busy).length);
       const sent = rows.some((row) => isNumber(row.bytes_up));
-      const heads = [column("device"), column("plan"), number("samples"), column("link up/down"), column("speed"), ...(sent ? [number("up an epoch"), number("down an epoch")] : []), ...(busy ? [number("compute busy"), number("uplink busy"), number("downlink busy")] : [])];
+      const heads = [column("device"), column("plan"), number("samples"), column("link up/down"), column("machine"), ...(sent ? [number("up an epoch"), number("down an epoch")] : []), ...(busy ? [number("compute busy"), number("uplink busy"), number("downlink busy")] : [])];
       const words = `${content.runs.length > 1 ? `${run.name}: ` : ""}${rows.length < count ? `${rows.length} of ${count} devices` : count === 1 ? "one device" : `${count} devices`}${busy ? `; busy shares of epoch ${epoch}` : ""}`;
-      const body = table(words, heads, rows.map((row) => [row.device, row.plan, row.samples === null ? null : row.samples.toLocaleString("en"), row.link, row.speed, ...(sent ? [megabytes(row.bytes_up), megabytes(row.bytes_down)] : []), ...(busy ? ["device", "uplink", "downlink"].map((lane) => meter(row.busy[lane])) : [])]));
+      const body = table(words, heads, rows.map((row) => [row.device, row.plan, row.samples === null ? null : row.samples.toLocaleString("en"), row.link, row.machine, ...(sent ? [megabytes(row.bytes_up), megabytes(row.bytes_down)] : []), ...(busy ? ["device", "uplink", "downlink"].map((lane) => meter(row.busy[lane])) : [])]));
       return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) }, element("summary", {}, run.name), body) : body;
     }));
   }
