@@ -484,7 +484,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
     tree = case.tree()
     for device in tree["devices"]:
         device |= {"split_point": "auto", "micro_batches": "auto", "speed": 3.0}
-        device["link"] = {"cycle": [{"up": "100kbit/s", "down": "100kbit/s"}, "unlimited"], "every": "5s"}
+        device["link"] = {"cycle": [{"up": "1Mbit/s", "down": "1Mbit/s"}, "unlimited"], "every": "5s"}
     config = config_from(tree)
     workload = Workload(config, Own.of(config, None, None, None, None))
     seen: list[Event] = []

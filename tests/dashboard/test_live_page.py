@@ -241,7 +241,8 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(place(dashboard))
-    client.sendall(said)
+    if said:  # who is cut off at once could not even say nothing
+        client.sendall(said)
     return client
 
 
