@@ -22,6 +22,7 @@ from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose
 from pipar.planner.timing import STEADY, Timing, whole_epoch
 from pipar.planning import rehearse
+from pipar.prepare import unplanned_timing_only
 from pipar.schedule import cut_batch
 from pipar.stages import Work
 from pipar.trace import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
@@ -271,6 +272,22 @@ def test_a_forecast_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_
         ran, timing = run(job), forecast(job.fleet(), job.plans)
         assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=5e-4), seed
         assert dict(timing.ends) == {name: pytest.approx(ends, rel=5e-4) for name, ends in ran.ends.items()}, seed
+
+
+def test_micro_batches_of_one_chunk_behind_those_of_two_are_all_sent() -> None:
+    # 17 samples take two chunks, 16 fit into one: when the last of two has left, both others wait to be encoded.
+    tree = {
+        "model": {"name": "mobilenetv3_small"},
+        "data": {"name": "cifar10", "samples_per_device": 300, "validation": 0, "test": 0},
+        "server": {"profile": "i7-11850h"},
+        "devices": [{"count": 2, "link": "4g", "profile": "raspberry-pi-3b", "split_point": 1, "micro_batches": 6}],
+    }
+    job = unplanned_timing_only(config_from(tree))
+    assert job is not None
+    plans = {name: Plan(1, 6, 0, "planes", "planes") for name in job.sizes}
+    foretold = forecast(job.fleet(), plans)
+    assert all(len(ends) == 3 for ends in foretold.ends.values())
+    assert foretold.epoch_s == pytest.approx(rehearse(replace(job, plans=plans), None).epoch_s, rel=1e-3)
 
 
 def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> None:

@@ -46,7 +46,10 @@ class _Kind:
 
 
 class Cutoff:
-    """Says when an epoch of a few iterations and their repetition can no longer be shorter than `within_s`."""
+    """Says when an epoch of a few iterations and their repetition can no longer be shorter than `within_s`.
+
+    All devices of a kind have one plan, and all of them train at once.
+    """
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], times: Times, within_s: float) -> None:
         self._within_s = within_s

@@ -433,6 +433,10 @@ class _Epoch:
             self._send_chunk(device, now)
             return
         device.encoding = False
+        self._encode_waiting(device, now)
+
+    def _encode_waiting(self, device: _Device, now: float) -> None:
+        """Encode what has waited: a micro-batch of one chunk is through at once, and others may wait behind it."""
         while device.encoded < device.forwarded and not device.encoding:
             self._encode_next(device, now)
 
@@ -460,8 +464,7 @@ class _Epoch:
             self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
         self._at(device.up_free + device.latency, _ARRIVED, device)
         device.encoded, device.encoding, device.encode_free = n + 1, False, now
-        if device.encoded < device.forwarded:
-            self._encode_next(device, now)
+        self._encode_waiting(device, now)
 
     def _answered(self, device: _Device, now: float) -> None:
         device.answered += 1

@@ -69,8 +69,10 @@ def jitter(seed: int) -> Disturb:
         if key not in known:
             draw = keyed.generator(seed, "jitter", device, iteration)
             known[key] = draw.uniform(1 - JITTER, 1 + JITTER, (len(_STAGES), _MOST_MICRO_BATCHES))
-        changed = (usual(times) * known[key][:, : len(times.fc)]).tolist()
-        return replace(times, **dict(zip(_STAGES, changed, strict=True)))
+        factors = known[key][:, : len(times.fc)]
+        changed = dict(zip(_STAGES, (usual(times) * factors).tolist(), strict=True))
+        answer = (np.array(times.answer) * factors[_STAGES.index("served")]).tolist()  # a part of what is served
+        return replace(times, **changed, answer=answer)
 
     return disturb
 

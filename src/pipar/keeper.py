@@ -52,6 +52,8 @@ class CheckpointKeeper:
 
     async def keep(self, epoch: int, *, last: bool) -> None:
         """Save the state behind a round if that is due; returns when it is copied."""
+        if last:  # a copy that cannot be saved is no reason not to try again
+            await self.finish()
         every, spent = self._config.server.checkpoint_every, self._folder.spending.as_notes()
         # Of a round that is not over, what devices have sent of it is to be known nevertheless.
         is_new = epoch > self._kept or (epoch == self._kept > 0 and spent != self._kept_spent)

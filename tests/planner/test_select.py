@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import simulate
+from pipar.forecast import simulate, simulate_within
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import select
 from pipar.planner.candidates import Candidate, candidates
@@ -265,7 +266,7 @@ def over_the_best(seed: int) -> float:
     The search goes by what the first iterations promise, so a choice that was confirmed over an epoch may be shorter.
     """
     fleet = small_fleet(seed)
-    found = (choose(fleet, simulate).by_kind, search_all(fleet, simulate).by_kind)
+    found = (choose(fleet, simulate, within=simulate_within).by_kind, search_all(fleet, simulate).by_kind)
     chosen_s, best_s = (whole_epoch(simulate, fleet, everybodys(fleet, by_kind)).epoch_s for by_kind in found)
     return chosen_s / best_s - 1
 
@@ -280,6 +281,16 @@ def test_the_joint_choice_is_near_the_best_of_all_plans() -> None:
 
 def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None:
     assert max(over_the_best(seed) for seed in range(2)) <= 0.02
+
+
+def test_what_is_far_from_the_best_changes_no_choice_if_it_is_not_simulated_to_its_end() -> None:
+    for seed in range(4):
+        fleet = small_fleet(seed)
+        whole, cut_off = choose(fleet, simulate), choose(fleet, simulate, within=simulate_within)
+        assert cut_off.by_kind == whole.by_kind, seed
+        assert cut_off.epoch_s == whole.epoch_s
+        assert bool(cut_off.runners_up) == bool(whole.runners_up)
+        assert all(seconds < math.inf for _, seconds in cut_off.runners_up)
 
 
 def contended_fleet() -> Fleet:

@@ -28,6 +28,7 @@ from pipar.planner.timing import (
     Timing,
     steady_epoch_s,
     steady_epoch_within_s,
+    steady_iterations,
     whole_epoch,
 )
 
@@ -50,6 +51,8 @@ _FAR = 2 * _CLOSE
 _GIVEN_UP = 3
 _DOUBT = 0.15
 _SHORTLIST = 8
+#: Comparing may take half as much again as the search.
+_COMPARED = 1.5
 #: Of these, so many are compared in all of the worlds, the others in half of them.
 _FINALISTS = 3
 _RUNNERS_UP = 8
@@ -219,6 +222,7 @@ class _Search:
     progress: Callable[[int], None] | None
     effort: Effort
     known: dict[ByKind, float] = field(default_factory=dict)
+    shortest_s: float = inf  # of these
     doubted: dict[ByKind, list[float]] = field(default_factory=dict)  # where machines are other than profiled
     simulations: int = 0
     spent: int = 0  # micro-batches simulated
@@ -285,7 +289,7 @@ class _Search:
             by_kind = tuple(option.plan for option in chosen)
             if self.spent > self.effort.pieces / 2:
                 break
-            if self._bound.alone_s(chosen) < min(self.known.values(), default=inf):
+            if self._bound.alone_s(chosen) < self.shortest_s:
                 self.epoch_s(by_kind)
                 tried.append(by_kind)
         return tried
@@ -314,12 +318,14 @@ class _Search:
     def epoch_s(self, by_kind: ByKind) -> float:
         """Return the seconds of an epoch of these plans; of plans that are far from the best known, infinitely many."""
         if by_kind not in self.known:
-            far_s = min(self.known.values(), default=inf) * (1 + _FAR)
-            self.known[by_kind] = self._simulated_s(self.fleet, by_kind, far_s)
+            seconds = self._simulated_s(self.fleet, by_kind, self.shortest_s * (1 + _FAR))
+            self.known[by_kind], self.shortest_s = seconds, min(seconds, self.shortest_s)
         return self.known[by_kind]
 
     def expected_s(self, by_kind: ByKind, worlds: int | None = None) -> float:
         """Return the mean over the profiles as they are and as they may be, in all of the worlds or in so many."""
+        if self.epoch_s(by_kind) == inf:
+            return inf
         count = self.effort.worlds if worlds is None else worlds
         times = self.doubted.setdefault(by_kind, [])
         times += [self._simulated_s(fleet, by_kind) for fleet in self._doubted[len(times) : count]]
@@ -334,7 +340,7 @@ class _Search:
             seconds = steady_epoch_s(self.simulate, fleet, plans, iterations)
         else:
             seconds = steady_epoch_within_s(self.within, fleet, plans, within_s, iterations)
-        pieces = iterations * sum(
+        pieces = steady_iterations(fleet, iterations) * sum(
             len(kind) * (plan.micro_batches + _AROUND) for kind, plan in zip(self._kinds, by_kind, strict=True)
         )
         self.spent += pieces // _GIVEN_UP if seconds == inf else pieces
@@ -346,7 +352,7 @@ class _Search:
 
     def improve(self, best: ByKind) -> None:
         """Simulate plans until no other plan of one kind makes the best better; not from where others are far ahead."""
-        if self.epoch_s(best) > min(self.known.values()) * (1 + _FAR):
+        if self.epoch_s(best) > self.shortest_s * (1 + _FAR):
             return
         for _ in range(_SWEEPS if len(self._kinds) > 1 else 1):
             before = self.epoch_s(best)
@@ -360,7 +366,7 @@ class _Search:
         """Look again for the N of each kind, with the split points of all plans that came near the best."""
         if len(self._kinds) == 1:
             return
-        within = min(self.known.values()) * (1 + _FAR)
+        within = self.shortest_s * (1 + _FAR)
         for best in self.best_of(self.known)[:_POLISHED]:
             if self.epoch_s(best) <= within and self.spent < self.effort.pieces:
                 for kind in range(len(best)):
@@ -387,7 +393,7 @@ class _Search:
         """Return the best of one split point's plans, by N: a coarse look, then every N around the best."""
         coarse = [n for n in plans if n in _COARSE or n == max(plans)]
         local = self._first_of(plans, coarse, best)
-        if local is None:
+        if local is None or self.epoch_s(plans[local]) == inf:
             return best
         at = coarse.index(local)
         low = coarse[at - 1] if at else local
@@ -412,10 +418,15 @@ class _Search:
 
     def most_dependable(self) -> ByKind:
         """Return the best of the plans that are close to the best, also on slower machines; ties to the smaller N."""
-        within = min(self.known.values()) * (1 + _CLOSE)
+        within = self.shortest_s * (1 + _CLOSE)
         close = sorted((seconds, by_kind) for by_kind, seconds in self.known.items() if seconds <= within)
-        short = [by_kind for _, by_kind in close[:_SHORTLIST]]
-        short.sort(key=lambda by_kind: self.expected_s(by_kind, self.effort.worlds // 2))
+        some = self.effort.worlds // 2
+        short: list[ByKind] = []
+        for _, by_kind in close[:_SHORTLIST]:
+            if not short or self._may_compare():
+                self.expected_s(by_kind, some)
+                short.append(by_kind)
+        short.sort(key=lambda by_kind: self.expected_s(by_kind, some))
         best = min(short[:_FINALISTS], key=self.expected_s)
         for kind in range(len(best)):
             if self.spent < self.effort.pieces:
@@ -428,13 +439,18 @@ class _Search:
             best = self._with_fewer(best, kind, within_s)
         return best
 
+    def _may_compare(self) -> bool:
+        """Return whether there is time left for worlds in which machines are other than profiled."""
+        return self.spent < self.effort.pieces * _COMPARED
+
     def confirmed(self, best: ByKind) -> ByKind:
         """Return the best, or plans of whole batches that are quicker over a whole epoch: those of fl and sfl.
 
         What is chosen because it bears other machines well may take longer on these, and of a long epoch only the
         first iterations were simulated. Whoever could have had fl or sfl is not to wait longer for it.
         """
-        uncut = [by_kind for by_kind in self.known if all(plan.micro_batches == 1 for plan in by_kind)]
+        near = [by_kind for by_kind, seconds in self.known.items() if seconds < inf]
+        uncut = [by_kind for by_kind in near if all(plan.micro_batches == 1 for plan in by_kind)]
         if best in uncut or self.spent > self.effort.pieces:
             return best
         others = sorted(uncut, key=lambda by_kind: (self.epoch_s(by_kind), by_kind))[:_CONFIRMED]
@@ -470,17 +486,19 @@ class _Search:
         plans = self._with_every_n(best, kind, best[kind].split_point)
         stride = max(1, best[kind].micro_batches // 10)
         for step in (-stride, stride):
-            while (other := plans.get(best[kind].micro_batches + step)) is not None:
+            while self._may_compare() and (other := plans.get(best[kind].micro_batches + step)) is not None:
                 if self.expected_s(other) >= self.expected_s(best):
                     break
                 best = other
         return best
 
     def runners_up(self, best: ByKind) -> tuple[tuple[ByKind, float], ...]:
-        """Return the next best plans, one for each choice of split points, then others."""
-        others = sorted(
-            (seconds, by_kind) for by_kind, seconds in self.known.items() if by_kind != best and seconds < inf
-        )
+        """Return the next best plans, one for each choice of split points, then others; a far one if there is no other."""
+        given_up = [by_kind for by_kind, seconds in self.known.items() if seconds == inf]
+        if given_up and len(given_up) + 1 >= len(self.known):
+            nearest = min(given_up, key=self.bound_s)
+            self.known[nearest] = self._simulated_s(self.fleet, nearest)
+        others = sorted((s, by_kind) for by_kind, s in self.known.items() if by_kind != best and s < inf)
         first: dict[tuple[int, ...], tuple[ByKind, float]] = {}
         rest = []
         for seconds, by_kind in others:

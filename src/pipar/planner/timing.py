@@ -40,11 +40,6 @@ class Timing:
         return _last(self.ends.values())
 
     @property
-    def iteration_s(self) -> float:
-        """A steady iteration."""
-        return _steady_s(self.iteration_ends)
-
-    @property
     def bottleneck(self) -> str:
         """The busiest lane."""
         return max(LANES, key=lambda lane: self.busy_s[lane])
@@ -125,14 +120,14 @@ _QUICK = 20_000
 
 def steady_epoch_s(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan], iterations: int = STEADY) -> float:
     """Return the seconds of an epoch from a simulation of so many of its iterations, or of all if it has fewer."""
-    return simulate(fleet, plans, _steady(fleet, iterations)).steady_epoch_s(fleet)
+    return simulate(fleet, plans, steady_iterations(fleet, iterations)).steady_epoch_s(fleet)
 
 
 def steady_epoch_within_s(
     simulate: SimulateWithin, fleet: Fleet, plans: Mapping[str, Plan], within_s: float, iterations: int = STEADY
 ) -> float:
     """Return the same if it is less than this, else any number that is not."""
-    timing = simulate(fleet, plans, _steady(fleet, iterations), within_s)
+    timing = simulate(fleet, plans, steady_iterations(fleet, iterations), within_s)
     return math.inf if timing is None else timing.steady_epoch_s(fleet)
 
 
@@ -141,11 +136,12 @@ def whole_epoch(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> 
     pieces = sum(plans[member.name].micro_batches * fleet.iterations(member.samples) for member in fleet.members)
     if pieces <= _QUICK:
         return simulate(fleet, plans, None)
-    steady = _steady(fleet)
+    steady = steady_iterations(fleet)
     if steady == 1:  # there is nothing that repeats
         return simulate(fleet, plans, 1)
     return simulate(fleet, plans, steady).extended(fleet, simulate(fleet, plans, steady - 1))
 
 
-def _steady(fleet: Fleet, iterations: int = STEADY) -> int:
+def steady_iterations(fleet: Fleet, iterations: int = STEADY) -> int:
+    """Return how many iterations of an epoch are simulated: so many, or all."""
     return min(iterations, max(fleet.iterations(member.samples) for member in fleet.members))
