@@ -493,7 +493,7 @@ class _Search:
         return best
 
     def runners_up(self, best: ByKind) -> tuple[tuple[ByKind, float], ...]:
-        """Return the next best plans, one for each choice of split points, then others; a far one if there is no other."""
+        """Return the next best plans, one for each choice of split points, then others; one is far if all are."""
         given_up = [by_kind for by_kind, seconds in self.known.items() if seconds == inf]
         if given_up and len(given_up) + 1 >= len(self.known):
             nearest = min(given_up, key=self.bound_s)
