@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".service": "ini"}
+#: Shown as they are.
+PICTURES = (".png", ".svg")
 #: The target of a link within the repository, and the place in it.
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])([^)\s#]+)(#[^)\s]*)?(?=\))")
 
@@ -35,16 +37,17 @@ def _title(page: Path) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for every file outside of docs/ that a page, also one of these, links to."""
+    """Add every picture, and a page for every other file outside of docs/, that a page, also one of these, links to."""
     to_read = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
     while to_read:
         name, text = to_read.pop()
         for target in _outside(name, text):
             if files.get_file_from_path(site_name(target)) is None:
-                content = page_text(ROOT / target)
+                is_picture = target.endswith(PICTURES)
+                content = (ROOT / target).read_bytes() if is_picture else page_text(ROOT / target)
                 level = InclusionLevel.NOT_IN_NAV
                 files.append(File.generated(config, site_name(target), content=content, inclusion=level))
-                to_read.append((target, content if target.endswith(".md") else ""))
+                to_read += [(target, content)] if target.endswith(".md") and isinstance(content, str) else []
     return files
 
 
@@ -79,7 +82,7 @@ def site_name(target: str) -> str:
     """Return where the site has a file of the repository."""
     if target.startswith("docs/") and not target.endswith(".py"):
         return target.removeprefix("docs/")
-    return f"files/{target}" if target.endswith(".md") else f"files/{target}.md"
+    return f"files/{target}" if target.endswith((".md", *PICTURES)) else f"files/{target}.md"
 
 
 def page_text(path: Path) -> str:
