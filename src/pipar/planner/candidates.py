@@ -37,8 +37,8 @@ class LowerBound:
 
     def alone_s(self, chosen: Sequence[Candidate]) -> float:
         """Return it with each device as if it had the server for itself, and with the exchange of models."""
-        alone_s = max(o.alone_s * n for o, n in zip(chosen, self._most, strict=True))
-        return max(self.cores_s(chosen), alone_s + self._exchange.least_s([o.plan.split_point for o in chosen]))
+        exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
+        return max(self.cores_s(chosen), self._slowest_s(chosen) + exchange_s)
 
     def lanes_s(self, chosen: Sequence[Candidate], slack: float = 0.0) -> float:
         """Return it by the busiest lane, and by the exchange of models, which waits for a device's own lanes.
@@ -51,9 +51,12 @@ class LowerBound:
 
     def likely_s(self, chosen: Sequence[Candidate]) -> float:
         """Return what is no bound, but mostly not far off: each device alone, and the exchange of models."""
-        alone_s = max(o.alone_s * n for o, n in zip(chosen, self._most, strict=True))
         exchange_s = self._exchange.likely_s([option.plan.split_point for option in chosen])
-        return max(self.cores_s(chosen), alone_s) + exchange_s
+        return max(self.cores_s(chosen), self._slowest_s(chosen)) + exchange_s
+
+    def _slowest_s(self, chosen: Sequence[Candidate]) -> float:
+        """Return the iterations of the device that takes longest for them, with the server for itself."""
+        return max(o.alone_s * n for o, n in zip(chosen, self._most, strict=True))
 
     def cores_s(self, chosen: Sequence[Candidate]) -> float:
         return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores
