@@ -227,10 +227,15 @@ def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
     make_profile: MakeProfile,
 ) -> None:
     profile = make_profile([(0.01 * q, 0.02 * q, 65536 // q, 0) for q in range(1, 36)])
-    used = time.thread_time()
-    estimated(one_device(profile, WIFI, speeds=(0.05, 1.0)))
-    # About 10 ms here: changing bandwidth calls for a choice in the middle of training.
-    assert time.thread_time() - used < 0.2
+
+    def used_s() -> float:
+        began = time.thread_time()
+        estimated(one_device(profile, WIFI, speeds=(0.05, 1.0)))
+        return time.thread_time() - began
+
+    # About 10 ms here: changing bandwidth calls for a choice in the middle of training. The quickest of three, because
+    # whatever other tests have left behind may be collected meanwhile.
+    assert min(used_s() for _ in range(3)) < 0.2
 
 
 # --- the joint choice: simulations of the whole fleet
