@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -81,6 +82,28 @@ def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_wou
     teller.observe(picture(3))
     assert ours.recv().epoch == 3
     teller.finish()
+    ours.close()
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
+    monkeypatch: pytest.MonkeyPatch, is_finished: bool
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    ended = SimpleQueue[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda *words: ended.put(words))
+    before = set(threading.enumerate())
+    teller = Teller(theirs)
+    (watching,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "parent"]
+    if is_finished:
+        teller.finish()
+    assert ended.empty()
+    ours.close()
+    watching.join(20)
+    assert not watching.is_alive()
+    assert ended.qsize() == (0 if is_finished else 1)
+    if not is_finished:
+        assert ended.get() == (os.getpid(), signal.SIGTERM)
 
 
 # --- whose word counts

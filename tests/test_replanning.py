@@ -462,8 +462,8 @@ def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
     now = {name: Link(up_bps=2e6, down_bps=None) for name in "abcd"}
     assert replanning.what_changed(before, before) == ""
     assert replanning.what_changed(before, now) == "a joined, e left, f left, and 6 more"
-    few = {"b": Link(up_bps=2e6, down_bps=None)}
-    said = "b up from 1 to 2 Mbit/s, b down from 5 to unlimited Mbit/s"
+    few = {"b": Link(up_bps=1.3619e9, down_bps=None)}
+    said = "b up from 1 to 1360 Mbit/s, b down from 5 to unlimited Mbit/s"
     assert replanning.what_changed({"b": before["b"]}, few) == said
 
 

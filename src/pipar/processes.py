@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -253,7 +254,7 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
 
 
 class Teller:
-    """Tells the parent what happens, in order, from a thread of its own.
+    """Tells the parent what happens, in order, from a thread of its own, and ends the process if the parent is gone.
 
     A picture is more than a pipe holds: a training that sent it itself would wait until the parent has taken it.
     """
@@ -263,8 +264,10 @@ class Teller:
         self._untold: SimpleQueue[Event | Failure | None] = SimpleQueue()
         self._has_picture = False  # that is not told yet
         self._last_progress = 0.0
+        self._is_finished = False
         self._thread = threading.Thread(target=self._work, name="teller", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="parent", daemon=True).start()
 
     def observe(self, event: Event) -> None:
         """Tell an event: progress a few times a second at most, and one picture at a time. Others follow."""
@@ -286,16 +289,27 @@ class Teller:
         """Return when everything is told, or nobody takes it."""
         self._untold.put(None)
         self._thread.join(_FAREWELL_S)
+        self._is_finished = True
 
     def _work(self) -> None:
         while (said := self._untold.get()) is not None:
             try:
                 self._connection.send(Sketch.of(said) if isinstance(said, Pictured) else said)
-            except OSError:
-                os.kill(os.getpid(), signal.SIGTERM)  # the parent was killed: nobody waits for this training any more
+            except OSError:  # the parent is gone
                 return
             if isinstance(said, Pictured):
                 self._has_picture = False
+
+    def _watch(self) -> None:
+        """Wait until nobody has the other end of the pipe: the parent was killed, and nobody waits for a training.
+
+        A server whose devices were never started has nothing to tell, and would not notice by telling.
+        """
+        gone = select.poll()
+        gone.register(self._connection, 0)  # of a reader that is gone it tells unasked
+        gone.poll()
+        if not self._is_finished:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Termination:

@@ -138,7 +138,7 @@ def _changes(name: str, before: Link, now: Link) -> list[str]:
 
 
 def _rate_text(rate_bps: float | None) -> str:
-    return "unlimited" if rate_bps is None else f"{rate_bps / 1e6:.3g}"
+    return "unlimited" if rate_bps is None else f"{float(f'{rate_bps / 1e6:.3g}'):g}"  # three digits, no exponent
 
 
 def differs(one: Link, other: Link) -> bool:
