@@ -12,11 +12,11 @@ been judged: after an interruption the next start takes up where this one was, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
@@ -24,7 +24,7 @@ from pipar.config import config_from
 from pipar.job import Job
 from pipar.planner.fleet import Fleet
 from pipar.prepare import unplanned_timing_only
-from pipar.reproduce.judged import Judged, judged
+from pipar.reproduce.judged import Beforehand, Judged, judged
 from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
 
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
@@ -94,12 +94,17 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
     }
 
 
-def judge(row: Case, devices: int = 100) -> Row:
-    """Return how good the choice of one row is."""
-    *training, seed = row
+def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: int = 100) -> list[Row]:
+    """Return how good the choice for one training is, in each of these worlds."""
     fleet = make_fleet(*training, devices=devices)
     grid = None if len(fleet.kinds()) == 1 else GRID
-    return Row(*row, **asdict(judged(fleet, seed=seed, micro_batches=grid, epochs=EPOCHS)))
+    before = Beforehand.of(fleet, grid)
+
+    def row(seed: int) -> Row:
+        judge = judged(fleet, seed=seed, micro_batches=grid, epochs=EPOCHS, beforehand=before)
+        return Row(*training, seed, **asdict(judge))
+
+    return [row(seed) for seed in worlds]
 
 
 # --- rows that stay, whatever ends the measurement
@@ -107,11 +112,14 @@ def judge(row: Case, devices: int = 100) -> Row:
 
 def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
     """Yield the rows of these trainings as they come, from a process on each core."""
+    worlds: dict[tuple[str, str, str, str], list[int]] = {}
+    for *training, world in cases:
+        worlds.setdefault(cast("tuple[str, str, str, str]", tuple(training)), []).append(world)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        judging_now = [pool.submit(judge, case, devices) for case in cases]
+        judging_now = [pool.submit(judge, training, its, devices) for training, its in worlds.items()]
         try:
             for judged in as_completed(judging_now):
-                yield judged.result()
+                yield from judged.result()
         finally:  # an interruption does not wait for what has not begun
             pool.shutdown(cancel_futures=True)
 

@@ -12,12 +12,12 @@ from fleets import LINK, PROFILE, fleet, measured, plans
 from pipar.choosing import Choices, Chooser, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import move_s, simulate
+from pipar.forecast import busy_s, move_s, simulate
 from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose_for
+from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_for
 from pipar.planner.timing import steady_epoch_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
@@ -47,9 +47,9 @@ def test_a_situation_that_comes_back_is_not_searched_again() -> None:
     here = fleet()
     searched: list[float | None] = []
 
-    async def search(of: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    async def search(of: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
         searched.append(of.members[0].link.up_bps)
-        return chosen(of, start)
+        return chosen(of, start, effort)
 
     async def ask() -> list[Mapping[str, Plan]]:
         choices = Choices(Foresight(here, plans(here)), search)
@@ -65,12 +65,31 @@ def test_who_is_gone_is_not_planned_for() -> None:
     names = [member.name for member in here.members]
     asked: list[tuple[list[str], list[str]]] = []
 
-    async def search(of: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    async def search(of: Fleet, start: Mapping[str, Plan], _: Effort) -> Mapping[str, Plan]:
         asked.append(([member.name for member in of.members], sorted(start)))
         return start
 
     asyncio.run(Choices(Foresight(here, plans(here)), search)(dict.fromkeys(names[1:], SLOW)))
     assert asked == [(names[1:], sorted(names[1:]))]
+
+
+def test_links_are_planned_for_at_once_and_what_was_learned_of_machines_at_leisure() -> None:
+    here = fleet()
+    foresight, efforts = Foresight(here, plans(here)), list[Effort]()
+
+    async def search(_: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
+        efforts.append(effort)
+        return start
+
+    async def ask() -> None:
+        choices = Choices(foresight, search)
+        await choices(dict.fromkeys(plans(here), SLOW))
+        foresight.learn(1, *busy_s(here.slower(devices=1.1), plans(here)))
+        await choices(dict.fromkeys(plans(here), SLOW))
+        await choices(dict.fromkeys(plans(here), FAST))
+
+    asyncio.run(ask())
+    assert efforts == [QUICK, AT_LEISURE, QUICK]
 
 
 @pytest.mark.slow

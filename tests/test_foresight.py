@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from operator import mul
 
 import pytest
-from fleets import LAYERS, fleet, measured, plans
+from fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
-from pipar.forecast import busy_s, predict_s
+from pipar.forecast import busy_s, predict_s, shares
 from pipar.foresight import Foresight
 from pipar.judge import perturbed
+from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
-from pipar.planner.refit import Fit, about, refitted
+from pipar.planner.refit import Fit, Machine, about, refitted
 from pipar.prepare import config_from, prepare_timing_only
 from pipar.virtual import train_without_mathematics
 
@@ -104,10 +111,15 @@ def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_
     assert foresight.latest({}).lasts == 9.0
 
 
+def seen(times: float) -> Machine:
+    """Return a machine that was so many times slower than profiled, with all of its layers."""
+    return Machine().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)
+
+
 def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:
     here = fleet(20)
     rates = {m.name: Link(up_bps=10e6 * (0.95 + 0.005 * n), down_bps=20e6) for n, m in enumerate(here.members)}
-    slower = {m.name: 1.0 + 0.004 * n for n, m in enumerate(here.members)}
+    slower = {m.name: seen(1.0 + 0.004 * n) for n, m in enumerate(here.members)}
     (kind,) = refitted(here, Fit(devices=slower, links=rates)).kinds()
     assert len(kind) == 20
     assert kind[0].link.up_bps == pytest.approx(10e6 * 0.9975)
@@ -115,7 +127,7 @@ def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None
 
 def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
     here = fleet(20)
-    kinds = refitted(here, Fit(devices={"d03": 2.0})).kinds()
+    kinds = refitted(here, Fit(devices={"d03": seen(2.0)})).kinds()
     assert sorted(map(len, kinds)) == [1, 19]
 
 
@@ -145,6 +157,95 @@ def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
     assert foresight.has_learned()
     foresight.latest({})  # planned for
     assert not foresight.has_learned()
+
+
+# --- layer by layer
+
+
+def off_by_layer(times: Sequence[float]) -> Fleet:
+    """Return a fleet whose devices take so many times as long as profiled for each layer."""
+    here = fleet()
+    costs = here.members[0].costs.slower(1.0, times)
+    return replace(here, members=tuple(replace(member, costs=costs) for member in here.members))
+
+
+def learned(foresight: Foresight, epoch: int, truth: Fleet, plan: Plan) -> None:
+    foresight.replan(epoch, plans(truth, plan))
+    foresight.learn(epoch, *busy_s(truth, plans(truth, plan)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(seed: int) -> None:
+    here = fleet_of_two_kinds(seed)
+    truth, tried = perturbed(here, seed).slower(devices=1.7, server=0.6), (Plan(1, 3), Plan(3, 1), Plan(2, 2))
+    foresight = Foresight(here, plans(here, tried[0]))
+    for epoch, plan in enumerate(tried, start=1):
+        learned(foresight, epoch, truth, plan)
+        for before in tried[:epoch]:
+            (devices, server), (real, real_server) = (
+                busy_s(one, plans(here, before)) for one in (foresight.now(), truth)
+            )
+            assert devices == pytest.approx(real, rel=5e-3)
+            if real_server > 0.04:  # less tells nothing
+                assert server == pytest.approx(real_server, rel=5e-3)
+
+
+def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new() -> None:
+    here, truth = fleet(), off_by_layer((1.0, 1.0, 1.3, 1.0))
+    foresight = Foresight(here, plans(here, Plan(2, 5)))
+    learned(foresight, 1, truth, Plan(2, 5))
+    assert not foresight.has_learned()
+    learned(foresight, 3, truth, Plan(3, 5))
+    assert foresight.has_learned()
+    foresight.latest({})
+    each = foresight.now().members[0].costs.each_layer_s(10)
+    as_profiled = here.members[0].costs.each_layer_s(10)
+    assert [one / other for one, other in zip(each, as_profiled, strict=True)] == pytest.approx([1, 1, 1.3, 1], abs=0.1)
+    learned(foresight, 5, truth, Plan(2, 5))
+    assert not foresight.has_learned()  # one factor for all layers would have to be another one now
+
+
+def test_a_machine_that_gets_slower_is_slower_with_all_that_it_has_done() -> None:
+    first, second = (0.0, 1.0, 0.0), (0.0, 0.5, 0.5)
+    machine = Machine().learned(first, 1.0).learned(second, 1.2)
+    for _ in range(20):
+        machine = machine.learned(second, 2.4)
+    assert machine.believed(second) == pytest.approx(2.4, rel=1e-3)
+    assert machine.believed(first) == pytest.approx(2.0, rel=1e-3)
+    assert machine.news == pytest.approx(math.log(2.4), abs=0.02)
+
+
+def test_of_one_disturbed_epoch_half_is_believed_and_soon_forgotten() -> None:
+    work = (0.2, 0.5, 0.3)
+    machine = Machine().learned(work, 1.0).learned(work, 4.0)
+    assert machine.times == pytest.approx(2.0)
+    for _ in range(6):
+        machine = machine.learned(work, 1.0)
+    assert machine.times == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_machine_remembers_some_of_its_cuts() -> None:
+    machine = Machine()
+    for cut in range(1, 21):
+        machine = machine.learned((0.0, *[1 / cut] * cut, *[0.0] * (20 - cut)), 1 + cut / 100)
+    assert len(machine.seen) <= 8
+    assert machine.times == 1.2
+    assert all(0.5 < factor < 2.0 for factor in machine.factors(21))
+
+
+@given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
+@settings(max_examples=40)
+def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
+    here = fleet_of_two_kinds(seed)
+    devices, server = shares(here, plans(here, Plan(p, n)))
+    whole = busy_s(here, plans(here, Plan(p, n)))
+    factors = [random.Random(seed + place).uniform(0.5, 2.0) for place in range(4)]
+    members = tuple(replace(m, costs=m.costs.slower(factors[0], factors[1:])) for m in here.members)
+    other = replace(here, members=members, server=here.server.slower(factors[0], factors[1:]))
+    for name, seconds in busy_s(other, plans(here, Plan(p, n)))[0].items():
+        assert sum(devices[name]) == pytest.approx(1.0)
+        assert seconds == pytest.approx(whole[0][name] * sum(map(mul, devices[name], factors)))
+    assert busy_s(other, plans(here, Plan(p, n)))[1] == pytest.approx(whole[1] * sum(map(mul, server, factors)))
 
 
 def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

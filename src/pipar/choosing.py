@@ -25,34 +25,31 @@ from pipar.methods import Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
-from pipar.planner.select import QUICK, choose_by_estimate, choose_for
+from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate, choose_for
 from pipar.planner.timing import steady_epoch_s
 
-#: Returns the best plans of a fleet, given those in force.
-Search = Callable[[Fleet, Mapping[str, Plan]], Awaitable[Mapping[str, Plan]]]
-
-#: Changing sides costs layers their way over the link once, and measurements waver: less gain than this is none.
-_WORTH_IT = 0.01
+#: Returns the best plans of a fleet, given those in force, with so much effort.
+Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]
 
 #: Some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
 
 
-def chosen(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> Mapping[str, Plan]:
     """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
 
     Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
     and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
     wrong for one.
     """
-    plans = choose_for(fleet, simulate, within=simulate_within, start=start, effort=QUICK).plans
+    plans = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort).plans
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
     new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, as_it_is))
     gained_s = as_it_is_s - new_s
     pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, plans)
-    return plans if gained_s >= as_it_is_s * _WORTH_IT and pays else as_it_is
+    return plans if gained_s >= as_it_is_s * effort.worth and pays else as_it_is
 
 
 class Choices:
@@ -65,11 +62,13 @@ class Choices:
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
         """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
+        # Links may change again soon; what was learned of machines is worth a longer look.
+        effort = AT_LEISURE if self._foresight.has_learned_of_machines() else QUICK
         fleet = self._foresight.latest(links).of(links)
         plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
-        situation = (about(fleet), tuple(plans.values()))
+        situation = (about(fleet), tuple(plans.values()), effort)
         if situation not in self._known:
-            self._known[situation] = await self._search(fleet, plans)
+            self._known[situation] = await self._search(fleet, plans, effort)
         return self._known[situation]
 
 
@@ -89,12 +88,12 @@ class Recodings:
         return recoded(replace(self.fleet, members=members), self.plans)
 
 
-async def search_at_once(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+async def search_at_once(fleet: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
     """Search here and now; in virtual time that takes none."""
-    return chosen(fleet, start)
+    return chosen(fleet, start, effort)
 
 
-async def search_by_estimate(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:  # noqa: ARG001
+async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
     """Choose by the paper's estimate, which takes milliseconds."""
     return {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
 
@@ -106,7 +105,7 @@ class Chooser:
         self.cpu_s = 0.0
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __call__(self, fleet: Fleet, start: Mapping[str, Plan]) -> dict[str, Plan]:
+    async def __call__(self, fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> dict[str, Plan]:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
@@ -118,7 +117,7 @@ class Chooser:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # Between two processes of ours: nothing of a peer is ever unpickled.
-        question = pickle.dumps((fleet, dict(start)))
+        question = pickle.dumps((fleet, dict(start), effort))
         self._process.stdin.write(_LENGTH.pack(len(question)) + question)
         line = await self._process.stdout.readline()
         if not line:
@@ -141,10 +140,10 @@ def _answer(questions: BinaryIO) -> bool:
     head = questions.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return False
-    fleet, start = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
+    fleet, start, effort = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
     before, problem, plans = time.process_time(), "", {}
     try:
-        plans = {name: astuple(plan) for name, plan in chosen(fleet, start).items()}
+        plans = {name: astuple(plan) for name, plan in chosen(fleet, start, effort).items()}
     except Exception as error:  # noqa: BLE001 - a question ends here, and who asked is told
         problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}

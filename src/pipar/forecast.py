@@ -15,6 +15,7 @@ A timing-only run of the same plans gives the same times, to the last digits; it
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
@@ -43,6 +44,8 @@ _END_EPOCH_BYTES = 80
 
 #: The share of a tensor that each of its chunks is.
 ChunkShares = tuple[float, ...]
+#: Parts of an epoch's work, which are 1 together: all that is no layer, layer 1, layer 2, ...
+Shares = tuple[float, ...]
 _WHOLE: ChunkShares = (1.0,)
 
 
@@ -158,6 +161,45 @@ def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], f
     if fleet.server.profile.crowded and fleet.cores > 1:
         server_s *= forecast(fleet.sampled(), plans, iterations=1).crowding
     return devices, server_s
+
+
+def shares(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Shares], Shares]:
+    """Return what part each layer has in the work of each device's compute lane, and in that of all of the cores.
+
+    The first number is everything else: the optimiser, coding, the exchange of models. Devices that are alike have the
+    same tuple.
+    """
+    devices_s, server_s = _alone_s(fleet, plans)
+    alike: dict[tuple[object, ...], list[Member]] = {}
+    for member in fleet.members:
+        alike.setdefault((id(member.costs), member.link, plans[member.name], member.samples), []).append(member)
+    devices: dict[str, Shares] = {}
+    on_server = [0.0] * fleet.layers
+    for first, *others in alike.values():
+        own, served = _layers_s(fleet, first, plans[first.name])
+        of_one = _shares(own, devices_s[first.name])
+        devices.update({member.name: of_one for member in (first, *others)})
+        on_server = [all_s + (1 + len(others)) * s for all_s, s in zip(on_server, served, strict=True)]
+    return devices, _shares(on_server, server_s)
+
+
+def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], list[float]]:
+    """Return how long a device computes each layer in an epoch, and the server for it."""
+    own, served = [0.0] * fleet.layers, [0.0] * fleet.layers
+    for batch, count in fleet.batch_counts(member.samples).items():
+        for samples, pieces in Counter(fleet.pieces(batch, plan.micro_batches)).items():
+            for seconds, costs, layers in (
+                (own, member.costs, range(plan.split_point)),
+                (served, fleet.server, range(plan.split_point, fleet.layers)),
+            ):
+                each_s = costs.each_layer_s(samples)
+                for layer in layers:
+                    seconds[layer] += count * pieces * each_s[layer]
+    return own, served
+
+
+def _shares(layers_s: list[float], all_s: float) -> Shares:
+    return tuple(max(0.0, seconds) / all_s for seconds in (all_s - sum(layers_s), *layers_s)) if all_s else ()
 
 
 def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:

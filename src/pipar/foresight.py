@@ -7,15 +7,15 @@ measured by the round itself and count from the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from pipar.config import Link
-from pipar.forecast import busy_s, predict_s
+from pipar.forecast import busy_s, predict_s, shares
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.refit import Fit, refitted
+from pipar.planner.refit import Fit, Machine, refitted
 from pipar.replanning import MeasuredLink, differs
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 #: Less work than this says nothing about how fast the server is.
 _TELLING_S = 0.02
 #: Machines whose speed was this far from what was believed are planned for again.
-_NOTICED = 0.02
+_NOTICED = 0.01
 #: A machine that seems further off than this was disturbed, not profiled wrongly.
 _MOST = 5.0
 
@@ -58,17 +58,18 @@ class Foresight:
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
-        fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
-        # From the profiles, each device with its own factor: a group's median would let single factors run away.
-        profiled, profiled_server = busy_s(self.fleet.of(device_s), plans)
-        expected = {name: seconds * fit.devices.get(name, 1.0) for name, seconds in profiled.items()}
-        expected_server = profiled_server * fit.server
-        times = {name: _times(device_s[name], seconds) for name, seconds in expected.items() if name in device_s}
-        telling = expected_server > _TELLING_S
-        self._fits[epoch + 2] = fit.learned(
-            server=_times(server_s, expected_server) if telling else None,
-            devices={name: slower for name, slower in times.items() if slower is not None},
-        )
+        fit, plans, fleet = self._fits[max(self._fits)], _at(self._plans, epoch), self.fleet.of(device_s)
+        # From the profiles, each device by itself: a group's median would let single factors run away.
+        profiled_s, profiled_server_s = busy_s(fleet, plans)
+        work, served = shares(fleet, plans)
+        learned = {
+            name: _learned(fit.of(name), work[name], seconds, device_s[name])
+            for name, seconds in profiled_s.items()
+            if name in device_s
+        }
+        is_telling = profiled_server_s * fit.server.times > _TELLING_S
+        server = _learned(fit.server, served, profiled_server_s, server_s) if is_telling else fit.server
+        self._fits[epoch + 2] = replace(fit, server=server, devices={**fit.devices, **learned})
 
     def forget(self, epoch: int) -> None:
         """Keep nothing that only epochs up to this one were expected by: a training may have any number of them."""
@@ -78,7 +79,11 @@ class Foresight:
 
     def has_learned(self) -> bool:
         """Return whether machines or links are known to be other, or steadier, than when plans were last chosen."""
-        return self._steadiness.has_grown() or self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
+        return self._steadiness.has_grown() or self.has_learned_of_machines()
+
+    def has_learned_of_machines(self) -> bool:
+        """Return whether machines are known to be other than when plans were last chosen."""
+        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
@@ -141,7 +146,10 @@ def since(by_first: dict[int, T], epoch: int) -> dict[int, T]:
     return {first: what for first, what in by_first.items() if first >= newest}
 
 
-def _times(measured_s: float, expected_s: float) -> float | None:
-    if expected_s <= 0 or measured_s <= 0:
-        return None
-    return min(_MOST, max(1 / _MOST, measured_s / expected_s))
+def _learned(machine: Machine, work: Sequence[float], profiled_s: float, measured_s: float) -> Machine:
+    """Return what is known of a machine that has worked for so long."""
+    if profiled_s <= 0 or measured_s <= 0:
+        return machine
+    believed = machine.believed(work)
+    surprise = measured_s / (profiled_s * believed)
+    return machine.learned(work, believed * min(_MOST, max(1 / _MOST, surprise)))

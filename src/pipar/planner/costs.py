@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from pipar.coding import encodings
@@ -17,6 +17,8 @@ from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
 _BACKWARD = ("bc", "bs")
+#: Factors that differ by no more are rounding.
+_SAME = 1e-9
 
 
 class Costs:
@@ -67,9 +69,11 @@ class Costs:
 
         return Costs(replace(self.profile, layers=tuple(map(one, self.profile.layers))), self.speed)
 
-    def slower(self, times: float) -> Costs:
-        """Return the costs of a machine on which everything takes so many times as long."""
-        return Costs(self.profile, self.speed / times)
+    def slower(self, times: float, layers: Iterable[float] = ()) -> Costs:
+        """Return the costs of a machine on which everything takes so many times as long, and each layer so many."""
+        own = [factor / times for factor in layers for _ in ("forward", "backward")]
+        varied = self.varied(iter(own).__next__) if own and any(abs(each - 1) > _SAME for each in own) else self
+        return Costs(varied.profile, self.speed / times)
 
     def seconds(self, work: Work) -> float:
         """Return how long the work takes.
@@ -108,6 +112,11 @@ class Costs:
     def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
         """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""
         return math.fsum(self._layer_times(kind in _FORWARD, samples)[first_layer - 1 : last_layer]) / self.speed
+
+    def each_layer_s(self, samples: int) -> list[float]:
+        """Return the seconds of every layer, forward and backward."""
+        forward, backward = (self._layer_times(is_forward, samples) for is_forward in (True, False))
+        return [(one + other) / self.speed for one, other in zip(forward, backward, strict=True)]
 
     def least_s(self, first_layer: int, last_layer: int, samples: int) -> float:
         """Return the quickest that forward and backward of these layers were measured to be: a lower bound."""

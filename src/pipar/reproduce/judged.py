@@ -17,7 +17,7 @@ from pipar.judge import JITTER, judging, judging_within, perturbed
 from pipar.methods import Plan
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose, choose_by_estimate, everybodys
+from pipar.planner.select import AT_LEISURE, ByKind, Choice, choose, choose_by_estimate, everybodys
 from pipar.planner.timing import steady_epoch_s
 
 
@@ -43,41 +43,63 @@ class Judged:
     search_s: float
 
 
-def judged(fleet: Fleet, *, seed: int, micro_batches: Sequence[int] | None, epochs: int) -> Judged:
+@dataclass(frozen=True)
+class Beforehand:
+    """What there is before a training, whatever world it will be in: the choice, and what it is compared with."""
+
+    choice: Choice
+    planning_s: float
+    profiled: ByKind
+    paper: ByKind
+
+    @classmethod
+    def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> Beforehand:
+        """Choose for a fleet, and search every P with every N, or with these."""
+        began = time.process_time()
+        choice = choose(fleet, simulate, within=simulate_within)
+        planning_s = time.process_time() - began
+        profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
+        paper = choose_by_estimate(fleet)
+        return cls(choice, planning_s, profiled, tuple(paper[kind[0].name][0] for kind in fleet.kinds()))
+
+
+def judged(
+    fleet: Fleet,
+    *,
+    seed: int,
+    micro_batches: Sequence[int] | None,
+    epochs: int,
+    beforehand: Beforehand | None = None,
+) -> Judged:
     """Return how good the choice for a fleet is: at the start, after so many epochs, and by the paper's estimate.
 
     Also how good the best plan by the profiles alone is. The search is over every P with every N, or with these.
     """
-    began = time.process_time()
-    choice = choose(fleet, simulate, within=simulate_within)
-    planning_s = time.process_time() - began
+    known = beforehand or Beforehand.of(fleet, micro_batches)
     truth, world = perturbed(fleet, seed), judging(seed)
     began = time.process_time()
     best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
     search_s = time.process_time() - began
-    learned = learn(fleet, truth, choice.plans, epochs)
-    profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
-    paper = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
-    kinds = [paper[kind[0].name] for kind in fleet.kinds()]
+    learned = learn(fleet, truth, known.choice.plans, epochs)
 
     def score(plans: Mapping[str, Plan]) -> float:
         return best.epoch_s / steady_epoch_s(world, truth, plans)
 
-    chosen_s = steady_epoch_s(world, truth, choice.plans)
+    chosen_s = steady_epoch_s(world, truth, known.choice.plans)
     return Judged(
-        chosen="; ".join(map(str, choice.by_kind)),
+        chosen="; ".join(map(str, known.choice.by_kind)),
         chosen_s=chosen_s,
         best="; ".join(map(str, best.by_kind)),
         best_s=best.epoch_s,
         score=best.epoch_s / chosen_s,
         learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
         learned_score=score(learned),
-        profiled="; ".join(map(str, profiled)),
-        profiled_score=score(everybodys(fleet, profiled)),
-        paper="; ".join(map(str, kinds)),
-        paper_score=score(everybodys(fleet, tuple(kinds))),
-        planning_s=planning_s,
-        simulations=choice.simulations,
+        profiled="; ".join(map(str, known.profiled)),
+        profiled_score=score(everybodys(fleet, known.profiled)),
+        paper="; ".join(map(str, known.paper)),
+        paper_score=score(everybodys(fleet, known.paper)),
+        planning_s=known.planning_s,
+        simulations=known.choice.simulations,
         searched=best.simulated,
         ruled_out=best.ruled_out,
         search_s=search_s,
@@ -90,5 +112,5 @@ def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) ->
     for epoch in range(1, epochs + 1):
         foresight.learn(epoch, *busy_s(truth, foresight.plans))
         if foresight.has_learned():
-            foresight.replan(epoch + 2, chosen(foresight.latest({}), foresight.plans))
+            foresight.replan(epoch + 1, chosen(foresight.latest({}), foresight.plans, AT_LEISURE))
     return foresight.plans

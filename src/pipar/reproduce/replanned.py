@@ -10,6 +10,7 @@ from pipar.events import Event, Replanned
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
+from pipar.planner.select import Effort
 from pipar.virtual import train_without_mathematics
 
 
@@ -22,9 +23,9 @@ def replanned(job: Job) -> dict[str, float | int]:
     seconds: list[float] = []
     replans: list[Replanned] = []
 
-    async def search(fleet: Fleet, start: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    async def search(fleet: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
         began = time.process_time()
-        found = chosen(fleet, start)
+        found = chosen(fleet, start, effort)
         searches.append(time.process_time() - began)
         return found
 
