@@ -5,8 +5,9 @@ and 20 times as fast, and with half the devices at half the speed. The judge's c
 and jittered by 5 % a stage, from seeds that the planner does not get: one is one world, and which of two plans that are
 close is better there is chance, so there are several.
 
-All rows take some fifteen minutes on two cores. Each is printed and kept in `results/selection.rows.jsonl` when it has
-been judged: after an interruption the next start takes up where this one was, as long as the planner is the same.
+All rows take some twenty minutes on two cores. Those of a training are printed and kept in
+`results/selection.rows.jsonl` when it has been judged in all worlds: after an interruption the next start takes up
+where this one was, as long as the planner is the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.
 GRID = (1, 2, 3, 4, 8, 16)
 #: One world each.
 SEEDS = (20240612, 1, 2)
-#: Epochs that the server learns from.
+#: Epochs that the server learns from, each with the plans that the one before has led to. In a training new plans come
+#: into force two epochs behind what they were learned from.
 EPOCHS = 5
 #: Rows that were judged so far, one a line, with what they depend on.
 KEPT = RESULTS / "selection.rows.jsonl"
@@ -99,12 +101,7 @@ def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: i
     fleet = make_fleet(*training, devices=devices)
     grid = None if len(fleet.kinds()) == 1 else GRID
     before = Beforehand.of(fleet, grid)
-
-    def row(seed: int) -> Row:
-        judge = judged(fleet, seed=seed, micro_batches=grid, epochs=EPOCHS, beforehand=before)
-        return Row(*training, seed, **asdict(judge))
-
-    return [row(seed) for seed in worlds]
+    return [Row(*training, seed, **asdict(judged(fleet, before, seed=seed, epochs=EPOCHS))) for seed in worlds]
 
 
 # --- rows that stay, whatever ends the measurement
@@ -118,8 +115,8 @@ def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         judging_now = [pool.submit(judge, training, its, devices) for training, its in worlds.items()]
         try:
-            for judged in as_completed(judging_now):
-                yield from judged.result()
+            for one in as_completed(judging_now):
+                yield from one.result()
         finally:  # an interruption does not wait for what has not begun
             pool.shutdown(cancel_futures=True)
 
@@ -157,7 +154,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
         of_fleet = [row for row in found if row.fleet == name]
         for when, scores in (
             ("at the start", [row.score for row in of_fleet]),
-            (f"after {EPOCHS} epochs", [row.learned_score for row in of_fleet]),
+            (f"learned from {EPOCHS} epochs", [row.learned_score for row in of_fleet]),
         ):
             good = sum(score >= 0.995 for score in scores) / len(scores)
             claims.append(Claim(f"{name}: lowest score of {len(scores)} rows, {when}", min(scores), "", least=0.98))

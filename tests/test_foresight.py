@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
-from pipar.forecast import busy_s, predict_s, shares
+from pipar.forecast import busy_layers, busy_s, predict_s
 from pipar.foresight import Foresight
 from pipar.judge import perturbed
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
-from pipar.planner.refit import Fit, Machine, about, refitted
+from pipar.planner.refit import Fit, Machine, Shares, about, pooled, refitted
 from pipar.prepare import config_from, prepare_timing_only
 from pipar.virtual import train_without_mathematics
 
@@ -127,8 +127,16 @@ def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None
 
 def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
     here = fleet(20)
-    kinds = refitted(here, Fit(devices={"d03": seen(2.0)})).kinds()
+    kinds = refitted(here, Fit(devices={**{m.name: seen(1.0) for m in here.members}, "d03": seen(2.0)})).kinds()
     assert sorted(map(len, kinds)) == [1, 19]
+
+
+def test_devices_that_are_within_a_fifth_of_each_other_are_of_one_kind_wherever_the_middle_lies() -> None:
+    here = fleet(20)
+    rates = {m.name: Link(up_bps=11.1e6 if n < 9 else 12.5e6, down_bps=20e6) for n, m in enumerate(here.members)}
+    assert len(refitted(here, Fit(links=rates)).kinds()) == 1
+    rates["d00"] = Link(up_bps=9e6, down_bps=20e6)
+    assert len(refitted(here, Fit(links=rates)).kinds()) == 2
 
 
 def test_situations_in_which_two_devices_have_swapped_their_links_are_not_the_same() -> None:
@@ -185,9 +193,9 @@ def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(
             (devices, server), (real, real_server) = (
                 busy_s(one, plans(here, before)) for one in (foresight.now(), truth)
             )
-            assert devices == pytest.approx(real, rel=5e-3)
+            assert devices == pytest.approx(real, rel=0.02)  # as far as epochs scatter
             if real_server > 0.04:  # less tells nothing
-                assert server == pytest.approx(real_server, rel=5e-3)
+                assert server == pytest.approx(real_server, rel=0.02)
 
 
 def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new() -> None:
@@ -205,47 +213,100 @@ def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new(
     assert not foresight.has_learned()  # one factor for all layers would have to be another one now
 
 
-def test_a_machine_that_gets_slower_is_slower_with_all_that_it_has_done() -> None:
-    first, second = (0.0, 1.0, 0.0), (0.0, 0.5, 0.5)
-    machine = Machine().learned(first, 1.0).learned(second, 1.2)
-    for _ in range(20):
-        machine = machine.learned(second, 2.4)
-    assert machine.believed(second) == pytest.approx(2.4, rel=1e-3)
-    assert machine.believed(first) == pytest.approx(2.0, rel=1e-3)
-    assert machine.news == pytest.approx(math.log(2.4), abs=0.02)
+FIRST, SECOND = (0.0, 0.5, 0.5, 0.0), (0.0, 0.4, 0.4, 0.2)
 
 
-def test_of_one_disturbed_epoch_half_is_believed_and_soon_forgotten() -> None:
-    work = (0.2, 0.5, 0.3)
-    machine = Machine().learned(work, 1.0).learned(work, 4.0)
-    assert machine.times == pytest.approx(2.0)
-    for _ in range(6):
-        machine = machine.learned(work, 1.0)
-    assert machine.times == pytest.approx(1.0, rel=0.02)
-
-
-def test_a_machine_remembers_some_of_its_cuts() -> None:
+def after(*epochs: tuple[Shares, float]) -> Machine:
     machine = Machine()
-    for cut in range(1, 21):
-        machine = machine.learned((0.0, *[1 / cut] * cut, *[0.0] * (20 - cut)), 1 + cut / 100)
-    assert len(machine.seen) <= 8
-    assert machine.times == 1.2
-    assert all(0.5 < factor < 2.0 for factor in machine.factors(21))
+    for shares, times in epochs:
+        machine = machine.learned(shares, times)
+    return machine
+
+
+def test_what_is_believed_hardly_depends_on_what_was_seen_first() -> None:
+    one, other = after((FIRST, 1.0), (SECOND, 1.05)), after((SECOND, 1.05), (FIRST, 1.0))
+    assert one.factors(4) == pytest.approx(other.factors(4), rel=0.01)
+    assert one.times(FIRST) < 1.02 < 1.03 < one.times(SECOND)
+
+
+def test_a_machine_that_gets_slower_is_slower_with_all_that_it_has_done() -> None:
+    machine = after((FIRST, 1.0), (SECOND, 1.0), *[(SECOND, 2.0)] * 20)
+    assert machine.times(SECOND) == pytest.approx(2.0, rel=0.01)
+    assert machine.times(FIRST) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize("times", [1.03, 1.1, 2.0])
+def test_a_first_epoch_of_a_cut_that_was_disturbed_is_forgotten_and_says_nothing_of_others(times: float) -> None:
+    machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times))
+    assert machine.times(FIRST) <= machine.times(SECOND) <= times
+    machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times), *[(SECOND, 1.0)] * 10)
+    assert machine.times(SECOND) == pytest.approx(1.0, rel=0.01)
+    assert machine.times(FIRST) == pytest.approx(1.0, rel=0.01)
+
+
+def test_of_one_disturbed_epoch_a_part_is_believed_and_soon_forgotten() -> None:
+    machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0))
+    assert 1.4 < machine.latest < 1.7
+    machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0), *[(FIRST, 1.0)] * 10)
+    assert machine.latest == pytest.approx(1.0, rel=0.03)
+
+
+def test_epochs_that_scatter_make_a_cut_look_better_than_another_by_less_than_they_scatter() -> None:
+    draw = random.Random(1)
+    off = []
+    for _ in range(200):
+        seen = [(work, draw.gauss(1.0, 0.03)) for work in (FIRST, SECOND) for _ in range(5)]
+        machine = after(*seen)
+        off.append(machine.times(FIRST) / machine.times(SECOND) - 1)
+    assert math.sqrt(sum(one**2 for one in off) / len(off)) < 0.015
+
+
+def test_models_that_take_longer_say_nothing_of_layers() -> None:
+    only_models = (1.0, 0.0, 0.0, 0.0)
+    machine = after((FIRST, 1.0), (only_models, 2.5))
+    assert machine.times(only_models) == pytest.approx(2.5, rel=0.01)
+    assert machine.times(SECOND) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_machine_remembers_the_cuts_that_it_had_last() -> None:
+    works = [(0.0, *[1 / cut] * cut, *[0.0] * (20 - cut)) for cut in range(1, 21)]
+    machine = after(*[(work, 1 + cut / 100) for cut, work in enumerate(works, start=1)])
+    assert [seen.shares for seen in machine.seen.values()] == works[-6:]
+    assert machine.latest == pytest.approx(1.2, rel=0.02)
+
+
+def test_of_machines_that_are_alike_the_median_counts_work_by_work() -> None:
+    together = pooled([after((FIRST, times), (SECOND, 2 * times)) for times in (0.9, 1.0, 5.0)] + [Machine()])
+    assert [math.exp(seen.log_times) for seen in together.seen.values()] == pytest.approx([1.0, 2.0])
+
+
+def test_a_device_that_nobody_has_seen_at_work_is_as_fast_as_others_of_its_kind() -> None:
+    here = fleet(3)
+    (kind,) = refitted(here, Fit(devices={"d00": seen(1.5), "d01": seen(1.5)})).kinds()
+    assert len(kind) == 3
+
+
+def test_a_crowded_server_that_is_slower_is_expected_to_take_what_it_took() -> None:
+    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.5, 1.5), crowd=1)
+    here = replace(fleet(8), server=Costs(crowded))
+    truth, foresight = here.slower(server=2.0), Foresight(here, plans(here))
+    for epoch in range(1, 9):
+        foresight.learn(epoch, *busy_s(truth, plans(here)))
+    assert busy_s(foresight.now(), plans(here))[1] == pytest.approx(busy_s(truth, plans(here))[1], rel=0.01)
 
 
 @given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
     here = fleet_of_two_kinds(seed)
-    devices, server = shares(here, plans(here, Plan(p, n)))
-    whole = busy_s(here, plans(here, Plan(p, n)))
+    devices, server = busy_layers(here, plans(here, Plan(p, n)))
     factors = [random.Random(seed + place).uniform(0.5, 2.0) for place in range(4)]
     members = tuple(replace(m, costs=m.costs.slower(factors[0], factors[1:])) for m in here.members)
     other = replace(here, members=members, server=here.server.slower(factors[0], factors[1:]))
-    for name, seconds in busy_s(other, plans(here, Plan(p, n)))[0].items():
-        assert sum(devices[name]) == pytest.approx(1.0)
-        assert seconds == pytest.approx(whole[0][name] * sum(map(mul, devices[name], factors)))
-    assert busy_s(other, plans(here, Plan(p, n)))[1] == pytest.approx(whole[1] * sum(map(mul, server, factors)))
+    others, other_server = busy_s(other, plans(here, Plan(p, n)))
+    for busy, seconds in (*((devices[name], others[name]) for name in devices), (server, other_server)):
+        assert sum(busy.shares) == pytest.approx(1.0)
+        assert seconds == pytest.approx(busy.seconds * sum(map(mul, busy.shares, factors)))
 
 
 def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.refit import about
 from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate, choose_for
 from pipar.planner.timing import steady_epoch_s
+from pipar.replanning import differs
 
 #: Returns the best plans of a fleet, given those in force, with so much effort.
 Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]
@@ -59,16 +60,22 @@ class Choices:
         self._foresight = foresight
         self._search = search
         self._known: dict[tuple[object, ...], Mapping[str, Plan]] = {}
+        self._links: Mapping[str, Link] = {member.name: member.link for member in foresight.fleet.members}
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
         """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
-        # Links may change again soon; what was learned of machines is worth a longer look.
-        effort = AT_LEISURE if self._foresight.has_learned_of_machines() else QUICK
+        is_learned = self._foresight.has_learned_of_machines()
         fleet = self._foresight.latest(links).of(links)
         plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
-        situation = (about(fleet), tuple(plans.values()), effort)
+        are_new = any(differs(link, self._links.get(name, link)) for name, link in links.items())
+        self._links = links
+        # Other links may change again soon; what was learned of machines is new each time, and worth a longer look.
+        if is_learned and not are_new:
+            self._known.clear()
+            return await self._search(fleet, plans, AT_LEISURE)
+        situation = (about(fleet), tuple(plans.values()))
         if situation not in self._known:
-            self._known[situation] = await self._search(fleet, plans, effort)
+            self._known[situation] = await self._search(fleet, plans, QUICK)
         return self._known[situation]
 
 

@@ -25,6 +25,7 @@ from pipar.cutoff import Cutoff
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import Profile
+from pipar.planner.refit import Shares
 from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
@@ -44,8 +45,6 @@ _END_EPOCH_BYTES = 80
 
 #: The share of a tensor that each of its chunks is.
 ChunkShares = tuple[float, ...]
-#: Parts of an epoch's work, which are 1 together: all that is no layer, layer 1, layer 2, ...
-Shares = tuple[float, ...]
 _WHOLE: ChunkShares = (1.0,)
 
 
@@ -158,29 +157,38 @@ def simulate_within(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | N
 def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
     """Return how long each device's compute lane and all cores of the server together work in one epoch."""
     devices, server_s = _alone_s(fleet, plans)
+    return devices, server_s * crowding(fleet, plans)
+
+
+def crowding(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+    """Return how many times as long the server's cores take together as one after the other."""
     if fleet.server.profile.crowded and fleet.cores > 1:
-        server_s *= forecast(fleet.sampled(), plans, iterations=1).crowding
-    return devices, server_s
+        return forecast(fleet.sampled(), plans, iterations=1).crowding
+    return 1.0
 
 
-def shares(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Shares], Shares]:
-    """Return what part each layer has in the work of each device's compute lane, and in that of all of the cores.
+@dataclass(frozen=True)
+class Busy:
+    """How long a compute lane, or all cores one after the other, work in one epoch; and what part each layer has."""
 
-    The first number is everything else: the optimiser, coding, the exchange of models. Devices that are alike have the
-    same tuple.
-    """
+    seconds: float
+    shares: Shares
+
+
+def busy_layers(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Busy], Busy]:
+    """Return the work of each device's compute lane, and that of the server's cores; who is alike has the same."""
     devices_s, server_s = _alone_s(fleet, plans)
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:
-        alike.setdefault((id(member.costs), member.link, plans[member.name], member.samples), []).append(member)
-    devices: dict[str, Shares] = {}
+        alike.setdefault(_work_key(member, plans[member.name]), []).append(member)
+    devices: dict[str, Busy] = {}
     on_server = [0.0] * fleet.layers
     for first, *others in alike.values():
         own, served = _layers_s(fleet, first, plans[first.name])
-        of_one = _shares(own, devices_s[first.name])
+        of_one = _busy(own, devices_s[first.name])
         devices.update({member.name: of_one for member in (first, *others)})
         on_server = [all_s + (1 + len(others)) * s for all_s, s in zip(on_server, served, strict=True)]
-    return devices, _shares(on_server, server_s)
+    return devices, _busy(on_server, server_s)
 
 
 def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], list[float]]:
@@ -198,8 +206,9 @@ def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], li
     return own, served
 
 
-def _shares(layers_s: list[float], all_s: float) -> Shares:
-    return tuple(max(0.0, seconds) / all_s for seconds in (all_s - sum(layers_s), *layers_s)) if all_s else ()
+def _busy(layers_s: list[float], all_s: float) -> Busy:
+    parts = (max(0.0, all_s - sum(layers_s)), *layers_s)
+    return Busy(all_s, tuple(seconds / all_s for seconds in parts) if all_s else (1.0, *[0.0] * len(layers_s)))
 
 
 def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
@@ -207,12 +216,17 @@ def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float],
     devices, server_s = {}, 0.0
     for member in fleet.members:
         plan = plans[member.name]
-        key = (id(member.costs), member.link, plan, member.samples)
+        key = _work_key(member, plan)
         if key not in known:
             known[key] = _computed_s(fleet, member, plan)
         devices[member.name] = known[key][0]
         server_s += known[key][1]
     return devices, server_s + sum(map(fleet.server.seconds, _exchanged(fleet, plans)))
+
+
+def _work_key(member: Member, plan: Plan) -> tuple[object, ...]:
+    """Return what a device's work depends on."""
+    return (id(member.costs), member.link, plan, member.samples)
 
 
 def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:

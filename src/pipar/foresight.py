@@ -7,12 +7,12 @@ measured by the round itself and count from the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from pipar.config import Link
-from pipar.forecast import busy_s, predict_s, shares
+from pipar.forecast import Busy, busy_layers, crowding, predict_s
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import Fit, Machine, refitted
@@ -22,8 +22,9 @@ T = TypeVar("T")
 
 #: Less work than this says nothing about how fast the server is.
 _TELLING_S = 0.02
-#: Machines whose speed was this far from what was believed are planned for again.
-_NOTICED = 0.01
+#: Machines whose speed was this far from what was believed are planned for again: with work that was not planned with,
+#: and with work that was, whose epochs scatter.
+_NOTICED, _NOTICED_AGAIN = 0.01, 0.03
 #: A machine that seems further off than this was disturbed, not profiled wrongly.
 _MOST = 5.0
 
@@ -59,16 +60,14 @@ class Foresight:
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
         fit, plans, fleet = self._fits[max(self._fits)], _at(self._plans, epoch), self.fleet.of(device_s)
-        # From the profiles, each device by itself: a group's median would let single factors run away.
-        profiled_s, profiled_server_s = busy_s(fleet, plans)
-        work, served = shares(fleet, plans)
+        # From the profiles, each device by itself: what a group has in common would let single ones run away.
+        profiled, served = busy_layers(fleet, plans)
         learned = {
-            name: _learned(fit.of(name), work[name], seconds, device_s[name])
-            for name, seconds in profiled_s.items()
-            if name in device_s
+            name: _learned(fit.of(name), busy, device_s[name]) for name, busy in profiled.items() if name in device_s
         }
-        is_telling = profiled_server_s * fit.server.times > _TELLING_S
-        server = _learned(fit.server, served, profiled_server_s, server_s) if is_telling else fit.server
+        server = fit.server
+        if served.seconds * server.latest > _TELLING_S:
+            server = _learned(server, served, server_s / crowding(self.fleet_for(epoch).of(device_s), plans))
         self._fits[epoch + 2] = replace(fit, server=server, devices={**fit.devices, **learned})
 
     def forget(self, epoch: int) -> None:
@@ -83,7 +82,7 @@ class Foresight:
 
     def has_learned_of_machines(self) -> bool:
         """Return whether machines are known to be other than when plans were last chosen."""
-        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED)
+        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED, _NOTICED_AGAIN)
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
@@ -146,10 +145,10 @@ def since(by_first: dict[int, T], epoch: int) -> dict[int, T]:
     return {first: what for first, what in by_first.items() if first >= newest}
 
 
-def _learned(machine: Machine, work: Sequence[float], profiled_s: float, measured_s: float) -> Machine:
+def _learned(machine: Machine, profiled: Busy, measured_s: float) -> Machine:
     """Return what is known of a machine that has worked for so long."""
-    if profiled_s <= 0 or measured_s <= 0:
+    if profiled.seconds <= 0 or measured_s <= 0:
         return machine
-    believed = machine.believed(work)
-    surprise = measured_s / (profiled_s * believed)
-    return machine.learned(work, believed * min(_MOST, max(1 / _MOST, surprise)))
+    believed = machine.times(profiled.shares)
+    surprise = measured_s / (profiled.seconds * believed)
+    return machine.learned(profiled.shares, believed * min(_MOST, max(1 / _MOST, surprise)))

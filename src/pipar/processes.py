@@ -296,6 +296,7 @@ class Teller:
             try:
                 self._connection.send(Sketch.of(said) if isinstance(said, Pictured) else said)
             except OSError:  # the parent is gone
+                self._end()
                 return
             if isinstance(said, Pictured):
                 self._has_picture = False
@@ -309,7 +310,11 @@ class Teller:
         gone.register(self._connection, 0)  # of a reader that is gone it tells unasked
         gone.poll()
         if not self._is_finished:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._end()
+
+    @staticmethod
+    def _end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Termination:

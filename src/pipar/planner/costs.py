@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipar.coding import encodings
@@ -17,19 +17,20 @@ from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
 _BACKWARD = ("bc", "bs")
-#: Factors that differ by no more are rounding.
-_SAME = 1e-9
 
 
 class Costs:
     """Seconds of work on the profile's machine times 1 / `speed`: 0.05 is a machine twenty times slower.
 
+    Beside that each layer may take so many times as long as profiled, by `layers`.
     An overhead that the profile gives as 0 costs exactly 0.0.
     """
 
-    def __init__(self, profile: Profile, speed: float = 1.0) -> None:
+    def __init__(self, profile: Profile, speed: float = 1.0, layers: Sequence[float] = ()) -> None:
         self.profile = profile
         self.speed = speed
+        self._times = tuple(layers) or (1.0,) * len(profile.layers)
+        assert len(self._times) == len(profile.layers)
         # By kind and encoding: of the work, of each chunk in it, of each byte. What has no encoding counts as raw.
         self._by_size: dict[tuple[str, str], tuple[float, float, float]] = {
             (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, 0.0, getattr(profile, f"{kind}_s_per_byte") / speed)
@@ -67,13 +68,13 @@ class Costs:
                 least_s=(),
             )
 
-        return Costs(replace(self.profile, layers=tuple(map(one, self.profile.layers))), self.speed)
+        return Costs(replace(self.profile, layers=tuple(map(one, self.profile.layers))), self.speed, self._times)
 
-    def slower(self, times: float, layers: Iterable[float] = ()) -> Costs:
-        """Return the costs of a machine on which everything takes so many times as long, and each layer so many."""
-        own = [factor / times for factor in layers for _ in ("forward", "backward")]
-        varied = self.varied(iter(own).__next__) if own and any(abs(each - 1) > _SAME for each in own) else self
-        return Costs(varied.profile, self.speed / times)
+    def slower(self, times: float, layers: Sequence[float] = ()) -> Costs:
+        """Return the costs of a machine on which everything takes so many times as long, or each layer so many."""
+        of_layers = layers or (times,) * len(self._times)
+        own = [before * factor / times for before, factor in zip(self._times, of_layers, strict=True)]
+        return Costs(self.profile, self.speed / times, own)
 
     def seconds(self, work: Work) -> float:
         """Return how long the work takes.
@@ -123,12 +124,9 @@ class Costs:
         key = ("least", first_layer, last_layer, samples)
         if key not in self._known:
             sizes = self.profile.batch_sizes
-            layers = self.profile.layers[first_layer - 1 : last_layer]
-            times = [
-                layer.least_s or tuple(map(sum, zip(layer.forward_s, layer.backward_s, strict=True)))
-                for layer in layers
-            ]
-            self._known[key] = math.fsum(interpolate(sizes, each, samples) for each in times) / self.speed
+            layers = list(zip(self.profile.layers, self._times, strict=True))[first_layer - 1 : last_layer]
+            times = [factor * interpolate(sizes, layer.least_s or _both_s(layer), samples) for layer, factor in layers]
+            self._known[key] = math.fsum(times) / self.speed
         return self._known[key]
 
     def _compute(self, work: Work) -> float:
@@ -158,10 +156,14 @@ class Costs:
         if key not in self._layers:
             sizes = self.profile.batch_sizes
             self._layers[key] = tuple(
-                interpolate(sizes, layer.forward_s if forward else layer.backward_s, samples)
-                for layer in self.profile.layers
+                factor * interpolate(sizes, layer.forward_s if forward else layer.backward_s, samples)
+                for layer, factor in zip(self.profile.layers, self._times, strict=True)
             )
         return self._layers[key]
+
+
+def _both_s(layer: LayerProfile) -> tuple[float, ...]:
+    return tuple(map(sum, zip(layer.forward_s, layer.backward_s, strict=True)))
 
 
 def interpolate(sizes: tuple[int, ...], times: tuple[float, ...], samples: int) -> float:

@@ -1,20 +1,21 @@
 """The cost model made to agree with what a training has shown: links as measured, machines as slow as they were.
 
 An epoch shows how long a machine took for all of the layers that it had. That says much of these layers together and
-of other cuts nearby, little of a single layer; two cuts that were tried say what lies between them.
+of other cuts nearby, little of a single layer; two cuts that were tried say what lies between them. Epochs scatter, so
+what is believed is a mean over what is likely: a Gaussian process over the layers.
 
-Measurements of equal devices scatter. Devices of one kind whose measurements are about the same stay of one kind, with
-those of the middle one, so that a fleet of a hundred equal boards is still planned once.
+Measurements of equal devices scatter, too. Devices of one kind whose measurements are about the same stay of one kind,
+with the median of them, so that a fleet of a hundred equal boards is still planned once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
-
-import numpy as np
+from typing import NamedTuple
 
 from pipar.config import Link
 from pipar.planner.costs import Costs
@@ -22,90 +23,127 @@ from pipar.planner.fleet import Fleet, Member
 
 #: Measurements that differ by less than about this are the same.
 _ABOUT = 0.2
-#: The share of a new measurement in what is believed of work that was measured before: epochs scatter by some per cent.
-_NEW = 0.5
-#: Work is the same if no more of it lies elsewhere.
-_SAME_WORK = 0.01
-#: How far layers are off their profile, each by itself and all together, beside what the latest epoch has shown of
-#: all; and by how much an epoch deceives. (Standard deviations.)
-_EACH, _ALL, _DECEIVED = 0.1, 0.1, 0.005
-#: No layer is believed to be further off the others.
-_FURTHEST = 0.5
+
+# Standard deviations of logarithms. Before anything is seen, a machine's layers are as profiled but for what is common
+# to all of them and what each has of its own; what is no layer (the optimiser, coding, models) has nothing to do with
+# them. One epoch scatters, and machines drift from epoch to epoch.
+_COMMON, _OWN, _ELSE = 0.5, 0.1, 0.5
+_SCATTER, _DRIFT = 0.01, 0.01
+#: The mean of so many epochs is believed; behind them the older count less and less.
+_MEAN_OF = 3
 #: Kinds of work that are remembered of a machine.
 _REMEMBERED = 6
+#: Work is the same if every share of it is, in per cent.
+_DIGITS = 2
+#: Times are sums and their logarithms are not: what is believed is found in so many steps.
+_STEPS = 3
+
+#: Parts of an epoch's work, which are 1 together: all that is no layer, layer 1, layer 2, ...
+Shares = tuple[float, ...]
+
+
+class Seen(NamedTuple):
+    """What some epochs have shown of one kind of work."""
+
+    shares: Shares
+    log_times: float  # how many times as long as profiled it took, as a logarithm
+    epochs: int
+    age: int  # epochs since
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What epochs have shown of a machine: how many times as long as profiled it took for which work.
+    """What epochs have shown of a machine: how many times as long as profiled it took for which work."""
 
-    Work is given by shares: the part of all that is no layer, then of each layer.
-    """
+    seen: dict[Shares, Seen] = field(default_factory=dict)  # by rounded shares; the latest last
 
-    seen: tuple[tuple[Sequence[float], float], ...] = ()  # shares, and times; the latest last
-    news: float = 0.0  # all that was not expected so far, as a logarithm
+    def learned(self, shares: Shares, times: float) -> Machine:
+        """Return what is known behind an epoch in which this work took so many times as long as profiled."""
+        key = tuple(round(share, _DIGITS) for share in shares)
+        others = {one: seen._replace(age=seen.age + 1) for one, seen in self.seen.items() if one != key}
+        before = self.seen.get(key, Seen(shares, 0.0, 0, 0))
+        epochs = min(before.epochs + 1, _MEAN_OF)
+        mean = before.log_times + (math.log(times) - before.log_times) / epochs
+        kept = dict(list(others.items())[1 - _REMEMBERED :])
+        return Machine({**kept, key: Seen(shares, mean, epochs, 0)})
 
-    @property
-    def times(self) -> float:
-        """How many times as long as profiled it took for what it did last."""
-        return self.seen[-1][1] if self.seen else 1.0
-
-    def believed(self, shares: Sequence[float]) -> float:
+    def times(self, shares: Shares) -> float:
         """Return how many times as long as profiled it is expected to take for some work."""
-        known = self._like(shares)
-        return float(np.dot(shares, self.factors(len(shares)))) if known is None else self.seen[known][1]
+        return math.fsum(share * factor for share, factor in zip(shares, self.factors(len(shares)), strict=True))
 
-    def learned(self, shares: Sequence[float], times: float) -> Machine:
-        """Return what is known behind an epoch in which it took so many times as long as profiled.
+    def factors(self, count: int) -> Sequence[float]:
+        """Return how many times as long as profiled everything else, and each layer, are expected to take."""
+        return self._factors if self.seen else (1.0,) * count
 
-        Other work than before tells of its layers and is believed. Of work that was seen before, half of what is new
-        is: the machine has changed, or was disturbed, and would be as slow with everything that it has done.
-        """
-        surprise = math.log(times / self.believed(shares))
-        known = self._like(shares)
-        if known is None:
-            return Machine((*self.seen[1 - _REMEMBERED :], (shares, times)), self.news + surprise)
-        changed = _NEW * surprise
-        others = [(work, before * math.exp(changed)) for work, before in self.seen]
-        latest = others.pop(known)
-        return Machine((*others, (shares, latest[1])), self.news + changed)
+    @cached_property
+    def latest(self) -> float:
+        """How many times as long as profiled it took for what it did last."""
+        return self.times(next(reversed(self.seen.values())).shares) if self.seen else 1.0
 
-    def _like(self, shares: Sequence[float]) -> int | None:
-        """Return which of the works that were seen is about the same."""
-        for place, (work, _) in enumerate(self.seen):
-            if work is shares or sum(abs(a - b) for a, b in zip(work, shares, strict=True)) < 2 * _SAME_WORK:
-                return place
-        return None
+    @cached_property
+    def _factors(self) -> Sequence[float]:
+        import numpy as np  # what a command needs that is to start at once does not
 
-    def factors(self, count: int) -> np.ndarray:
-        """Return how many times as long as profiled everything else and each layer are expected to take.
+        work = np.array([seen.shares for seen in self.seen.values()])
+        took = np.array([seen.log_times for seen in self.seen.values()])
+        count = work.shape[1]
+        likely = np.zeros((count, count))
+        likely[1:, 1:] = _COMMON**2 + _OWN**2 * np.eye(count - 1)
+        likely[0, 0] = _ELSE**2
+        noise = np.diag([_SCATTER**2 / seen.epochs + (_DRIFT * seen.age) ** 2 for seen in self.seen.values()])
+        logs = np.zeros(count)
+        for _ in range(_STEPS):  # the share of what takes longer than profiled is larger than profiled
+            parts = work * np.exp(logs)
+            sums = parts.sum(axis=1)
+            parts /= sums[:, None]
+            surprise = took - np.log(sums) + parts @ logs
+            logs = likely @ parts.T @ np.linalg.solve(parts @ likely @ parts.T + noise, surprise)
+        factors: list[float] = np.exp(logs).tolist()
+        return factors
 
-        That is the mean of a Gaussian process: before anything is seen, layers are as profiled times what is common to
-        all of them, and each is off by itself.
-        """
-        if not self.seen:
-            return np.ones(count)
-        work = np.array([shares for shares, _ in self.seen])
-        off = np.array([times for _, times in self.seen]) / self.times - 1
-        before = _ALL**2 + _EACH**2 * np.eye(count)
-        seen = work @ before @ work.T + _DECEIVED**2 * np.eye(len(off))
-        layers = before @ work.T @ np.linalg.solve(seen, off)
-        believed: np.ndarray = self.times * (1 + np.clip(layers, -_FURTHEST, _FURTHEST))
-        return believed
+
+def pooled(machines: Iterable[Machine]) -> Machine:
+    """Return what is known of machines that are alike: of each work the median of those that have done it."""
+    by_work: dict[Shares, list[Seen]] = {}
+    for machine in machines:
+        for key, seen in machine.seen.items():
+            by_work.setdefault(key, []).append(seen)
+    middle = {
+        key: seen[0]._replace(
+            log_times=median(one.log_times for one in seen),
+            epochs=max(one.epochs for one in seen),
+            age=min(one.age for one in seen),
+        )
+        for key, seen in by_work.items()
+    }
+    in_order = sorted(middle.items(), key=lambda item: -item[1].age)
+    return Machine(dict(in_order[-_REMEMBERED:]))
 
 
 @dataclass(frozen=True)
 class Fit:
     """What was learned of each machine, and the links as measured."""
 
-    server: Machine = Machine()
+    server: Machine = field(default_factory=Machine)
     devices: Mapping[str, Machine] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
 
-    def differs(self, other: Fit, most: float) -> bool:
-        """Return whether the server, or a quarter of the devices, are faster or slower than there by more than this."""
-        changed = [abs(one.news - other.of(name).news) > most for name, one in self.devices.items()]
-        return abs(self.server.news - other.server.news) > most or 4 * sum(changed) > len(changed)
+    def differs(self, other: Fit, most: float, most_of_known: float) -> bool:
+        """Return whether the server, or a quarter of the devices, are faster or slower than was known there.
+
+        By more than the first share with work that was not seen there, and by more than the second with work that was:
+        its epochs scatter.
+        """
+
+        def changed(now: Machine, before: Machine) -> bool:
+            if not now.seen:
+                return False
+            key, seen = next(reversed(now.seen.items()))
+            limit = most_of_known if key in before.seen else most
+            return abs(math.log(now.times(seen.shares) / before.times(seen.shares))) > limit
+
+        of_devices = [changed(one, other.of(name)) for name, one in self.devices.items()]
+        return changed(self.server, other.server) or 4 * sum(of_devices) > len(of_devices)
 
     def of(self, device: str) -> Machine:
         """Return what is known of a device."""
@@ -120,19 +158,15 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
     members: dict[str, Member] = {}
     for kind in fleet.kinds():
         for alike in _alike(kind, fit):
-            costs = _costs(alike[0].costs, _middle([fit.of(member.name) for member in alike]), fleet.layers)
+            costs = _costs(alike[0].costs, pooled(fit.of(member.name) for member in alike), fleet.layers)
             link = _median_link([fit.links.get(member.name, member.link) for member in alike])
             members.update({member.name: replace(member, costs=costs, link=link) for member in alike})
     in_order = tuple(members[member.name] for member in fleet.members)
     return replace(fleet, members=in_order, server=_costs(fleet.server, fit.server, fleet.layers))
 
 
-def _middle(machines: list[Machine]) -> Machine:
-    return sorted(machines, key=lambda machine: machine.times)[(len(machines) - 1) // 2]
-
-
 def _costs(profiled: Costs, machine: Machine, layers: int) -> Costs:
-    everything_else, *each = machine.factors(1 + layers).tolist()
+    everything_else, *each = machine.factors(1 + layers)
     return profiled.slower(everything_else, each[: len(profiled.profile.layers)])
 
 
@@ -144,37 +178,47 @@ def about(fleet: Fleet) -> tuple[object, ...]:
     rounded = [
         (
             tuple(member.name for member in kind),
-            *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.speed)),
+            *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, _whole_s(fleet, kind[0].costs))),
         )
         for kind in fleet.kinds()
     ]
     lasts = None if math.isinf(fleet.lasts) else round(math.log2(fleet.lasts))
-    return (_rounded(fleet.server.speed), lasts, *rounded)
+    return (_rounded(_whole_s(fleet, fleet.server)), lasts, *rounded)
+
+
+def _whole_s(fleet: Fleet, costs: Costs) -> float:
+    return sum(costs.each_layer_s(fleet.batch_size))
 
 
 def _rounded(value: float | None) -> int | None:
-    return None if value is None else round(math.log(value) / math.log(1 + _ABOUT))
+    return None if not value else round(math.log(value) / math.log(1 + _ABOUT))
 
 
 def _alike(kind: tuple[Member, ...], fit: Fit) -> list[list[Member]]:
     """Return the members of a kind in groups whose measurements are about the same."""
-    groups: dict[tuple[int | None, ...], list[Member]] = {}
     links = [fit.links.get(member.name, member.link) for member in kind]
-    slower = [fit.of(member.name).times for member in kind]
-    middle = _median_link(links)
-    for member, link, times in zip(kind, links, slower, strict=True):
-        key = (
-            _steps(times, median(slower)),
-            _steps(link.up_bps, middle.up_bps),
-            _steps(link.down_bps, middle.down_bps),
-        )
-        groups.setdefault(key, []).append(member)
+    machines = [fit.of(member.name) for member in kind]
+    usual = median([machine.latest for machine in machines if machine.seen] or [1.0])
+    measured: tuple[list[float | None], ...] = (
+        [machine.latest if machine.seen else usual for machine in machines],
+        [link.up_bps for link in links],
+        [link.down_bps for link in links],
+    )
+    groups: dict[tuple[int | None, ...], list[Member]] = {}
+    for member, *numbers in zip(kind, *map(_grouped, measured), strict=True):
+        groups.setdefault(tuple(numbers), []).append(member)
     return list(groups.values())
 
 
-def _steps(value: float | None, middle: float | None) -> int | None:
-    """Return how many steps of 20 % a measurement lies above the middle."""
-    return None if value is None or middle is None else round(math.log(value / middle) / math.log(1 + _ABOUT))
+def _grouped(values: list[float | None]) -> list[int | None]:
+    """Return the group of each value; in a group nothing is more than 20 % above the lowest."""
+    groups: dict[float | None, int | None] = {None: None}
+    lowest, number = 0.0, 0
+    for value in sorted({value for value in values if value is not None}):
+        if value > lowest * (1 + _ABOUT):
+            lowest, number = value, number + 1
+        groups[value] = number
+    return [groups[value] for value in values]
 
 
 def _median_link(links: list[Link]) -> Link:

@@ -23,7 +23,7 @@ from pipar.planner.select import choose, choose_for, everybodys
 from pipar.planner.timing import steady_epoch_s
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
-from pipar.reproduce.judged import judged
+from pipar.reproduce.judged import Beforehand, judged
 from pipar.reproduce.replanned import replanned
 from pipar.results import plan_from_json
 from pipar.virtual import train_without_mathematics
@@ -143,7 +143,8 @@ def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
 def _search(config: Config, options: Mapping[str, Any]) -> Result:
     """Choose plans, and search all of them in a world that the planner does not know."""
     fleet = _unplanned(config).fleet()
-    return asdict(judged(fleet, seed=options["seed"], micro_batches=options.get("micro_batches"), epochs=0))
+    before = Beforehand.of(fleet, options.get("micro_batches"))
+    return asdict(judged(fleet, before, seed=options["seed"], epochs=0))
 
 
 def _replan(config: Config, options: Mapping[str, Any]) -> Result:

@@ -51,6 +51,7 @@ class Beforehand:
     planning_s: float
     profiled: ByKind
     paper: ByKind
+    micro_batches: Sequence[int] | None  # that were searched; None: all
 
     @classmethod
     def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> Beforehand:
@@ -60,22 +61,16 @@ class Beforehand:
         planning_s = time.process_time() - began
         profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
         paper = choose_by_estimate(fleet)
-        return cls(choice, planning_s, profiled, tuple(paper[kind[0].name][0] for kind in fleet.kinds()))
+        by_kind = tuple(paper[kind[0].name][0] for kind in fleet.kinds())
+        return cls(choice, planning_s, profiled, by_kind, micro_batches)
 
 
-def judged(
-    fleet: Fleet,
-    *,
-    seed: int,
-    micro_batches: Sequence[int] | None,
-    epochs: int,
-    beforehand: Beforehand | None = None,
-) -> Judged:
-    """Return how good the choice for a fleet is: at the start, after so many epochs, and by the paper's estimate.
+def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged:
+    """Return how good the choice for a fleet is: at the start, learned from so many epochs, by the paper's estimate.
 
-    Also how good the best plan by the profiles alone is. The search is over every P with every N, or with these.
+    Also how good the best plan by the profiles alone is.
     """
-    known = beforehand or Beforehand.of(fleet, micro_batches)
+    micro_batches = known.micro_batches
     truth, world = perturbed(fleet, seed), judging(seed)
     began = time.process_time()
     best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
