@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import Link
+from pipar.config import Link, config_from
 from pipar.errors import PlanError
 from pipar.forecast import simulate, simulate_within
 from pipar.methods import METHODS, Method, Plan
@@ -27,6 +27,7 @@ from pipar.planner.memory import BASE_BYTES, training_bytes
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
 from pipar.planner.timing import STEADY, Timing, steady_epoch_s, whole_epoch
+from pipar.prepare import unplanned_timing_only
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]
@@ -286,6 +287,24 @@ def test_the_joint_choice_is_near_the_best_of_all_plans() -> None:
 
 def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None:
     assert max(over_the_best(seed) for seed in range(2)) <= 0.02
+
+
+def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> None:
+    board = {"count": 100, "profile": "jetson-orin-nano", "link": {"up": "400Mbit/s", "down": "400Mbit/s"}}
+    tree = {
+        "model": {"name": "mobilenetv3_large", "norm": "batch"},
+        "data": {"name": "tiny_imagenet", "samples_per_device": 500, "validation": 0, "test": 0},
+        "server": {"profile": "i7-11850h", "speed": 1.8},
+        "wire": {"encoding": "raw"},
+        "devices": [board],
+    }
+    job = unplanned_timing_only(config_from(tree))
+    assert job is not None
+    fleet = job.fleet()
+    choice = choose(fleet, simulate, within=simulate_within)
+    uncut = everybodys(fleet, (Plan(fleet.layers, 1),))
+    assert {plan.micro_batches for plan in choice.plans.values()} == {1}
+    assert choice.timing.epoch_s <= whole_epoch(simulate, fleet, uncut).epoch_s * (1 + TIE)
 
 
 def test_what_is_far_from_the_best_changes_no_choice_if_it_is_not_simulated_to_its_end() -> None:

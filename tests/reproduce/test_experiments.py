@@ -177,15 +177,17 @@ def test_a_gain_that_is_larger_than_the_papers_is_said_to_be_one() -> None:
     assert line.why.startswith("pipar gains more here")
 
 
-def test_a_server_that_idles_longer_by_pipar_is_counted() -> None:
+@pytest.mark.parametrize(("sfl_s", "why"), [(8.0, "minimises the epoch"), (4.9, "missed the best plan")])
+def test_a_server_that_idles_longer_by_pipar_is_counted(sfl_s: float, why: str) -> None:
     results = {
         "fl": timing(10.0, server_idle_s=9.0),
-        "sfl": timing(8.0, server_idle_s=3.0),
+        "sfl": timing(sfl_s, server_idle_s=3.0),
         "pipar": timing(5.0, server_idle_s=4.0),
     }
     compared = IDLE_SMALL.compare(IDLE_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
     (count,) = _lines(compared, "cases in which the server idles longer")
     assert (count.ours, count.verdict) == (1.0, "above")
+    assert why in count.why
     assert [line.ours for line in _lines(compared, "server's idle time by fl")] == [9 / 4]
 
 

@@ -454,14 +454,16 @@ class _Search:
         """
         near = [by_kind for by_kind, seconds in self.known.items() if seconds < inf]
         uncut = [by_kind for by_kind in near if all(plan.micro_batches == 1 for plan in by_kind)]
-        if best in uncut or self.spent > self.effort.pieces:
+        if self.spent > self.effort.pieces:
             return best
         others = sorted(uncut, key=lambda by_kind: (self.epoch_s(by_kind), by_kind))[:_CONFIRMED]
 
         def whole_s(by_kind: ByKind) -> float:
             return whole_epoch(self.simulate, self.fleet, self.plans(by_kind)).epoch_s
 
-        return min((best, *others), key=whole_s) if others else best
+        quickest = min((best, *others), key=whole_s)
+        # Whole batches that are hardly quicker here than other ones may be slower on machines that are not as profiled.
+        return best if best in uncut and whole_s(best) <= whole_s(quickest) * (1 + TIE) else quickest
 
     def _with_fewer(self, best: ByKind, kind: int, within_s: float) -> ByKind:
         """Return the plans with a smaller N of this kind that take no longer than a tie allows, by halving.

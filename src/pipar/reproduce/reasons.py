@@ -26,6 +26,10 @@ MORE_FOR_THE_SERVER = (
     "the planner minimises the epoch, not the devices' idle time: by a cut that leaves them less of the network they "
     "wait longer for their links, in a shorter epoch"
 )
+LESS_FOR_THE_SERVER = (
+    "the planner minimises the epoch, not the server's idle time: by a later cut a full server is spared more work "
+    "than the epoch gets shorter"
+)
 _IDLE_ANYWAY = "the server has little to do by any method, so its idle times differ as little as epochs do"
 _WAITING_FOR_LINKS = "devices wait for their links, by both methods, and not for the server"
 _BUSY_DEVICES = "where the devices are the bottleneck they hardly idle at all by pipar"
