@@ -290,13 +290,14 @@ def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None
 
 
 def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> None:
-    board = {"count": 100, "profile": "jetson-orin-nano", "link": {"up": "400Mbit/s", "down": "400Mbit/s"}}
+    link = {"up": "400Mbit/s", "down": "400Mbit/s", "latency": "3ms"}
     tree = {
+        "run": {"batch_size": 100},
         "model": {"name": "mobilenetv3_large", "norm": "batch"},
         "data": {"name": "tiny_imagenet", "samples_per_device": 500, "validation": 0, "test": 0},
         "server": {"profile": "i7-11850h", "speed": 1.8},
         "wire": {"encoding": "raw"},
-        "devices": [board],
+        "devices": [{"count": 100, "profile": "jetson-orin-nano", "link": link}],
     }
     job = unplanned_timing_only(config_from(tree))
     assert job is not None
