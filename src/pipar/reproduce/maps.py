@@ -47,7 +47,7 @@ def _map(figure: Figure, panel: Panel) -> None:
     image = axes.imshow(seconds, aspect="auto", origin="lower", cmap="cividis", norm=LogNorm(), interpolation="nearest")
     words = f"s per epoch, {LOGARITHMIC}"
     bar = figure.colorbar(image, ax=axes, label=words, format=FuncFormatter(lambda value, _: short(value)))
-    bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value)))
+    bar.ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: short(value) if f"{value:e}"[0] in "235" else ""))
     best = min(rows, key=lambda row: row["seconds"])
     _mark_pairs(axes, counts, cuts, [best], "best", {"marker": "*", "s": 90, "color": VERMILLION, "zorder": 3})
     chosen = [row for row in rows if row.get("chosen")]
