@@ -211,7 +211,7 @@ def _why_not(explained: Explanation) -> list[Text]:
     if least >= 1 or explained.estimate == "paper":
         return []
     if least < 1 - TIE:
-        words = "Those with a minus gain nothing on average when devices or the server are 10 % slower than profiled."
+        words = "Those with a minus gain nothing on average when layers take up to 15 % more or less than profiled."
     else:
         words = f"Up to {TIE * 100:g} % is a tie, which goes to fewer micro-batches."
     return [Text(words, style="dim")]

@@ -207,7 +207,8 @@ class Profile:
         except OSError as error:
             raise ConfigError(f"Cannot read the profile {path}: {error.strerror}.") from None
         except (ValueError, ConfigError) as error:
-            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {error} {_WRITE_ANEW}") from None
+            why = str(error).rstrip(".")
+            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {why}. {_WRITE_ANEW}") from None
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
