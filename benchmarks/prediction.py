@@ -5,8 +5,10 @@ on the wire. A prediction is made from a profile that was taken right before and
 one change their speed by a quarter within minutes, so this is done several times in turn and the median counts. Before
 each profile the machine rests: it is quicker right behind hard work than in a training whose devices sleep most of the
 time. For the choice, every plan of a small grid is trained for one epoch; the best of them and the planner's choice are
-then trained again, one behind the other. Rows are kept in `results/prediction.rows.jsonl`: after an interruption the
-next start takes up where this one was, as long as pipar, this measurement and the machine are the same.
+then trained again, one right behind the other, several times: epochs of one plan differ by a tenth from minute to
+minute, so the median of what one took over what the other took counts. Rows are kept in
+`results/prediction.rows.jsonl`: after an interruption the next start takes up where this one was, as long as pipar,
+this measurement and the machine are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ LINKS = ("4g", "4g+", "wifi")
 #: Split points of the sweep, and P = Q.
 GRID = {"vgg5": ((1, 2, 3), 5), "mobilenetv3_small": ((1, 2, 4), 15)}
 MICRO_BATCHES = (1, 6)
-TURNS = 3
+TURNS = 7
 PAIRS = 5
 _REST_S = 8.0
 _SETTINGS = [
@@ -53,8 +55,8 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
             found = kept.rows[name]
             details[name] = found
             claims.append(Claim(f"predicted / measured epoch, {name}", found["ratio"], "", 0.9, 1.1))
-            worse = found["chosen_s"] / found["best_s"]
-            claims.append(Claim(f"chosen plan / best of the sweep, {name}", worse, "", most=1.05))
+            worse = Claim(f"chosen plan / best of the sweep, {name}", found["chosen_over_best"], "", most=1.05)
+            claims.append(worse)
             print(claims[-2], claims[-1], sep="\n", flush=True)
     return claims, details
 
@@ -82,14 +84,13 @@ class _Row:
         sweep = {plan: self._epoch_s(plan, 1) for plan in grid if plan != chosen}
         best = min(sweep, key=lambda plan: sweep[plan])
         turns = [(self._epoch_s(chosen, 3), self._epoch_s(best, 3)) for _ in range(TURNS)]
-        chosen_s, best_s = mean(turn[0] for turn in turns), mean(turn[1] for turn in turns)
         return {
             "chosen": chosen,
             "predicted_and_measured_s": pairs,
             "ratio": median(predicted / measured for predicted, measured in pairs),
-            "chosen_s": chosen_s,
             "best_of_sweep": best,
-            "best_s": min(best_s, chosen_s),
+            "chosen_and_best_s": turns,
+            "chosen_over_best": max(1.0, median(chosen_s / best_s for chosen_s, best_s in turns)),
             "sweep": {f"P={p} N={n}": seconds for (p, n, _), seconds in sweep.items()},
         }
 
