@@ -88,7 +88,7 @@ def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_tw
 
     def compare(row: Any, _: Any) -> dict[str, float]:
         asked.append(str(row._emulated))
-        return {"ratio": 1.0, "chosen_s": 1.0, "best_s": 1.0}
+        return {"ratio": 1.0, "chosen_over_best": 1.0}
 
     monkeypatch.setattr(prediction, "KEPT", tmp_path / "rows.jsonl")
     monkeypatch.setattr(prediction._Row, "compare", compare)
