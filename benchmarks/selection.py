@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
@@ -110,8 +110,8 @@ def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: i
 def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
     """Yield the rows of these trainings as they come, from a process on each core."""
     worlds: dict[tuple[str, str, str, str], list[int]] = {}
-    for *training, world in cases:
-        worlds.setdefault(cast("tuple[str, str, str, str]", tuple(training)), []).append(world)
+    for case in cases:
+        worlds.setdefault(case[:4], []).append(case[4])
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         judging_now = [pool.submit(judge, training, its, devices) for training, its in worlds.items()]
         try:

@@ -457,13 +457,13 @@ class _Search:
         if self.spent > self.effort.pieces:
             return best
         others = sorted(uncut, key=lambda by_kind: (self.epoch_s(by_kind), by_kind))[:_CONFIRMED]
-
-        def whole_s(by_kind: ByKind) -> float:
-            return whole_epoch(self.simulate, self.fleet, self.plans(by_kind)).epoch_s
-
-        quickest = min((best, *others), key=whole_s)
+        whole_s = {
+            by_kind: whole_epoch(self.simulate, self.fleet, self.plans(by_kind)).epoch_s
+            for by_kind in dict.fromkeys((best, *others))
+        }
+        quickest = min(whole_s, key=lambda by_kind: whole_s[by_kind])
         # Whole batches that are hardly quicker here than other ones may be slower on machines that are not as profiled.
-        return best if best in uncut and whole_s(best) <= whole_s(quickest) * (1 + TIE) else quickest
+        return best if best in uncut and whole_s[best] <= whole_s[quickest] * (1 + TIE) else quickest
 
     def _with_fewer(self, best: ByKind, kind: int, within_s: float) -> ByKind:
         """Return the plans with a smaller N of this kind that take no longer than a tie allows, by halving.
