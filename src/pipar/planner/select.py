@@ -83,7 +83,7 @@ class Effort:
 
 
 #: Seconds, before a training: its plans may stay for hours.
-THOROUGH = Effort(devices=128, pieces=700_000, worlds=8, confirms=True)
+THOROUGH = Effort(devices=128, pieces=500_000, worlds=8, confirms=True)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
 QUICK = Effort(devices=24, pieces=10_000, worlds=2, iterations=FEWEST, worth=0.01)
 #: Some seconds, beside a training: what it has shown of its machines stays true for longer.
