@@ -1,10 +1,11 @@
 """The planner in the real world: its prediction against the epochs that follow, its choice against a sweep.
 
 Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks, raw values
-on the wire. A prediction is made from a profile that was taken right before and is not re-fitted; machines like this
-one change their speed by a quarter within minutes, so this is done several times in turn and the median counts. Before
-each profile the machine rests: it is quicker right behind hard work than in a training whose devices sleep most of the
-time. For the choice, every plan of a small grid is trained for one epoch; the best of them and the planner's choice are
+on the wire. A prediction is made from a profile that was taken right before and is not re-fitted; a virtual machine
+changes its speed by a quarter within minutes, and its host may take a fifth of it for some, so this is done several
+times in turn, and the median of all predictions is held against that of all trainings by the plan. Before each profile
+the machine rests: it is quicker right behind hard work than in a training whose devices sleep most of the time. For
+the choice, every plan of a small grid is trained for one epoch; the best of them and the planner's choice are
 then trained again, one right behind the other, several times: epochs of one plan differ by a tenth from minute to
 minute, so the median of what one took over what the other took counts. Rows are kept in
 `results/prediction.rows.jsonl`: after an interruption the next start takes up where this one was, as long as pipar,
@@ -84,10 +85,12 @@ class _Row:
         sweep = {plan: self._epoch_s(plan, 1) for plan in grid if plan != chosen}
         best = min(sweep, key=lambda plan: sweep[plan])
         turns = [(self._epoch_s(chosen, 3), self._epoch_s(best, 3)) for _ in range(TURNS)]
+        predicted_s = [predicted for predicted, _ in pairs]
+        measured_s = [measured for _, measured in pairs] + [by_chosen for by_chosen, _ in turns]
         return {
             "chosen": chosen,
             "predicted_and_measured_s": pairs,
-            "ratio": median(predicted / measured for predicted, measured in pairs),
+            "ratio": median(predicted_s) / median(measured_s),
             "best_of_sweep": best,
             "chosen_and_best_s": turns,
             "chosen_over_best": max(1.0, median(chosen_s / best_s for chosen_s, best_s in turns)),

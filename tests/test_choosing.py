@@ -9,16 +9,18 @@ from dataclasses import replace
 import pytest
 from fleets import LINK, PROFILE, fleet, measured, plans
 
+from pipar.busy import busy_s
 from pipar.choosing import Choices, Chooser, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import busy_s, move_s, simulate
+from pipar.forecast import simulate
 from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_for
 from pipar.planner.timing import steady_epoch_s
+from pipar.stage_times import move_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from pipar.busy import busy_s
 from pipar.coding import encodings
 from pipar.config import Link, PrivacySection, config_from, device_specs
 from pipar.events import EpochResult, ignore
-from pipar.forecast import busy_s, forecast, simulate, timeline, transfer_s
+from pipar.forecast import forecast, simulate, timeline
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
@@ -24,6 +25,7 @@ from pipar.planner.timing import STEADY, Timing, whole_epoch
 from pipar.planning import rehearse
 from pipar.prepare import unplanned_timing_only
 from pipar.schedule import cut_batch
+from pipar.stage_times import transfer_s
 from pipar.stages import Work
 from pipar.trace import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.virtual import train_without_mathematics

@@ -14,9 +14,10 @@ from fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipar.busy import busy_layers, busy_s
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
-from pipar.forecast import busy_layers, busy_s, predict_s
+from pipar.forecast import predict_s
 from pipar.foresight import Foresight
 from pipar.judge import perturbed
 from pipar.methods import Plan

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import move_s, simulate, simulate_within
+from pipar.forecast import simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
@@ -28,6 +28,7 @@ from pipar.planner.refit import about
 from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate, choose_for
 from pipar.planner.timing import steady_epoch_s
 from pipar.replanning import differs
+from pipar.stage_times import move_s
 
 #: Returns the best plans of a fleet, given those in force, with so much effort.
 Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from pipar.methods import Plan
 from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
-
-if TYPE_CHECKING:
-    from pipar.forecast import BatchTimes
+from pipar.stage_times import BatchTimes
 
 #: Sums of the same numbers in another order differ by less.
 _ROUNDING = 1e-9
 
 #: The times of each device's iterations that are simulated, by its name.
-Times = Mapping[str, Sequence["BatchTimes"]]
+Times = Mapping[str, Sequence[BatchTimes]]
 
 
 @dataclass

@@ -15,21 +15,16 @@ A timing-only run of the same plans gives the same times, to the last digits; it
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 
 from pipar.cutoff import Cutoff
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import Profile
-from pipar.planner.refit import Shares
 from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
-from pipar.protocol.messages import LABEL_BYTES
-from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
 from pipar.schedule import device_order
+from pipar.stage_times import BatchTimes, batch_times, decoding, model_s, protect_s, transfer_s
 from pipar.stages import Work
 from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
@@ -37,53 +32,8 @@ from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 _FEW = 32
 #: So many micro-batches take less than a tenth of a second.
 _QUICK = 4000
-#: The frames of coded tensors say their shape.
-_CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
 #: What the JSON of 'stop epoch' has, give or take a few bytes.
 _END_EPOCH_BYTES = 80
-
-
-#: The share of a tensor that each of its chunks is.
-ChunkShares = tuple[float, ...]
-_WHOLE: ChunkShares = (1.0,)
-
-
-@dataclass(frozen=True)
-class BatchTimes:
-    """Seconds of every stage of one batch of one device; the lists have an entry for each micro-batch."""
-
-    load: float
-    fc: list[float]
-    encode: list[float]
-    u: list[float]
-    served: list[float]  # decode, f_s, b_s and encode: one job of the server's
-    d: list[float]
-    decode: list[float]
-    bc: list[float]
-    step: float
-    server_step: float
-    crowded: list[float]  # by how much longer a job of the server's takes for each other core that is busy
-    answer: list[float]  # the encode at the end of `served`
-    up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
-    down_chunks: list[ChunkShares]
-    noise: float = 0.0  # on the inputs of the batch, between its load and its first forward
-
-    @cached_property
-    def served_s(self) -> float:
-        """The server's work on all micro-batches."""
-        return sum(self.served)
-
-    @cached_property
-    def lane_s(self) -> float:
-        """How long the busiest lane works; the server has one for each device."""
-        computed = sum(self.fc) + sum(self.bc) + self.step
-        return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), self.served_s, sum(self.d))
-
-    @cached_property
-    def behind_s(self) -> float:
-        """What comes at least behind the server's work on the last micro-batch."""
-        return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
-
 
 #: Changes the times of one device's iteration: (device, iteration, times) -> times.
 Disturb = Callable[[str, int, BatchTimes], BatchTimes]
@@ -152,115 +102,6 @@ def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) ->
 def simulate_within(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float) -> Timing | None:
     """Return the same if its epoch is shorter than this."""
     return forecast_within(fleet, plans, within_s, iterations=iterations)
-
-
-def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
-    """Return how long each device's compute lane and all cores of the server together work in one epoch."""
-    devices, server_s = _alone_s(fleet, plans)
-    return devices, server_s * crowding(fleet, plans)
-
-
-def crowding(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return how many times as long the server's cores take together as one after the other."""
-    if fleet.server.profile.crowded and fleet.cores > 1:
-        return forecast(fleet.sampled(), plans, iterations=1).crowding
-    return 1.0
-
-
-@dataclass(frozen=True)
-class Busy:
-    """How long a compute lane, or all cores one after the other, work in one epoch; and what part each layer has."""
-
-    seconds: float
-    shares: Shares
-
-
-def busy_layers(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Busy], Busy]:
-    """Return the work of each device's compute lane, and that of the server's cores; who is alike has the same."""
-    devices_s, server_s = _alone_s(fleet, plans)
-    alike: dict[tuple[object, ...], list[Member]] = {}
-    for member in fleet.members:
-        alike.setdefault(_work_key(member, plans[member.name]), []).append(member)
-    devices: dict[str, Busy] = {}
-    on_server = [0.0] * fleet.layers
-    for first, *others in alike.values():
-        own, served = _layers_s(fleet, first, plans[first.name])
-        of_one = _busy(own, devices_s[first.name])
-        devices.update({member.name: of_one for member in (first, *others)})
-        on_server = [all_s + (1 + len(others)) * s for all_s, s in zip(on_server, served, strict=True)]
-    return devices, _busy(on_server, server_s)
-
-
-def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], list[float]]:
-    """Return how long a device computes each layer in an epoch, and the server for it."""
-    own, served = [0.0] * fleet.layers, [0.0] * fleet.layers
-    for batch, count in fleet.batch_counts(member.samples).items():
-        for samples, pieces in Counter(fleet.pieces(batch, plan.micro_batches)).items():
-            for seconds, costs, layers in (
-                (own, member.costs, range(plan.split_point)),
-                (served, fleet.server, range(plan.split_point, fleet.layers)),
-            ):
-                each_s = costs.each_layer_s(samples)
-                for layer in layers:
-                    seconds[layer] += count * pieces * each_s[layer]
-    return own, served
-
-
-def _busy(layers_s: list[float], all_s: float) -> Busy:
-    parts = (max(0.0, all_s - sum(layers_s)), *layers_s)
-    return Busy(all_s, tuple(seconds / all_s for seconds in parts) if all_s else (1.0, *[0.0] * len(layers_s)))
-
-
-def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
-    known: dict[tuple[object, ...], tuple[float, float]] = {}
-    devices, server_s = {}, 0.0
-    for member in fleet.members:
-        plan = plans[member.name]
-        key = _work_key(member, plan)
-        if key not in known:
-            known[key] = _computed_s(fleet, member, plan)
-        devices[member.name] = known[key][0]
-        server_s += known[key][1]
-    return devices, server_s + sum(map(fleet.server.seconds, _exchanged(fleet, plans)))
-
-
-def _work_key(member: Member, plan: Plan) -> tuple[object, ...]:
-    """Return what a device's work depends on."""
-    return (id(member.costs), member.link, plan, member.samples)
-
-
-def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
-    """Return what the server does with models behind the iterations: decode changes, aggregate, pack the new parts."""
-    profile = fleet.server.profile
-    cuts = {member.name: plans[member.name].split_point for member in fleet.members}
-    decoded = [cuts[m.name] for m in fleet.members if fleet.sends_changes(m, m.link.up_bps)]
-    packed = {(cuts[m.name], fleet.sends_changes(m, m.link.down_bps)) for m in fleet.members}
-    return [
-        *(_decoding(profile.parameter_bytes(1, cut)) for cut in decoded),
-        Work("aggregate", size_bytes=fleet.averaged_bytes),
-        *(
-            Work("pack", size_bytes=profile.parameter_bytes(1, cut), encoding="changes" if changed else "raw")
-            for cut, changed in sorted(packed)
-        ),
-    ]
-
-
-def _decoding(size_bytes: int) -> Work:
-    return Work("decode", size_bytes=size_bytes, encoding="changes")
-
-
-def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
-    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
-    ways = (("pack", member.link.up_bps), ("install", member.link.down_bps))
-    forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
-    device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)
-    device_s += _protect_s(fleet, member, size)
-    server_s = 0.0
-    for batch, count in fleet.batch_counts(member.samples).items():
-        times = batch_times(fleet, member, plan, batch)
-        device_s += count * (sum(times.fc) + sum(times.bc) + times.step)
-        server_s += count * (sum(times.served) + times.server_step)
-    return device_s, server_s
 
 
 class _Device:
@@ -638,7 +479,7 @@ class _Epoch:
         for device in self._devices:
             if device.watched:
                 self.spans.append(Span(SERVER, CORE, "aggregate", 1, 0, 0, returned, averaged))
-                seconds = _model_s(self._fleet, device.member, device.plan, device.member.link.down_bps)
+                seconds = model_s(self._fleet, device.member, device.plan, device.member.link.down_bps)
                 self._span(device, DOWNLINK, "model", 0, device.down_free - seconds, device.down_free)
         return max(installed.values())
 
@@ -659,7 +500,7 @@ class _Epoch:
                 packed.add(key)
             rate_bps = member.link.down_bps
             first_s = transfer_s(size, rate_bps)
-            seconds = _model_s(self._fleet, member, device.plan, rate_bps) if changes else first_s
+            seconds = model_s(self._fleet, member, device.plan, rate_bps) if changes else first_s
             device.down_s += seconds
             device.down_free = max(now, device.down_free) + seconds
             install = member.costs.seconds(Work("install", size_bytes=size, encoding=form))
@@ -671,9 +512,9 @@ class _Epoch:
         said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
         pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
-        protected = device.ends[-1] + _protect_s(self._fleet, member, size)
+        protected = device.ends[-1] + protect_s(self._fleet, member, size)
         packed = protected + member.costs.seconds(pack)
-        seconds = _model_s(self._fleet, member, device.plan, member.link.up_bps)
+        seconds = model_s(self._fleet, member, device.plan, member.link.up_bps)
         device.up_s += seconds
         sent = max(packed, said)
         if device.watched:
@@ -693,7 +534,7 @@ class _Epoch:
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             begin, server = max(now, self._cores[0]), self._fleet.server
             slower = 1.0 + server.crowded(0) * sum(free_at > begin for free_at in self._cores[1:])
-            device.returned_at = begin + server.seconds(_decoding(self._part_bytes(device.plan.split_point))) * slower
+            device.returned_at = begin + server.seconds(decoding(self._part_bytes(device.plan.split_point))) * slower
             heapreplace(self._cores, device.returned_at)
             if device.watched:
                 place = (1, 0, 0, begin, device.returned_at)
@@ -733,110 +574,3 @@ def _filled_at(cores: list[float], work_s: float, now: float) -> float:
 @lru_cache(maxsize=1024)
 def _order(micro_batches: int, window: int) -> tuple[tuple[bool, int], ...]:
     return tuple((stage.kind == "fc", stage.micro_batch - 1) for stage in device_order(micro_batches, window))
-
-
-def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
-    """Return the seconds of every stage of a batch of so many samples; with P = Q there is nothing but compute."""
-    costs, server, link = member.costs, fleet.server, member.link
-    p, pieces = plan.split_point, fleet.pieces(batch, plan.micro_batches)
-    whole = p == fleet.layers
-    at_cut = server.profile.output_bytes(p)
-
-    def each(seconds: Callable[[int], float]) -> list[float]:
-        by_size = {m: seconds(m) for m in set(pieces)}  # pieces have one of two sizes
-        return [by_size[m] for m in pieces]
-
-    def chunks(m: int, encoding: str) -> int:
-        return len(server.profile.chunk_bytes(p, m, encoding))
-
-    def in_chunks(encoding: str) -> list[ChunkShares]:
-        if whole or encoding == "raw":
-            return [_WHOLE] * len(pieces)
-        by_size = {m: server.profile.chunk_bytes(p, m, encoding) for m in set(pieces)}
-        shares = {m: tuple(size / sum(sizes) for size in sizes) for m, sizes in by_size.items()}
-        return [shares[m] for m in pieces]
-
-    def answer(m: int) -> float:
-        return server.coding_s("encode", plan.down, m * at_cut, chunks(m, plan.down))
-
-    def served(m: int) -> float:
-        job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
-        received = m * (at_cut + LABEL_BYTES)
-        decode_s = server.coding_s("decode", plan.up, received, chunks(m, plan.up))
-        return decode_s + sum(map(server.seconds, job)) + answer(m)
-
-    none = [0.0] * len(pieces)
-    return BatchTimes(
-        load=costs.seconds(Work("load", samples=batch)),
-        fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
-        encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
-        u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
-        served=none if whole else each(served),
-        d=none if whole else each(lambda m: _crossing_s(server.profile, plan, m, "down", link.down_bps)),
-        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut, chunks(m, plan.down))),
-        bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
-        step=costs.seconds(Work("step", last_layer=p)),
-        server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
-        crowded=each(server.crowded),
-        answer=none if whole else each(answer),
-        up_chunks=in_chunks(plan.up),
-        down_chunks=in_chunks(plan.down),
-        noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
-    )
-
-
-def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
-    """Return how long a device's own lanes work in one epoch: its iterations' stages, and the models on its link."""
-    counts = fleet.batch_counts(member.samples)
-    every = [(batch_times(fleet, member, plan, batch), count) for batch, count in counts.items()]
-    link = member.link
-    return {
-        "device": sum(count * (sum(times.fc) + sum(times.bc) + times.step) for times, count in every),
-        "uplink": sum(count * sum(times.u) for times, count in every) + _model_s(fleet, member, plan, link.up_bps),
-        "downlink": sum(count * sum(times.d) for times, count in every) + _model_s(fleet, member, plan, link.down_bps),
-    }
-
-
-def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) -> float:
-    """Return how much longer a round takes behind which layers change sides: new replicas, and parts that go whole."""
-    moved = [m for m in fleet.members if before[m.name].split_point != after[m.name].split_point]
-    if not moved:
-        return 0.0
-    profile = fleet.server.profile
-    replicas = Work("install", size_bytes=profile.parameter_bytes(1, fleet.layers) * len(moved))
-
-    def longer_s(member: Member) -> float:
-        rate_bps, now, then = member.link.down_bps, after[member.name], before[member.name]
-        whole = profile.parameter_bytes(1, now.split_point)
-        return transfer_s(whole, rate_bps) - _model_s(fleet, member, then, rate_bps)
-
-    return fleet.server.seconds(replicas) + max(0.0, *map(longer_s, moved))
-
-
-def _protect_s(fleet: Fleet, member: Member, size_bytes: int) -> float:
-    """Return how long a device clips what its part has learned and adds noise to it; 0 if nobody asks for that."""
-    return member.costs.seconds(Work("protect", size_bytes=size_bytes)) if fleet.protects else 0.0
-
-
-def _model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
-    """Return how long a device's part is on a link, behind the first time: as changes where that is quicker."""
-    changes = fleet.sends_changes(member, rate_bps)
-    return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
-
-
-def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None) -> float:
-    """Return how long a micro-batch's activations with their labels, or its gradients, are on the link."""
-    if rate_bps is None:
-        return 0.0
-    p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
-    labels = samples * LABEL_BYTES if direction == "up" else 0
-    if encoding == "raw":
-        return transfer_s(samples * profile.output_bytes(p) + labels, rate_bps)
-    sizes = profile.coded_bytes(p, samples, direction, encoding)
-    return (sum(sizes) + labels + len(sizes) * _CODED_HEADER_BYTES) * 8 / rate_bps
-
-
-def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
-    """Return how long a message of so many bytes is on a link, its frames' headers included."""
-    frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))
-    return 0.0 if rate_bps is None else (size_bytes + frames * HEADER_BYTES) * 8 / rate_bps

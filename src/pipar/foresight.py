@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from pipar.busy import Busy, busy_layers, crowding
 from pipar.config import Link
-from pipar.forecast import Busy, busy_layers, crowding, predict_s
+from pipar.forecast import predict_s
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.refit import Fit, Machine, refitted

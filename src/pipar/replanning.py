@@ -14,6 +14,7 @@ from pipar.config import Link
 from pipar.events import Observer, ReplanFailed, ignore
 from pipar.link.shaping import Traffic
 from pipar.methods import Plan
+from pipar.units import format_mbits
 
 #: A rate is another one when it differs by more than this from the one planned for. Plans are chosen by estimates that
 #: are no better, and a real link wavers by about as much from round to round without having changed.
@@ -131,14 +132,10 @@ def what_changed(before: Mapping[str, Link], now: Mapping[str, Link]) -> str:
 def _changes(name: str, before: Link, now: Link) -> list[str]:
     directions = (("up", before.up_bps, now.up_bps), ("down", before.down_bps, now.down_bps))
     return [
-        f"{name} {way} from {_rate_text(old)} to {_rate_text(new)} Mbit/s"
+        f"{name} {way} from {format_mbits(old, 3)} to {format_mbits(new, 3)} Mbit/s"
         for way, old, new in directions
         if _rates_differ(new, old)
     ]
-
-
-def _rate_text(rate_bps: float | None) -> str:
-    return "unlimited" if rate_bps is None else f"{float(f'{rate_bps / 1e6:.3g}'):g}"  # three digits, no exponent
 
 
 def differs(one: Link, other: Link) -> bool:

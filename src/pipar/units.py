@@ -53,6 +53,13 @@ def format_rate(bits_per_second: float | None) -> str:
     return text if parse_rate(text) == bits_per_second else f"{bits_per_second!r}bit/s"
 
 
+def format_mbits(bits_per_second: float | None, digits: int = 6) -> str:
+    """Return a rate in Mbit/s for people, without the unit and rounded to so many digits; None has no limit."""
+    if bits_per_second is None:
+        return "unlimited"
+    return f"{float(f'{bits_per_second / 1e6:.{digits}g}'):g}"  # g alone would write 1234 in three digits as 1.23e+03
+
+
 def format_bytes(size_bytes: float) -> str:
     """Return a size for people: '16.4 MB'."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipar.config import Config, DeviceSection, Link
+from pipar.units import format_mbits
 
 
 def training_text(config: Config) -> str:
@@ -35,12 +36,8 @@ def link_text(link: Link) -> str:
     if link.up_bps is None and link.down_bps is None:
         rates = "unlimited"
     else:
-        rates = f"{_rate_text(link.up_bps)}/{_rate_text(link.down_bps)} Mbit/s"
+        rates = f"{format_mbits(link.up_bps)}/{format_mbits(link.down_bps)} Mbit/s"
     return f"{rates} + {link.latency_s * 1e3:g} ms" if link.latency_s else rates
-
-
-def _rate_text(rate: float | None) -> str:
-    return "unlimited" if rate is None else f"{rate / 1e6:g}"
 
 
 def plans_text(plans: Iterable[str]) -> str:

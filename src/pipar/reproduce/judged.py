@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipar.busy import busy_s
 from pipar.choosing import chosen
-from pipar.forecast import busy_s, simulate, simulate_within
+from pipar.forecast import simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.judge import JITTER, judging, judging_within, perturbed
 from pipar.methods import Plan

@@ -28,10 +28,11 @@ def replanned(job: Job) -> dict[str, float | int]:
         # A search has a process of its own: it does not collect the garbage of what a whole training has on its heap.
         gc.freeze()
         began = time.process_time()
-        found = chosen(fleet, start, effort)
-        searches.append(time.process_time() - began)
-        gc.unfreeze()
-        return found
+        try:
+            return chosen(fleet, start, effort)
+        finally:
+            searches.append(time.process_time() - began)
+            gc.unfreeze()
 
     def observe(event: Event) -> None:
         if isinstance(event, Replanned):

@@ -1,0 +1,119 @@
+"""How long machines compute in an epoch, and what part of that each layer has: what a training is compared with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipar.forecast import forecast
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.refit import Shares
+from pipar.stage_times import batch_times, decoding, protect_s
+from pipar.stages import Work
+
+
+def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
+    """Return how long each device's compute lane and all cores of the server together work in one epoch."""
+    devices, server_s = _alone_s(fleet, plans)
+    return devices, server_s * crowding(fleet, plans)
+
+
+def crowding(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+    """Return how many times as long the server's cores take together as one after the other."""
+    if fleet.server.profile.crowded and fleet.cores > 1:
+        return forecast(fleet.sampled(), plans, iterations=1).crowding
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Busy:
+    """How long a compute lane, or all cores one after the other, work in one epoch; and what part each layer has."""
+
+    seconds: float
+    shares: Shares
+
+
+def busy_layers(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Busy], Busy]:
+    """Return the work of each device's compute lane, and that of the server's cores; who is alike has the same."""
+    devices_s, server_s = _alone_s(fleet, plans)
+    alike: dict[tuple[object, ...], list[Member]] = {}
+    for member in fleet.members:
+        alike.setdefault(_work_key(member, plans[member.name]), []).append(member)
+    devices: dict[str, Busy] = {}
+    on_server = [0.0] * fleet.layers
+    for first, *others in alike.values():
+        own, served = _layers_s(fleet, first, plans[first.name])
+        of_one = _busy(own, devices_s[first.name])
+        devices.update({member.name: of_one for member in (first, *others)})
+        on_server = [all_s + (1 + len(others)) * s for all_s, s in zip(on_server, served, strict=True)]
+    return devices, _busy(on_server, server_s)
+
+
+def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], list[float]]:
+    """Return how long a device computes each layer in an epoch, and the server for it."""
+    own, served = [0.0] * fleet.layers, [0.0] * fleet.layers
+    for batch, count in fleet.batch_counts(member.samples).items():
+        for samples, pieces in Counter(fleet.pieces(batch, plan.micro_batches)).items():
+            for seconds, costs, layers in (
+                (own, member.costs, range(plan.split_point)),
+                (served, fleet.server, range(plan.split_point, fleet.layers)),
+            ):
+                each_s = costs.each_layer_s(samples)
+                for layer in layers:
+                    seconds[layer] += count * pieces * each_s[layer]
+    return own, served
+
+
+def _busy(layers_s: list[float], all_s: float) -> Busy:
+    parts = (max(0.0, all_s - sum(layers_s)), *layers_s)
+    return Busy(all_s, tuple(seconds / all_s for seconds in parts) if all_s else (1.0, *[0.0] * len(layers_s)))
+
+
+def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    devices, server_s = {}, 0.0
+    for member in fleet.members:
+        plan = plans[member.name]
+        key = _work_key(member, plan)
+        if key not in known:
+            known[key] = _computed_s(fleet, member, plan)
+        devices[member.name] = known[key][0]
+        server_s += known[key][1]
+    return devices, server_s + sum(map(fleet.server.seconds, _exchanged(fleet, plans)))
+
+
+def _work_key(member: Member, plan: Plan) -> tuple[object, ...]:
+    """Return what a device's work depends on."""
+    return (id(member.costs), member.link, plan, member.samples)
+
+
+def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
+    """Return what the server does with models behind the iterations: decode changes, aggregate, pack the new parts."""
+    profile = fleet.server.profile
+    cuts = {member.name: plans[member.name].split_point for member in fleet.members}
+    decoded = [cuts[m.name] for m in fleet.members if fleet.sends_changes(m, m.link.up_bps)]
+    packed = {(cuts[m.name], fleet.sends_changes(m, m.link.down_bps)) for m in fleet.members}
+    return [
+        *(decoding(profile.parameter_bytes(1, cut)) for cut in decoded),
+        Work("aggregate", size_bytes=fleet.averaged_bytes),
+        *(
+            Work("pack", size_bytes=profile.parameter_bytes(1, cut), encoding="changes" if changed else "raw")
+            for cut, changed in sorted(packed)
+        ),
+    ]
+
+
+def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
+    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
+    ways = (("pack", member.link.up_bps), ("install", member.link.down_bps))
+    forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
+    device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)
+    device_s += protect_s(fleet, member, size)
+    server_s = 0.0
+    for batch, count in fleet.batch_counts(member.samples).items():
+        times = batch_times(fleet, member, plan, batch)
+        device_s += count * (sum(times.fc) + sum(times.bc) + times.step)
+        server_s += count * (sum(times.served) + times.server_step)
+    return device_s, server_s

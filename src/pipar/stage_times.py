@@ -1,0 +1,171 @@
+"""How long the stages of a batch take a device, its link and the server; and the models behind the last batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.profile import Profile
+from pipar.protocol.messages import LABEL_BYTES
+from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
+from pipar.stages import Work
+
+#: The frames of coded tensors say their shape.
+_CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
+
+#: The share of a tensor that each of its chunks is.
+ChunkShares = tuple[float, ...]
+_WHOLE: ChunkShares = (1.0,)
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Seconds of every stage of one batch of one device; the lists have an entry for each micro-batch."""
+
+    load: float
+    fc: list[float]
+    encode: list[float]
+    u: list[float]
+    served: list[float]  # decode, f_s, b_s and encode: one job of the server's
+    d: list[float]
+    decode: list[float]
+    bc: list[float]
+    step: float
+    server_step: float
+    crowded: list[float]  # by how much longer a job of the server's takes for each other core that is busy
+    answer: list[float]  # the encode at the end of `served`
+    up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
+    down_chunks: list[ChunkShares]
+    noise: float = 0.0  # on the inputs of the batch, between its load and its first forward
+
+    @cached_property
+    def served_s(self) -> float:
+        """The server's work on all micro-batches."""
+        return sum(self.served)
+
+    @cached_property
+    def lane_s(self) -> float:
+        """How long the busiest lane works; the server has one for each device."""
+        computed = sum(self.fc) + sum(self.bc) + self.step
+        return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), self.served_s, sum(self.d))
+
+    @cached_property
+    def behind_s(self) -> float:
+        """What comes at least behind the server's work on the last micro-batch."""
+        return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
+
+
+def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
+    """Return the seconds of every stage of a batch of so many samples; with P = Q there is nothing but compute."""
+    costs, server, link = member.costs, fleet.server, member.link
+    p, pieces = plan.split_point, fleet.pieces(batch, plan.micro_batches)
+    whole = p == fleet.layers
+    at_cut = server.profile.output_bytes(p)
+
+    def each(seconds: Callable[[int], float]) -> list[float]:
+        by_size = {m: seconds(m) for m in set(pieces)}  # pieces have one of two sizes
+        return [by_size[m] for m in pieces]
+
+    def chunks(m: int, encoding: str) -> int:
+        return len(server.profile.chunk_bytes(p, m, encoding))
+
+    def in_chunks(encoding: str) -> list[ChunkShares]:
+        if whole or encoding == "raw":
+            return [_WHOLE] * len(pieces)
+        by_size = {m: server.profile.chunk_bytes(p, m, encoding) for m in set(pieces)}
+        shares = {m: tuple(size / sum(sizes) for size in sizes) for m, sizes in by_size.items()}
+        return [shares[m] for m in pieces]
+
+    def answer(m: int) -> float:
+        return server.coding_s("encode", plan.down, m * at_cut, chunks(m, plan.down))
+
+    def served(m: int) -> float:
+        job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
+        received = m * (at_cut + LABEL_BYTES)
+        decode_s = server.coding_s("decode", plan.up, received, chunks(m, plan.up))
+        return decode_s + sum(map(server.seconds, job)) + answer(m)
+
+    none = [0.0] * len(pieces)
+    return BatchTimes(
+        load=costs.seconds(Work("load", samples=batch)),
+        fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
+        encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
+        u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
+        served=none if whole else each(served),
+        d=none if whole else each(lambda m: _crossing_s(server.profile, plan, m, "down", link.down_bps)),
+        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut, chunks(m, plan.down))),
+        bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
+        step=costs.seconds(Work("step", last_layer=p)),
+        server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
+        crowded=each(server.crowded),
+        answer=none if whole else each(answer),
+        up_chunks=in_chunks(plan.up),
+        down_chunks=in_chunks(plan.down),
+        noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
+    )
+
+
+def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
+    """Return how long a device's own lanes work in one epoch: its iterations' stages, and the models on its link."""
+    counts = fleet.batch_counts(member.samples)
+    every = [(batch_times(fleet, member, plan, batch), count) for batch, count in counts.items()]
+    link = member.link
+    return {
+        "device": sum(count * (sum(times.fc) + sum(times.bc) + times.step) for times, count in every),
+        "uplink": sum(count * sum(times.u) for times, count in every) + model_s(fleet, member, plan, link.up_bps),
+        "downlink": sum(count * sum(times.d) for times, count in every) + model_s(fleet, member, plan, link.down_bps),
+    }
+
+
+def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) -> float:
+    """Return how much longer a round takes behind which layers change sides: new replicas, and parts that go whole."""
+    moved = [m for m in fleet.members if before[m.name].split_point != after[m.name].split_point]
+    if not moved:
+        return 0.0
+    profile = fleet.server.profile
+    replicas = Work("install", size_bytes=profile.parameter_bytes(1, fleet.layers) * len(moved))
+
+    def longer_s(member: Member) -> float:
+        rate_bps, now, then = member.link.down_bps, after[member.name], before[member.name]
+        whole = profile.parameter_bytes(1, now.split_point)
+        return transfer_s(whole, rate_bps) - model_s(fleet, member, then, rate_bps)
+
+    return fleet.server.seconds(replicas) + max(0.0, *map(longer_s, moved))
+
+
+def protect_s(fleet: Fleet, member: Member, size_bytes: int) -> float:
+    """Return how long a device clips what its part has learned and adds noise to it; 0 if nobody asks for that."""
+    return member.costs.seconds(Work("protect", size_bytes=size_bytes)) if fleet.protects else 0.0
+
+
+def model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
+    """Return how long a device's part is on a link, behind the first time: as changes where that is quicker."""
+    changes = fleet.sends_changes(member, rate_bps)
+    return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
+
+
+def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None) -> float:
+    """Return how long a micro-batch's activations with their labels, or its gradients, are on the link."""
+    if rate_bps is None:
+        return 0.0
+    p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
+    labels = samples * LABEL_BYTES if direction == "up" else 0
+    if encoding == "raw":
+        return transfer_s(samples * profile.output_bytes(p) + labels, rate_bps)
+    sizes = profile.coded_bytes(p, samples, direction, encoding)
+    return (sum(sizes) + labels + len(sizes) * _CODED_HEADER_BYTES) * 8 / rate_bps
+
+
+def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
+    """Return how long a message of so many bytes is on a link, its frames' headers included."""
+    frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))
+    return 0.0 if rate_bps is None else (size_bytes + frames * HEADER_BYTES) * 8 / rate_bps
+
+
+def decoding(size_bytes: int) -> Work:
+    """Return the work of reading a model that came as changes."""
+    return Work("decode", size_bytes=size_bytes, encoding="changes")
