@@ -122,3 +122,23 @@ def test_small_fleets_are_judged_in_processes_of_their_own(selection: Any, tmp_p
     rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)
     assert [(row.fleet, row.link) for row in rows] == [("Pi 3B", "wifi"), ("half at half speed", "4g")]
     assert all(0.5 < row.score <= 1.02 for row in rows)
+
+
+def test_what_the_host_disturbs_is_measured_again_and_the_least_disturbed_counts_at_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prediction = importlib.import_module("benchmarks.prediction")
+    row = prediction._Row([], [], tmp_path)
+    monkeypatch.setattr(prediction.time, "sleep", lambda _: None)
+
+    def measured(*taken: int) -> int:
+        """Measure while the host takes so many of each hundred ticks; return which measurement counts."""
+        ticks = iter([at for hundredth in taken for at in ((0, 0), (100 - hundredth, hundredth))])
+        monkeypatch.setattr(prediction, "_clock_ticks", lambda: next(ticks))
+        numbers = iter(range(1, 1 + len(taken)))
+        return row._undisturbed(lambda: next(numbers))
+
+    assert measured(0) == 1
+    assert measured(20, 3) == 2
+    assert measured(20, 10, 5, 8, 9) == 3
+    assert row._disturbed == 1 + 4
