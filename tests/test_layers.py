@@ -31,7 +31,7 @@ LINES = [
     data.*
     privacy.*
     link.* privacy.memory
-    cutoff forecast judge
+    stage_times cutoff forecast judge busy
     compute lifeline device server turns ledger hollow job results session silence reception replanning foresight \
     choosing validation keeper
     enrolment assemble torchside workload attacking planning prepare virtual processes explain doctor

@@ -10,7 +10,7 @@ from pipar.forecast import forecast
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.refit import Shares
-from pipar.stage_times import batch_times, decoding, protect_s
+from pipar.stage_times import batch_times, decoding, protect_s, work_key
 from pipar.stages import Work
 
 
@@ -40,7 +40,7 @@ def busy_layers(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Busy
     devices_s, server_s = _alone_s(fleet, plans)
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:
-        alike.setdefault(_work_key(member, plans[member.name]), []).append(member)
+        alike.setdefault(work_key(member, plans[member.name]), []).append(member)
     devices: dict[str, Busy] = {}
     on_server = [0.0] * fleet.layers
     for first, *others in alike.values():
@@ -76,17 +76,12 @@ def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float],
     devices, server_s = {}, 0.0
     for member in fleet.members:
         plan = plans[member.name]
-        key = _work_key(member, plan)
+        key = work_key(member, plan)
         if key not in known:
             known[key] = _computed_s(fleet, member, plan)
         devices[member.name] = known[key][0]
         server_s += known[key][1]
     return devices, server_s + sum(map(fleet.server.seconds, _exchanged(fleet, plans)))
-
-
-def _work_key(member: Member, plan: Plan) -> tuple[object, ...]:
-    """Return what a device's work depends on."""
-    return (id(member.costs), member.link, plan, member.samples)
 
 
 def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:

@@ -24,7 +24,7 @@ from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
 from pipar.schedule import device_order
-from pipar.stage_times import BatchTimes, batch_times, decoding, model_s, protect_s, transfer_s
+from pipar.stage_times import BatchTimes, batch_times, decoding, model_s, protect_s, transfer_s, work_key
 from pipar.stages import Work
 from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
@@ -180,7 +180,7 @@ class _Epoch:
         devices = []
         for member in self._fleet.members:
             plan = self._plans[member.name]
-            key = (id(member.costs), member.link, plan, member.samples)
+            key = work_key(member, plan)
             if key not in known:
                 batches = self._fleet.batches(member.samples, iterations)
                 each = {batch: batch_times(self._fleet, member, plan, batch) for batch in set(batches)}

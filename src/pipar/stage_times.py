@@ -59,6 +59,11 @@ class BatchTimes:
         return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
 
 
+def work_key(member: Member, plan: Plan) -> tuple[object, ...]:
+    """Return what the times of a device depend on: devices with the same are simulated, and counted, once."""
+    return (id(member.costs), member.link, plan, member.samples)
+
+
 def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
     """Return the seconds of every stage of a batch of so many samples; with P = Q there is nothing but compute."""
     costs, server, link = member.costs, fleet.server, member.link
