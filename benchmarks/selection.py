@@ -13,17 +13,20 @@ where this one was, as long as the planner is the same.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
-from pipar.config import config_from
+from pipar.config import Link, config_from
+from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.planner.fleet import Fleet
+from pipar.planner.select import choose_for
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import Beforehand, Judged, judged
 from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
@@ -165,7 +168,26 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
         claims.append(Claim(f"{name}: rows with 0.995 or more by these", 100 * good, "%"))
     slowest = max(row.planning_s for row in found)
     claims.append(Claim("longest planning of 100 devices, CPU seconds of one core", slowest, "s", most=10))
-    return claims, {"rows": [asdict(row) for row in found], "grid_of_two_kinds": GRID, "worlds": SEEDS}
+    own_s = {model: planning_of_own_links_s(model) for model in DATASETS}
+    of_own = "longest planning of 100 devices with a link of its own each, CPU seconds of one core"
+    claims.append(Claim(of_own, max(own_s.values()), "s", most=10))
+    return claims, {
+        "rows": [asdict(row) for row in found],
+        "grid_of_two_kinds": GRID,
+        "worlds": SEEDS,
+        "own_links_s": own_s,
+    }
+
+
+def planning_of_own_links_s(model: str, devices: int = 100) -> float:
+    """Return the CPU seconds of planning for boards on links from 5 to 100 Mbit/s, of which no two are alike."""
+    fleet = make_fleet("Pi 3B", model, DATASETS[model][0], "wifi", devices)
+    rates = [5e6 * 20 ** (number / devices) for number in range(devices)]
+    links = [Link(up_bps=rate, down_bps=rate) for rate in rates]
+    members = tuple(replace(member, link=link) for member, link in zip(fleet.members, links, strict=True))
+    began = time.process_time()
+    choose_for(replace(fleet, members=members), simulate, within=simulate_within)
+    return time.process_time() - began
 
 
 def _write_table(found: list[Row]) -> None:

@@ -33,6 +33,8 @@ from pipar.stage_times import move_s
 #: Returns the best plans of a fleet, given those in force, with so much effort.
 Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]
 
+#: Situations whose plans are remembered; links that drift come into a new one again and again.
+_MOST_KNOWN = 32
 #: Some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
@@ -76,6 +78,8 @@ class Choices:
             return await self._search(fleet, plans, AT_LEISURE)
         situation = (about(fleet), tuple(plans.values()))
         if situation not in self._known:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.pop(next(iter(self._known)))
             self._known[situation] = await self._search(fleet, plans, QUICK)
         return self._known[situation]
 

@@ -53,10 +53,13 @@ def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
     """Return the plans if there is nothing to choose."""
-    options = [allowed_plans(fleet, kind[0]) for kind in fleet.kinds()]
-    if any(len(of) > 1 for of in options):
-        return None
-    by_kind = tuple(of[0] for of in options)
+    only = []
+    for kind in fleet.kinds():
+        options = allowed_plans(fleet, kind[0])
+        if len(options) > 1:  # of a hundred kinds, all options would take longer than the choice
+            return None
+        only += options
+    by_kind = tuple(only)
     if fleet.method.shares_server_model:
         _check_common({plan.split_point for plan in by_kind})
     return everybodys(fleet, by_kind)

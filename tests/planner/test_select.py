@@ -18,7 +18,7 @@ from pipar.errors import PlanError
 from pipar.forecast import simulate, simulate_within
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import select
-from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.candidates import Allow, Candidate, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.estimate import iteration_s, stage_times
 from pipar.planner.exhaustive import search_all
@@ -390,9 +390,9 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
     costs = Costs(profile, 0.1)
     called = []
 
-    def counted(fleet: Fleet, member: Member) -> list[Candidate]:
+    def counted(fleet: Fleet, member: Member, only: Allow | None) -> list[Candidate]:
         called.append(member.name)
-        return candidates(fleet, member)
+        return candidates(fleet, member, only)
 
     monkeypatch.setattr(select, "candidates", counted)
     asked = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,6 +14,9 @@ from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
 from pipar.stages import Work
+
+#: Whether a {P, N} is looked at.
+Allow = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,18 @@ class LowerBound:
         return option.alone_s * max(1, self._most[kind])
 
 
-def candidates(fleet: Fleet, member: Member) -> list[Candidate]:
-    """Return every plan that is allowed, with what it takes at least."""
-    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in allowed_plans(fleet, member)]
+def candidates(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Candidate]:
+    """Return every plan that is allowed, or of these only some, with what it takes at least."""
+    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in allowed_plans(fleet, member, only)]
 
 
-def allowed_plans(fleet: Fleet, member: Member) -> list[Plan]:
+def allowed_plans(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Plan]:
     """Return every plan that the method, what was given, leaks and the device's memory allow; there is at least one.
 
-    Each {P, N} comes once, with the encodings that are best for it.
+    Each {P, N} comes once, with the encodings that are best for it. `only` says of a {P, N} whether it counts.
     """
-    plans = [plan for p, n in _pairs(fleet, member) for plan in _in_memory(fleet, member, p, n)]
+    pairs = (pair for pair in _pairs(fleet, member) if only is None or only(*pair))
+    plans = [plan for p, n in pairs for plan in _in_memory(fleet, member, p, n)]
     if not plans:
         if problem := _too_leaky(fleet, member) or _too_few_layers(fleet, member):
             raise PlanError(problem)

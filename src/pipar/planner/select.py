@@ -17,9 +17,11 @@ from random import Random
 
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
-from pipar.planner.candidates import Candidate, LowerBound, allowed_plans, candidates
+from pipar.planner.candidates import Allow, Candidate, LowerBound, allowed_plans, candidates
+from pipar.planner.encoding import recoded
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
+from pipar.planner.groups import merged
 from pipar.planner.timing import (
     FEWEST,
     STEADY,
@@ -59,6 +61,10 @@ _RUNNERS_UP = 8
 _POLISHED = 4
 #: Plans of whole batches that the best one is compared with once more, over a whole epoch.
 _CONFIRMED = 2
+#: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
+_GROUPS, _SMALLER_GROUPS = 2, 8
+#: Then cuts up to so many layers beside those of the groups count, too.
+_NEARLY = 2
 #: With few kinds of devices, so many combinations of their plans are looked at, and so many begun with.
 _COMBINED = 50_000
 _BEGUN = 3
@@ -108,17 +114,18 @@ def choose(
     *,
     within: SimulateWithin | None = None,
     start: ByKind | None = None,
+    only: Allow | None = None,
     progress: Callable[[int], None] | None = None,
     effort: Effort = THOROUGH,
 ) -> Choice:
     """Return the plans with the shortest epoch that simulations of the whole fleet find; ties go to the smaller N.
 
     `within`, in the same world, gives up plans that are far from the best. `start` are plans to begin with instead of
-    each kind's own best: those in force, when bandwidth has changed.
+    each kind's own best: those in force, when bandwidth has changed. `only` says of a {P, N} whether it is looked at.
     """
     if fleet.method.shares_server_model:  # devices take their turns: the second iteration is like all others
         effort = replace(effort, iterations=FEWEST)
-    search = _Search(fleet, simulate, within, progress, effort)
+    search = _Search(fleet, simulate, within, progress, effort, only)
     if fleet.method.shares_server_model:
         best = min(plans_in_common(fleet), key=search.epoch_s)
     else:
@@ -149,10 +156,61 @@ def choose_for(
     progress: Callable[[int], None] | None = None,
     effort: Effort = THOROUGH,
 ) -> Choice:
-    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force."""
+    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force.
+
+    Of many kinds of devices, two groups are searched first, then more and smaller ones around the plans of these.
+    """
+    sample = fleet.sampled(effort.devices)
+    ask = partial(_choose_sampled, simulate=simulate, within=within, progress=progress)
+    if fleet.method.shares_server_model or len(sample.kinds()) <= _GROUPS:
+        return ask(fleet, start=start, effort=effort)
+    half = replace(effort, pieces=effort.pieces // 2)
+    try:
+        coarse = ask(merged(fleet, _GROUPS), start=start, effort=half)
+    except PlanError:
+        for kind in fleet.kinds():  # it is said of the device that it is true of
+            allowed_plans(fleet, kind[0])
+        raise
+    groups = merged(fleet, _SMALLER_GROUPS)
+    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), effort=half)
+
+    def of_kinds(plans: Mapping[str, Plan]) -> ByKind:
+        coded = recoded(sample, plans)
+        return tuple(coded[kind[0].name] for kind in sample.kinds())
+
+    by_kind = of_kinds(fine.plans)
+    plans = everybodys(sample, by_kind)
+    in_groups = groups.sampled(effort.devices)
+    return Choice(
+        plans=extended(fleet, plans),
+        by_kind=by_kind,
+        epoch_s=steady_epoch_s(simulate, sample, plans, effort.iterations),
+        timing=whole_epoch(simulate, sample, plans),
+        runners_up=tuple((of_kinds(extended(groups, everybodys(in_groups, of))), s) for of, s in fine.runners_up),
+        simulations=coarse.simulations + fine.simulations,
+    )
+
+
+def _around(plans: Iterable[Plan]) -> Allow:
+    """Return what says whether a {P, N} is like these: cut between them or nearly so, N not far above or round."""
+    cuts, numbers = zip(*((plan.split_point, plan.micro_batches) for plan in set(plans)), strict=True)
+    least, most, above = min(cuts) - _NEARLY, max(cuts) + _NEARLY, 2 * max(numbers)
+    return lambda p, n: least <= p <= most and (n <= above or n in _COARSE)
+
+
+def _choose_sampled(
+    fleet: Fleet,
+    *,
+    start: Mapping[str, Plan] | None,
+    only: Allow | None = None,
+    simulate: Simulate,
+    within: SimulateWithin | None,
+    progress: Callable[[int], None] | None,
+    effort: Effort,
+) -> Choice:
     sample = fleet.sampled(effort.devices)
     begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
-    choice = choose(sample, simulate, within=within, start=begin, progress=progress, effort=effort)
+    choice = choose(sample, simulate, within=within, start=begin, only=only, progress=progress, effort=effort)
     return replace(choice, plans=extended(fleet, choice.plans))
 
 
@@ -224,6 +282,7 @@ class _Search:
     within: SimulateWithin | None
     progress: Callable[[int], None] | None
     effort: Effort
+    only: Allow | None = None
     known: dict[ByKind, float] = field(default_factory=dict)
     shortest_s: float = inf  # of these
     doubted: dict[ByKind, list[float]] = field(default_factory=dict)  # where machines are other than profiled
@@ -234,15 +293,16 @@ class _Search:
         self._doubted = [self.fleet.varied(partial(_doubts, world)) for world in range(self.effort.worlds)]
         self._kinds = self.fleet.kinds()
         known: dict[tuple[object, ...], list[Candidate]] = {}  # kinds that differ in their data alone have the same
-        for kind in self._kinds:
-            known.setdefault(kind[0].kind, candidates(self.fleet, kind[0]))
+        for first, *_ in self._kinds:
+            if first.kind not in known:
+                known[first.kind] = candidates(self.fleet, first, self.only)
         self._options = [known[kind[0].kind] for kind in self._kinds]
         self._bound = LowerBound(self.fleet)
         self._of = [{option.plan: option for option in options} for options in self._options]
         self._cuts = [_by_cut(options) for options in self._options]
 
     def as_allowed(self, by_kind: ByKind) -> ByKind | None:
-        """Return these plans with the encodings that are right now; None if they are not all allowed."""
+        """Return these plans with the encodings and windows that are right now; None if they are not all allowed."""
         if len(by_kind) != len(self._options):
             return None
         found = [self._like(plan, options) for plan, options in zip(by_kind, self._options, strict=True)]
@@ -250,9 +310,9 @@ class _Search:
 
     @staticmethod
     def _like(plan: Plan, options: list[Candidate]) -> Plan | None:
-        wanted = (plan.split_point, plan.micro_batches, plan.window)
-        found = (o.plan for o in options if (o.plan.split_point, o.plan.micro_batches, o.plan.window) == wanted)
-        return next(found, None)
+        # Each {P, N} is there once, with the window that memory asks for.
+        wanted = (plan.split_point, plan.micro_batches)
+        return next((o.plan for o in options if (o.plan.split_point, o.plan.micro_batches) == wanted), None)
 
     def own_best(self) -> ByKind:
         """Return each kind's best plan, as if a device of it were alone."""
@@ -454,8 +514,6 @@ class _Search:
         """
         near = [by_kind for by_kind, seconds in self.known.items() if seconds < inf]
         uncut = [by_kind for by_kind in near if all(plan.micro_batches == 1 for plan in by_kind)]
-        if self.spent > self.effort.pieces:
-            return best
         others = sorted(uncut, key=lambda by_kind: (self.epoch_s(by_kind), by_kind))[:_CONFIRMED]
         whole_s = {
             by_kind: whole_epoch(self.simulate, self.fleet, self.plans(by_kind)).epoch_s

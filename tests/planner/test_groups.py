@@ -1,0 +1,122 @@
+"""Fleets of many kinds: merged into groups of which all are as slow as the slowest, and planned for by these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pipar.config import Link, config_from
+from pipar.errors import TooLittleMemoryError
+from pipar.forecast import simulate, simulate_within
+from pipar.methods import Plan
+from pipar.planner import select
+from pipar.planner.candidates import allowed_plans
+from pipar.planner.fleet import Fleet
+from pipar.planner.groups import merged
+from pipar.planner.select import choose, choose_for
+from pipar.planner.timing import steady_epoch_s
+from pipar.prepare import unplanned_timing_only
+
+MIB = 2**20
+
+
+def fleet_of(model: str, data: str, count: int, **settings: object) -> Fleet:
+    """Return so many Raspberry Pi 3B, each on a link of its own from 5 to 100 Mbit/s, and an i7-11850H."""
+    board = {"count": count, "profile": "raspberry-pi-3b", "link": "wifi"}
+    tree = {
+        "model": {"name": model},
+        "data": {"name": data, "samples_per_device": 500, "validation": 0, "test": 0},
+        "wire": {"encoding": "raw"},
+        "server": {"profile": "i7-11850h", "cores": 2},
+        "devices": [{**board, **settings}],
+    }
+    fleet = unplanned_timing_only(config_from(tree)).fleet()
+    rates = [5e6 * 20 ** (n / max(1, count - 1)) for n in range(count)]
+    links = [Link(up_bps=rate, down_bps=2 * rate, latency_s=0.01) for rate in rates]
+    members = zip(fleet.members, links, strict=True)
+    return replace(fleet, members=tuple(replace(member, link=link) for member, link in members))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8])
+def test_a_group_is_as_slow_as_its_slowest_and_has_the_memory_of_who_has_least(most: int) -> None:
+    fleet = fleet_of("vgg5", "cifar10", 30)
+    limited = tuple(replace(m, memory_bytes=(400 + n) * MIB) for n, m in enumerate(fleet.members))
+    fleet = replace(fleet, members=limited)
+    few = merged(fleet, most)
+    assert len(few.kinds()) == most
+    assert [member.name for member in few.members] == [member.name for member in fleet.members]
+    own = {member.name: member for member in fleet.members}
+    for kind in few.kinds():
+        alone = [own[member.name] for member in kind]
+        assert kind[0].link.up_bps == min(member.link.up_bps or math.inf for member in alone)
+        assert kind[0].memory_bytes == min(member.memory_bytes or 0 for member in alone)
+
+
+def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
+    fleet = fleet_of("vgg5", "cifar10", 4)
+    assert merged(fleet, 4) is fleet
+
+
+def test_devices_that_were_given_different_things_are_of_no_group_together() -> None:
+    fleet = fleet_of("vgg5", "cifar10", 9)
+    given = tuple(replace(m, split_point=1 + n % 3) for n, m in enumerate(fleet.members))
+    kinds = merged(replace(fleet, members=given), 2).kinds()
+    assert sorted(kind[0].split_point for kind in kinds) == [1, 2, 3]
+    plans = choose_for(replace(fleet, members=given), simulate).plans
+    assert [plans[member.name].split_point for member in given] == [member.split_point for member in given]
+
+
+@pytest.mark.parametrize(("model", "data"), [("vgg5", "cifar10"), ("resnet18", "cifar10")])
+def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(model: str, data: str) -> None:
+    fleet = fleet_of(model, data, 12)
+    assert len(fleet.kinds()) == 12
+    choice = choose_for(fleet, simulate, within=simulate_within)
+    chosen_s = steady_epoch_s(simulate, fleet, choice.plans)
+    assert choice.epoch_s == pytest.approx(chosen_s)
+    for p in range(1, fleet.layers + 1):
+        for n in (1, 2, 3, 4, 8) if p < fleet.layers else (1,):
+            common = {member.name: Plan(p, n) for member in fleet.members}
+            assert chosen_s <= steady_epoch_s(simulate, fleet, common) * 1.01, f"P={p} N={n}"
+
+
+def test_they_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
+    fleet = fleet_of("resnet18", "cifar10", 6)
+    in_groups, at_once = choose_for(fleet, simulate), choose(fleet, simulate)
+    assert in_groups.epoch_s <= at_once.epoch_s * 1.02
+
+
+def test_every_device_may_have_the_plan_of_its_group() -> None:
+    fleet = fleet_of("vgg5", "cifar10", 10)
+    memory = tuple(replace(m, memory_bytes=(380 + 20 * n) * MIB) for n, m in enumerate(fleet.members))
+    fleet = replace(fleet, members=memory)
+    choice = choose_for(fleet, simulate)
+    for member in fleet.members:
+        plan = choice.plans[member.name]
+        allowed = {(of.split_point, of.micro_batches): of.window for of in allowed_plans(fleet, member)}
+        widest = allowed[plan.split_point, plan.micro_batches]
+        assert plan.window == widest or 0 < plan.window <= (widest or plan.micro_batches)
+    assert len(choice.by_kind) == len(fleet.kinds())
+    assert all(len(by_kind) == len(fleet.kinds()) for by_kind, _ in choice.runners_up)
+
+
+def test_who_has_too_little_memory_is_named() -> None:
+    fleet = fleet_of("vgg5", "cifar10", 6)
+    poor = fleet.members[4]
+    members = tuple(replace(m, memory_bytes=(300 if m is poor else 800) * MIB) for m in fleet.members)
+    with pytest.raises(TooLittleMemoryError, match=f"{poor.name} has 300 MiB"):
+        choose_for(replace(fleet, members=members), simulate)
+
+
+def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def counted(*arguments: object) -> list[select.Candidate]:
+        searched.append(arguments[1])
+        return original(*arguments)  # type: ignore[arg-type]
+
+    original = select.candidates
+    monkeypatch.setattr(select, "candidates", counted)
+    choose_for(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, effort=select.QUICK)
+    assert 2 < len(searched) <= 2 + 8
