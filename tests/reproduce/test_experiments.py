@@ -23,6 +23,7 @@ from pipar.reproduce.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from pipar.reproduce.experiment import Compared, Experiment, Outcome
 from pipar.reproduce.hardware import TESTBED
 from pipar.reproduce.noise import PRIVACY
+from pipar.reproduce.reasons import why_more
 from pipar.reproduce.scale import SCALE
 from pipar.reproduce.selection import SELECTION_SMALL
 from pipar.reproduce.testbed import (
@@ -112,6 +113,17 @@ def test_a_quicker_method_and_a_tie_are_told_apart(seconds: float, quickest: str
     assert [line.ours for line in _lines(compared, "takes longer")] == [slower]
 
 
+def test_what_pipar_gains_more_is_explained_by_its_plans_beside_the_printed_ones() -> None:
+    rows = [
+        {"network": "vgg5", "data": "cifar10", "link": "4g", "pipar_plan": "P=1 N=41"},  # the paper has N = 12
+        {"network": "vgg5", "data": "cifar10", "link": "wifi", "pipar_plan": "P=1 N=2"},  # and 3
+        {"network": "vgg5", "data": "cifar10", "link": "5g", "pipar_plan": "P=1 N=2"},
+        {"network": "vgg5", "data": "cifar10", "link": "4g", "pipar_plan": "50 x P=1 N=2, 50 x P=2 N=3"},
+    ]
+    assert why_more(rows).endswith("N is larger than the paper's in 1 and smaller in 1 of 2 cases")
+    assert "N is" not in why_more(rows[2:])
+
+
 def test_a_tie_names_its_cells_and_says_that_the_server_is_the_bottleneck() -> None:
     results = {"fl": timing(20.0), "sfl": timing(10.0, plan="P=1 N=1"), "pipar": timing(10.0, plan="P=1 N=1")}
     found = outcomes(Trial("resnet18", "mnist", "4g"), results) + outcomes(Trial("resnet18", "mnist", "wifi"), results)
@@ -119,8 +131,9 @@ def test_a_tie_names_its_cells_and_says_that_the_server_is_the_bottleneck() -> N
     (line,) = _lines(TIME_SMALL.compare(rows), "takes as long", "has cut")
     assert (line.ours, line.verdict) == (2.0, "above")
     assert line.why == (
-        "resnet18 mnist (4g, wifi): the server is the bottleneck (its cores are busy for 50 % of the epoch): "
-        "micro-batches would only add calls there, and the planner chooses N = 1, which is sfl"
+        "resnet18 mnist (4g, wifi): the server is the bottleneck (its cores are busy for 50 % of the epoch, "
+        "the exchange of models included): micro-batches would only add calls there, and the planner chooses N = 1, "
+        "which is sfl"
     )
     assert set(line.run.split()) == {outcome.cell.key for outcome in found}
 

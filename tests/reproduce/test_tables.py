@@ -14,9 +14,9 @@ import pytest
 from made_up_cells import cells
 
 from pipar.errors import InputError
-from pipar.reproduce.experiment import Compared, Experiment, Found, Outcome
+from pipar.reproduce.experiment import UNSAID, Compared, Experiment, Found, Outcome
 from pipar.reproduce.published import published
-from pipar.reproduce.tables import against, as_csv, as_markdown, comparison, page, text, write_tables
+from pipar.reproduce.tables import against, as_csv, as_markdown, comparison, page, tally, text, write_tables
 
 #: A line that says why it would be outside.
 explained = partial(Compared, below="too little", above="too much")
@@ -166,3 +166,14 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "made-up").write_text("a file")
     with pytest.raises(InputError, match="Cannot write"):
         write_tables(Experiment("made-up", "Made up", lambda _: [], ("run",)), [], tmp_path)
+
+
+def test_what_the_paper_says_nothing_of_is_not_counted_as_inside() -> None:
+    lines = [
+        Compared("V", "said", "2 x", 2.0, 2.0, 2.0, below="why", above="why"),
+        Compared("-", "ours alone", UNSAID, 7.0),
+        Compared("-", "wanted", UNSAID, 0.0, 0.0, 1.0, below="why", above="why"),
+    ]
+    assert tally(lines) == "1 of 1 lines are inside what the paper says; of 2 more it says nothing"
+    verdicts = [row.split(" | ")[5] for row in comparison("Title", lines).splitlines()[-3:]]
+    assert verdicts == ["inside", "-", "holds"]

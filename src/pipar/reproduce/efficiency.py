@@ -20,7 +20,6 @@ from pipar.reproduce.reasons import (
     LESS_FOR_THE_SERVER,
     LINKS_COUNT_LESS,
     LINKS_COUNT_MORE,
-    MORE,
     MORE_FOR_THE_SERVER,
     NOT_THE_BEST,
     ROUNDING,
@@ -30,6 +29,7 @@ from pipar.reproduce.reasons import (
     who,
     why_idle,
     why_less,
+    why_more,
     why_uncut,
     why_whole,
 )
@@ -225,8 +225,13 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
     if statement.method is not None and statement.against is not None:
         values = ratios(rows, statement.against, statement.method)
         below, is_fitted = why_less(statement, rows), _is_fitted(statement, devices)
-        return [against(statement, values, what=what, below=below, above=MORE, is_fitted=is_fitted)] if values else []
+        return (
+            [against(statement, values, what=what, below=below, above=why_more(rows), is_fitted=is_fitted)]
+            if values
+            else []
+        )
     # "In all cases": a plan that is federated learning is a tie with it.
+    what = f"{what}, or as quick (ties are counted below)"
     return [against(statement, over_others(rows), what=what, within=TIE, below=NOT_THE_BEST)]
 
 

@@ -13,6 +13,8 @@ from pipar.reproduce.sources import counted_images, counted_libraries, counted_s
 
 #: How cells are run that train with the mathematics: on images, by torch.
 LEARNING = ("train", "alike")
+#: In place of what the paper says where it says nothing.
+UNSAID = "says nothing"
 #: A line of a table, by its columns.
 Row = dict[str, Any]
 
@@ -96,6 +98,11 @@ class Compared:
         may_be_above = self.high is not None and self.better != "more"
         assert self.below or not may_be_below, f"'{self.what}' does not say why ours would be below"
         assert self.above or not may_be_above, f"'{self.what}' does not say why ours would be above"
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is something that the paper says, and that our testbed was not made to say, too."""
+        return self.paper != UNSAID and not self.is_fitted
 
     @property
     def verdict(self) -> str:

@@ -15,7 +15,7 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Outcome, Row
+from pipar.reproduce.experiment import UNSAID, Cell, Compared, Experiment, Found, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Accuracy, published
 from pipar.reproduce.tables import against
@@ -301,7 +301,7 @@ def compare_weights(rows: Sequence[Row]) -> list[Compared]:
             place="IV",
             what=f"{row['network']}, norm {row['norm']}, float64: largest difference of a weight by fl, sfl and pipar "
             "over the largest weight",
-            paper="none",
+            paper=UNSAID,
             ours=row["largest_difference"],
             low=0.0,
             high=EQUAL,

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product, takewhile
 
 from pipar.reproduce.efficiency import METHODS, beside, compare_methods
-from pipar.reproduce.experiment import Cell, Compared, Experiment, Outcome, Row
+from pipar.reproduce.experiment import UNSAID, Cell, Compared, Experiment, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.testbed import Trial
 
@@ -69,9 +69,9 @@ def _enough(network: str, link: str, method: str, rows: Sequence[Row]) -> Compar
     too_many = rows[len(up_to)]["devices"] if len(up_to) < len(rows) else None
     more = f", and no longer with {too_many:,}" if too_many is not None else ""
     return Compared(
-        place="none",
+        place="-",
         what=f"{network}, {link}: one server is enough for so many devices by {method}{more}",
-        paper="none",
+        paper=UNSAID,
         ours=float(up_to[-1]["devices"]) if up_to else None,
         unit="devices",
         run=" ".join(row["run"] for row in rows[: len(up_to) + 1][-2:]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipar.errors import InputError
-from pipar.reproduce.experiment import Compared, Experiment, Found, Row
+from pipar.reproduce.experiment import UNSAID, Compared, Experiment, Found, Row
 from pipar.reproduce.published import Statement
 from pipar.results import write_atomically
 
@@ -169,24 +169,28 @@ _VERDICTS = (
     f'"Up to" is what the paper has reached: our largest is inside if it is off by {100 * NEAR:.0f} % at most, '
     "as are seconds that the paper prints. What is better than the paper's is called so, and not inside. `ratio` is "
     "ours over the paper's; `run` has the folders below `cells/` that ours comes from. What the testbed was fitted "
-    "to is marked so and not counted."
+    "to is marked so and not counted, nor is what it says nothing of."
 )
 
 
 def _verdict(line: Compared) -> str:
+    if line.paper == UNSAID and line.verdict == "inside":
+        return _NOTHING if line.low is line.high is None else "holds"
     fitted = "fitted, " if line.is_fitted else ""
     return f"{fitted}{line.verdict}: {line.why}" if line.why else f"{fitted}{line.verdict}"
 
 
 def tally(lines: Sequence[Compared]) -> str:
     """Return how many lines are inside what the paper says, and how many better, in words."""
-    told = [line for line in lines if not line.is_fitted]
+    told = [line for line in lines if line.is_counted]
+    fitted, unsaid = sum(line.is_fitted for line in lines), sum(line.paper == UNSAID for line in lines)
     inside, better, left = (
         sum(line.verdict == verdict for line in told) for verdict in ("inside", "better", "not run")
     )
     more = (f", {better} better" if better else "") + (f", {left} not run" if left else "")
-    fitted = f"; {len(lines) - len(told)} more are what the testbed was fitted to" if len(told) < len(lines) else ""
-    return f"{inside} of {len(told)} lines are inside what the paper says{more}{fitted}"
+    more += f"; {fitted} more are what the testbed was fitted to" if fitted else ""
+    more += f"; of {unsaid} more it says nothing" if unsaid else ""
+    return f"{inside} of {len(told)} lines are inside what the paper says{more}"
 
 
 def _ours(line: Compared) -> str:

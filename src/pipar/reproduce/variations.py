@@ -20,7 +20,7 @@ from pipar.reproduce.efficiency import (
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import published
-from pipar.reproduce.reasons import MORE, NOT_THE_BEST, why_less
+from pipar.reproduce.reasons import NOT_THE_BEST, why_less, why_more
 from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import LINKS, SMALL, Trial
 
@@ -102,7 +102,9 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
         elif statement.against is not None:
             concerned = about(statement, mixed)
             less = why_less(statement, concerned)
-            lines.append(against(statement, ratios(concerned, statement.against), below=less, above=MORE))
+            lines.append(
+                against(statement, ratios(concerned, statement.against), below=less, above=why_more(concerned))
+            )
         else:
             lines.append(against(statement, over_others(rows), within=TIE, below=NOT_THE_BEST))
     return [*lines, *compare_methods(rows)]
