@@ -12,8 +12,11 @@ from made_up_cells import TINY
 
 from pipar.cli import main
 from pipar.cli.reproduce import _missing
+from pipar.privacy import accounting
 from pipar.reproduce import catalog, durations
 from pipar.reproduce.efficiency import TIME_SMALL, by_all_methods
+from pipar.reproduce.learning import ACCURACY
+from pipar.reproduce.noise import PRIVACY
 
 Told = tuple[int, str, str]
 
@@ -116,3 +119,22 @@ def test_a_mistake_is_one_sentence(words: list[str], sentence: str, pipar: Calla
     code, told, lines = pipar(*words)
     assert (code, told, len(lines.splitlines())) == (2, "", 1)
     assert sentence in lines
+
+
+def test_what_needs_something_that_is_not_here_is_left_out_and_named_before_anything_is_run(
+    pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = replace(PRIVACY, name="noisy")
+    monkeypatch.setattr(catalog, "EXPERIMENTS", {**catalog.EXPERIMENTS, "noisy": noisy, "images": ACCURACY})
+    monkeypatch.setattr(accounting, "is_installed", lambda: False)
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "nothing"))
+    code, told, said = pipar("all", "--quick", "-o", str(tmp_path / "out"), "--processes", "1")
+    assert code == 2
+    assert told.startswith("tiny: 1 rows, ")
+    first, second, *_, last = said.splitlines()
+    assert first.startswith("noisy is left out. Noise on updates needs the package dp-accounting")
+    assert second.startswith("accuracy is left out. mnist is not complete in ")
+    assert last.endswith("Not run: noisy, accuracy. What they need is said above; then type the same again.")
+    alone = pipar("noisy", "--quick", "-o", str(tmp_path / "out"))
+    assert (alone[0], alone[1]) == (2, "")
+    assert "Noise on updates needs the package dp-accounting" in alone[2]

@@ -126,7 +126,7 @@ DEVICES = [
         "--speed",
         "devices.speed",
         "SHARE",
-        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}; 1 with a profile]",
+        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}; 1 with devices.profile]",
     ),
 ]
 #: What a training takes beside its method.

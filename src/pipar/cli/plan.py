@@ -26,7 +26,7 @@ from pipar.cli.options import (
 
 @click.command(
     short_help="Choose P and N of every device, and show why.",
-    epilog=example("pipar plan --devices 20 --link wifi --exhaustive", "pipar plan fleet.toml --profile board.json"),
+    epilog=example("pipar plan --devices 20 --link wifi --exhaustive", "pipar plan fleet.toml --profile server.json"),
 )
 @options(
     CONFIG,

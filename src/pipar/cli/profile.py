@@ -29,8 +29,9 @@ _BUDGET_S = 10.0
         default=_BUDGET_S,
         show_default=True,
         metavar="SECONDS",
-        help="Seconds for passes over the layers. Loading torch, a first pass of each batch size, three passes at "
-        "least, and what is measured beside the layers come on top: some ten seconds for a small network.",
+        help="Seconds for passes over the layers: three of each batch size at least, if they take no more than twice "
+        "as long. Loading torch, a first pass, and what is measured beside the layers come on top: some ten seconds "
+        "for a small network.",
     ),
     click.option(
         "--memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,25 +67,40 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
     if name == _LIST:
         _list(list(EXPERIMENTS.values()), as_json=as_json)
         return
-    asked = experiments(name)
+    asked, left_out = _runnable(experiments(name), quick=quick)
     _check_folder(output)
     told = []
-    with _stopping(output), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
+    keys = {cell.key for experiment in asked for cell in experiment.cells(quick)}
+    with _stopping(output, keys), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
         for experiment in asked:
             told.append(_run(experiment, output, show, quick=quick, processes=processes))
+            if not as_json:
+                click.echo(str(told[-1]))
     if len(told) > 1:
         from pipar.reproduce.tables import write_comparisons
 
         write_comparisons({one.experiment.title: one.compared for one in told}, output)
     if as_json:
         print_json({"folder": str(output), "quick": quick, "experiments": [one.to_dict() for one in told]})
-        return
-    for one in told:
-        click.echo(str(one))
-    if not can_draw():
+    elif not can_draw():
         click.echo(
             "Without figures: matplotlib is not here. pip install 'pipar[reproduce]', then type it again.", err=True
         )
+    if left_out:
+        raise InputError(f"Not run: {', '.join(left_out)}. What they need is said above; then type the same again.")
+
+
+def _runnable(asked: Sequence[Experiment], *, quick: bool) -> tuple[list[Experiment], list[str]]:
+    """Return the experiments that have what they need, and the names of others; raise if there is none of the first."""
+    from pipar.reproduce.needs import what_is_missing
+
+    missing = {one.name: what_is_missing(one, quick=quick) for one in asked}
+    left_out = {name: lack for name, lack in missing.items() if lack is not None}
+    if len(left_out) == len(asked):
+        raise InputError(next(iter(left_out.values())))
+    for name, lack in left_out.items():
+        click.echo(f"{name} is left out. {lack}", err=True)
+    return [one for one in asked if one.name not in left_out], list(left_out)
 
 
 _SIZES = {"quick": True, "full": False}
@@ -132,23 +147,25 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _stopping(folder: Path) -> Iterator[None]:
+def _stopping(folder: Path, keys: Collection[str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise _Stopped(folder) from None
+        raise _Stopped(folder, keys) from None
 
 
 class _Stopped(Interrupted):
     """Ctrl-C; every result so far is in its folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keys: Collection[str]) -> None:
         super().__init__([])
-        self._folder = folder
+        self._folder, self._keys = folder, keys
 
     def __str__(self) -> str:
-        kept = len(list(self._folder.glob("cells/*/result.json")))
-        return f"Stopped. {kept} results are in {self._folder}/: the same command goes on from there."
+        kept = sum((self._folder / "cells" / key / "result.json").is_file() for key in self._keys)
+        return (
+            f"Stopped. {kept} of {len(self._keys)} results are in {self._folder}/: the same command goes on from there."
+        )
 
 
 @dataclass(frozen=True)

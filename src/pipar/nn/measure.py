@@ -281,7 +281,7 @@ def _crowded(
 
 
 def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:
-    how = f"median CPU time of {passes} training passes on one thread"
+    how = f"median CPU time of {passes} training pass{'es' if passes > 1 else ''} on one thread"
     largest = attempt.batch_sizes[-1]
     return how if largest == sizes.batch_sizes[-1] else f"{how}, above a batch of {largest} in proportion to it"
 
