@@ -33,10 +33,12 @@ from pipar.reproduce.drawing import (
     Row,
     Rows,
     can_draw,
+    name_of,
     save,
     styled,
 )
 from pipar.reproduce.maps import draw_selection
+from pipar.reproduce.reasons import who
 from pipar.reproduce.testbed import LARGE
 
 #: What a table calls a value behind the method's name.
@@ -73,8 +75,21 @@ def plot(name: str, rows: Rows, folder: Path) -> list[Path]:
     with styled():
         for ending, part in figures_of(by_method(rows), apart):
             figure = draw(part)
+            if about := _about(part[0], apart):
+                figure.supxlabel(about)  # above there is the legend
             files += save(figure, folder, f"{name}{ending}") if figure.axes else []
     return files
+
+
+def _about(row: Row, apart: Sequence[str]) -> str:
+    """Return what all rows of a figure have in common and no panel says: "100 devices"."""
+    words: dict[str, Callable[[Any], str]] = {
+        "devices": who,
+        "server_speed": lambda speed: f"a server with {speed:g} times the speed of the named one",
+        "board": name_of,
+        "wire": lambda wire: f"wire {wire}",
+    }
+    return ", ".join(words[key](row[key]) for key in apart if key in words and row.get(key) is not None)
 
 
 def by_method(rows: Rows) -> list[Row]:
