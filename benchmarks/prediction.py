@@ -2,8 +2,8 @@
 
 Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks, raw values
 on the wire. A prediction is made from a profile that was taken right before and is not re-fitted; machines change
-their speed by a quarter within minutes, so this is done several times in turn, and the median of all predictions is
-held against that of all trainings by the plan. Before each profile the machine rests: it is quicker right behind hard
+their speed by a quarter within minutes, so this is done several times in turn, and the median of what was predicted
+over what was measured counts. Before each profile the machine rests: it is quicker right behind hard
 work than in a training whose devices sleep most of the time. For the choice, every plan of a small grid is trained for
 one epoch; the best of them and the planner's choice are then trained again, one right behind the other, several times:
 epochs of one plan differ by a tenth from minute to minute, so the median of what one took over what the other took
@@ -84,25 +84,26 @@ class _Row:
 
     def compare(self, grid: list[Plan]) -> dict[str, Any]:
         """Return what the planner said and what was measured, in seconds an epoch."""
-        self._take_profile()
-        first = self._pipar(["plan"])["plans"][0]
-        chosen = (first["split_point"], first["micro_batches"], first["window"])
+        chosen = self._undisturbed(self._choose)
         pairs = [self._undisturbed(lambda: self._predict_and_measure(chosen)) for _ in range(PAIRS)]
         sweep = {plan: self._undisturbed(partial(self._epoch_s, plan, 1)) for plan in grid if plan != chosen}
         best = min(sweep, key=lambda plan: sweep[plan])
         turns = [self._undisturbed(lambda: (self._epoch_s(chosen, 3), self._epoch_s(best, 3))) for _ in range(TURNS)]
-        predicted_s = [predicted for predicted, _ in pairs]
-        measured_s = [measured for _, measured in pairs] + [by_chosen for by_chosen, _ in turns]
         return {
             "chosen": chosen,
             "predicted_and_measured_s": pairs,
-            "ratio": median(predicted_s) / median(measured_s),
+            "ratio": median(predicted / measured for predicted, measured in pairs),
             "best_of_sweep": best,
             "chosen_and_best_s": turns,
             "chosen_over_best": max(1.0, median(chosen_s / best_s for chosen_s, best_s in turns)),
             "measured_again": self._disturbed,
             "sweep": {f"P={p} N={n}": seconds for (p, n, _), seconds in sweep.items()},
         }
+
+    def _choose(self) -> Plan:
+        self._take_profile()
+        first = self._pipar(["plan"])["plans"][0]
+        return first["split_point"], first["micro_batches"], first["window"]
 
     def _undisturbed(self, measure: Callable[[], T]) -> T:
         """Return the first measurement that the host leaves alone, or of several the least disturbed."""
