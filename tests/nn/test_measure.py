@@ -215,7 +215,7 @@ def test_a_budget_that_is_gone_at_once_still_gives_one_pass_of_everything() -> N
     profile = measure_profile(
         small_network(), model_name="small", input_shape=SHAPE, classes=5, batch_size=8, budget_s=0.0
     )
-    assert profile.how == "median CPU time of 1 training passes on one thread"
+    assert profile.how == "median CPU time of 1 training pass on one thread"
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
 
