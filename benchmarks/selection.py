@@ -26,7 +26,7 @@ from pipar.config import Link, config_from
 from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose_for
+from pipar.planner.groups import choose_for
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import Beforehand, Judged, judged
 from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES

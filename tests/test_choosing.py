@@ -18,7 +18,8 @@ from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_for
+from pipar.planner.groups import choose_for
+from pipar.planner.select import AT_LEISURE, QUICK, Effort
 from pipar.planner.timing import steady_epoch_s
 from pipar.stage_times import move_s
 

@@ -24,8 +24,9 @@ from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
+from pipar.planner.groups import choose_for
 from pipar.planner.refit import about
-from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate, choose_for
+from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate
 from pipar.planner.timing import steady_epoch_s
 from pipar.replanning import differs
 from pipar.stage_times import move_s

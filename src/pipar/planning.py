@@ -13,7 +13,8 @@ from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import Choice, choose_by_estimate, choose_for, everybodys
+from pipar.planner.groups import choose_for
+from pipar.planner.select import Choice, choose_by_estimate, everybodys
 from pipar.planner.timing import Simulate, Timing
 from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 

@@ -14,8 +14,8 @@ from pipar.methods import Plan
 from pipar.planner import select
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import merged
-from pipar.planner.select import choose, choose_for
+from pipar.planner.groups import choose_for, merged
+from pipar.planner.select import choose
 from pipar.planner.timing import steady_epoch_s
 from pipar.prepare import unplanned_timing_only
 

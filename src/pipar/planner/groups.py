@@ -1,18 +1,96 @@
-"""A fleet of many kinds of devices as one of a few: devices that are nearly alike are taken for the same."""
+"""Fleets of any size and number of kinds: chosen for by a sample of them, and in groups of what is nearly alike."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
+from pipar.errors import PlanError
+from pipar.methods import Plan
+from pipar.planner.candidates import Allow, allowed_plans
+from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.select import COARSE, THOROUGH, ByKind, Choice, Effort, choose, everybodys, extended
+from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, whole_epoch
 
+#: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
+_GROUPS, _SMALLER_GROUPS = 2, 8
+#: Then cuts up to so many layers beside those of the groups count, too.
+_NEARLY = 2
 #: Groups within which nothing differs by more than this are not divided.
 _ABOUT = math.log(1.2)
 #: Shorter latencies hardly count.
 _LATENCY_S = 1e-3
+
+
+def choose_for(
+    fleet: Fleet,
+    simulate: Simulate,
+    *,
+    within: SimulateWithin | None = None,
+    start: Mapping[str, Plan] | None = None,
+    progress: Callable[[int], None] | None = None,
+    effort: Effort = THOROUGH,
+) -> Choice:
+    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force.
+
+    Of many kinds of devices, two groups are searched first, then more and smaller ones around the plans of these.
+    """
+    sample = fleet.sampled(effort.devices)
+    ask = partial(_choose_sampled, simulate=simulate, within=within, progress=progress)
+    if fleet.method.shares_server_model or len(sample.kinds()) <= _GROUPS:
+        return ask(fleet, start=start, effort=effort)
+    half = replace(effort, pieces=effort.pieces // 2)
+    try:
+        coarse = ask(merged(fleet, _GROUPS), start=start, effort=half)
+    except PlanError:
+        for kind in fleet.kinds():  # it is said of the device that it is true of
+            allowed_plans(fleet, kind[0])
+        raise
+    groups = merged(fleet, _SMALLER_GROUPS)
+    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), effort=half)
+
+    def of_kinds(plans: Mapping[str, Plan]) -> ByKind:
+        coded = recoded(sample, plans)
+        return tuple(coded[kind[0].name] for kind in sample.kinds())
+
+    by_kind = of_kinds(fine.plans)
+    plans = everybodys(sample, by_kind)
+    in_groups = groups.sampled(effort.devices)
+    return Choice(
+        plans=extended(fleet, plans),
+        by_kind=by_kind,
+        epoch_s=steady_epoch_s(simulate, sample, plans, effort.iterations),
+        timing=whole_epoch(simulate, sample, plans),
+        runners_up=tuple((of_kinds(extended(groups, everybodys(in_groups, of))), s) for of, s in fine.runners_up),
+        simulations=coarse.simulations + fine.simulations,
+    )
+
+
+def _around(plans: Iterable[Plan]) -> Allow:
+    """Return what says whether a {P, N} is like these: cut between them or nearly so, N not far above or round."""
+    cuts, numbers = zip(*((plan.split_point, plan.micro_batches) for plan in set(plans)), strict=True)
+    least, most, above = min(cuts) - _NEARLY, max(cuts) + _NEARLY, 2 * max(numbers)
+    return lambda p, n: least <= p <= most and (n <= above or n in COARSE)
+
+
+def _choose_sampled(
+    fleet: Fleet,
+    *,
+    start: Mapping[str, Plan] | None,
+    only: Allow | None = None,
+    simulate: Simulate,
+    within: SimulateWithin | None,
+    progress: Callable[[int], None] | None,
+    effort: Effort,
+) -> Choice:
+    sample = fleet.sampled(effort.devices)
+    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
+    choice = choose(sample, simulate, within=within, start=begin, only=only, progress=progress, effort=effort)
+    return replace(choice, plans=extended(fleet, choice.plans))
 
 
 def merged(fleet: Fleet, most: int) -> Fleet:

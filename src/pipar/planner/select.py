@@ -18,10 +18,8 @@ from random import Random
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Allow, Candidate, LowerBound, allowed_plans, candidates
-from pipar.planner.encoding import recoded
 from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.groups import merged
 from pipar.planner.timing import (
     FEWEST,
     STEADY,
@@ -40,7 +38,7 @@ ESTIMATE_TIE = 0.01
 #: Simulations this close, relative to the best, are a tie, which goes to the smaller N: no profile is better than that.
 TIE = 0.002
 #: The first look at N; behind it, every N around the best.
-_COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
+COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320, 400, 512)
 #: Those that kinds of devices are combined with.
 _FEW = (1, 2, 4, 8)
 _SWEEPS = 4
@@ -61,10 +59,6 @@ _RUNNERS_UP = 8
 _POLISHED = 4
 #: Plans of whole batches that the best one is compared with once more, over a whole epoch.
 _CONFIRMED = 2
-#: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
-_GROUPS, _SMALLER_GROUPS = 2, 8
-#: Then cuts up to so many layers beside those of the groups count, too.
-_NEARLY = 2
 #: With few kinds of devices, so many combinations of their plans are looked at, and so many begun with.
 _COMBINED = 50_000
 _BEGUN = 3
@@ -145,73 +139,6 @@ def choose(
         runners_up=search.runners_up(best),
         simulations=search.simulations,
     )
-
-
-def choose_for(
-    fleet: Fleet,
-    simulate: Simulate,
-    *,
-    within: SimulateWithin | None = None,
-    start: Mapping[str, Plan] | None = None,
-    progress: Callable[[int], None] | None = None,
-    effort: Effort = THOROUGH,
-) -> Choice:
-    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force.
-
-    Of many kinds of devices, two groups are searched first, then more and smaller ones around the plans of these.
-    """
-    sample = fleet.sampled(effort.devices)
-    ask = partial(_choose_sampled, simulate=simulate, within=within, progress=progress)
-    if fleet.method.shares_server_model or len(sample.kinds()) <= _GROUPS:
-        return ask(fleet, start=start, effort=effort)
-    half = replace(effort, pieces=effort.pieces // 2)
-    try:
-        coarse = ask(merged(fleet, _GROUPS), start=start, effort=half)
-    except PlanError:
-        for kind in fleet.kinds():  # it is said of the device that it is true of
-            allowed_plans(fleet, kind[0])
-        raise
-    groups = merged(fleet, _SMALLER_GROUPS)
-    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), effort=half)
-
-    def of_kinds(plans: Mapping[str, Plan]) -> ByKind:
-        coded = recoded(sample, plans)
-        return tuple(coded[kind[0].name] for kind in sample.kinds())
-
-    by_kind = of_kinds(fine.plans)
-    plans = everybodys(sample, by_kind)
-    in_groups = groups.sampled(effort.devices)
-    return Choice(
-        plans=extended(fleet, plans),
-        by_kind=by_kind,
-        epoch_s=steady_epoch_s(simulate, sample, plans, effort.iterations),
-        timing=whole_epoch(simulate, sample, plans),
-        runners_up=tuple((of_kinds(extended(groups, everybodys(in_groups, of))), s) for of, s in fine.runners_up),
-        simulations=coarse.simulations + fine.simulations,
-    )
-
-
-def _around(plans: Iterable[Plan]) -> Allow:
-    """Return what says whether a {P, N} is like these: cut between them or nearly so, N not far above or round."""
-    cuts, numbers = zip(*((plan.split_point, plan.micro_batches) for plan in set(plans)), strict=True)
-    least, most, above = min(cuts) - _NEARLY, max(cuts) + _NEARLY, 2 * max(numbers)
-    return lambda p, n: least <= p <= most and (n <= above or n in _COARSE)
-
-
-def _choose_sampled(
-    fleet: Fleet,
-    *,
-    start: Mapping[str, Plan] | None,
-    only: Allow | None = None,
-    simulate: Simulate,
-    within: SimulateWithin | None,
-    progress: Callable[[int], None] | None,
-    effort: Effort,
-) -> Choice:
-    sample = fleet.sampled(effort.devices)
-    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
-    choice = choose(sample, simulate, within=within, start=begin, only=only, progress=progress, effort=effort)
-    return replace(choice, plans=extended(fleet, choice.plans))
 
 
 def plans_in_common(fleet: Fleet) -> list[ByKind]:
@@ -454,7 +381,7 @@ class _Search:
 
     def _best_n(self, plans: Mapping[int, ByKind], best: ByKind) -> ByKind:
         """Return the best of one split point's plans, by N: a coarse look, then every N around the best."""
-        coarse = [n for n in plans if n in _COARSE or n == max(plans)]
+        coarse = [n for n in plans if n in COARSE or n == max(plans)]
         local = self._first_of(plans, coarse, best)
         if local is None or self.epoch_s(plans[local]) == inf:
             return best
@@ -529,7 +456,7 @@ class _Search:
         Devices for which the others are waited for anyway were left with whatever N was tried first.
         """
         plans = self._with_every_n(best, kind, best[kind].split_point)
-        fewer = [n for n in plans if n < best[kind].micro_batches and n in _COARSE]
+        fewer = [n for n in plans if n < best[kind].micro_batches and n in COARSE]
         low, high = 0, len(fewer)
         while low < high and self.spent < self.effort.pieces:
             middle = (low + high) // 2

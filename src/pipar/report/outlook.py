@@ -15,7 +15,8 @@ from pipar.job import Job
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import Effort, choose_for
+from pipar.planner.groups import choose_for
+from pipar.planner.select import Effort
 from pipar.planner.timing import FEWEST, LANES, STEADY, Timing, steady_epoch_s
 from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text

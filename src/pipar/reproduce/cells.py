@@ -19,7 +19,8 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import choose, choose_for, everybodys
+from pipar.planner.groups import choose_for
+from pipar.planner.select import choose, everybodys
 from pipar.planner.timing import steady_epoch_s
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
