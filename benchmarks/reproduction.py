@@ -28,7 +28,7 @@ from benchmarks.record import RESULTS, Claim
 from pipar.planner.cache import machine_fingerprint
 from pipar.reproduce.catalog import ALL, EXPERIMENTS
 from pipar.reproduce.durations import FILE as DURATIONS
-from pipar.reproduce.experiment import LEARNING, UNSAID
+from pipar.reproduce.experiment import LEARNING
 from pipar.reproduce.learning import EQUAL
 
 PLACE = RESULTS / "reproduction"
@@ -142,9 +142,8 @@ def _tallies(told: Told) -> dict[str, dict[str, int]]:
     for of in told["experiments"]:
         counts = found.setdefault(of["name"], {})
         for line in of["comparison"]:
-            if line["is_fitted"] or line["paper"] == UNSAID:
-                continue
-            counts[line["verdict"]] = counts.get(line["verdict"], 0) + 1
+            if line["is_counted"]:
+                counts[line["verdict"]] = counts.get(line["verdict"], 0) + 1
     return found
 
 

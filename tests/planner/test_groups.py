@@ -120,3 +120,10 @@ def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(select, "candidates", counted)
     choose_for(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, effort=select.QUICK)
     assert 2 < len(searched) <= 2 + 8
+
+
+def test_devices_that_take_no_time_are_merged_too() -> None:
+    fleet = fleet_of("vgg5", "cifar10", 4)
+    at_once = fleet.members[0].costs.varied(lambda: 0.0)
+    members = tuple(replace(member, costs=at_once, samples=0) for member in fleet.members)
+    assert len(merged(replace(fleet, members=members), 2).kinds()) == 2

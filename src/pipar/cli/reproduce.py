@@ -196,7 +196,8 @@ class _Told:
 def _line(line: Compared) -> dict[str, Any]:
     """Return a line with what follows from it; of its explanations, the one that it needs."""
     told = {name: value for name, value in asdict(line).items() if name not in ("below", "above")}
-    return {**told, "ratio": line.ratio, "verdict": line.verdict, "why": line.why}
+    follows = {"ratio": line.ratio, "verdict": line.verdict, "why": line.why, "is_counted": line.is_counted}
+    return {**told, **follows}
 
 
 def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, processes: int) -> _Told:

@@ -114,6 +114,10 @@ class Costs:
         """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""
         return math.fsum(self._layer_times(kind in _FORWARD, samples)[first_layer - 1 : last_layer]) / self.speed
 
+    def all_layers_s(self, samples: int) -> float:
+        """Return how long the whole network takes, forward and backward."""
+        return sum(self.each_layer_s(samples))
+
     def each_layer_s(self, samples: int) -> list[float]:
         """Return the seconds of every layer, forward and backward."""
         forward, backward = (self._layer_times(is_forward, samples) for is_forward in (True, False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -24,6 +24,9 @@ _NEARLY = 2
 _ABOUT = math.log(1.2)
 #: Shorter latencies hardly count.
 _LATENCY_S = 1e-3
+
+#: Where each device is by everything that tells them apart, as logarithms: first how long it computes.
+_Places = Mapping[str, tuple[float, ...]]
 
 
 def choose_for(
@@ -104,14 +107,14 @@ def merged(fleet: Fleet, most: int) -> Fleet:
     apart: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:
         apart.setdefault(_given(member), []).append(member)
-    groups = list(apart.values())
+    groups, places = list(apart.values()), _places(fleet)
     while len(groups) < most:
-        spreads = [max(_spread(fleet, group)) for group in groups]
+        spreads = [max(map(_spread, _columns(group, places))) for group in groups]
         widest = max(range(len(groups)), key=lambda number: spreads[number])
         if spreads[widest] <= _ABOUT:
             break
-        groups[widest : widest + 1] = _halves(fleet, groups[widest])
-    members = {member.name: member for group in groups for member in _alike(fleet, group)}
+        groups[widest : widest + 1] = _halves(groups[widest], places)
+    members = {member.name: member for group in groups for member in _alike(group, places)}
     return replace(fleet, members=tuple(members[member.name] for member in fleet.members))
 
 
@@ -122,36 +125,44 @@ def _given(member: Member) -> tuple[object, ...]:
     return (len(member.costs.profile.layers), *limits, *given)
 
 
-def _places(fleet: Fleet, group: list[Member]) -> list[list[float]]:
-    """Return where the devices are among each other by everything that tells them apart, as logarithms."""
-    seconds = _seconds(fleet, group)
-    measures: tuple[Callable[[Member], float], ...] = (
-        lambda member: seconds[id(member.costs)],
-        lambda member: member.link.up_bps or 1.0,
-        lambda member: member.link.down_bps or 1.0,
-        lambda member: max(member.link.latency_s, _LATENCY_S),
-        lambda member: member.memory_bytes or 1.0,
-        lambda member: member.samples or 1.0,
-    )
-    return [[math.log(measure(member)) for member in group] for measure in measures]
+def _places(fleet: Fleet) -> _Places:
+    costs = {id(member.costs): member.costs for member in fleet.members}  # equal devices share theirs
+    seconds = {key: of.all_layers_s(fleet.batch_size) for key, of in costs.items()}
+    return {
+        member.name: tuple(
+            math.log(value or 1.0)
+            for value in (
+                seconds[id(member.costs)],
+                member.link.up_bps,
+                member.link.down_bps,
+                max(member.link.latency_s, _LATENCY_S),
+                member.memory_bytes,
+                member.samples,
+            )
+        )
+        for member in fleet.members
+    }
 
 
-def _spread(fleet: Fleet, group: list[Member]) -> list[float]:
-    return [max(values) - min(values) for values in _places(fleet, group)]
+def _columns(group: list[Member], places: _Places) -> list[tuple[float, ...]]:
+    return list(zip(*(places[member.name] for member in group), strict=True))
 
 
-def _halves(fleet: Fleet, group: list[Member]) -> list[list[Member]]:
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)
+
+
+def _halves(group: list[Member], places: _Places) -> list[list[Member]]:
     """Return a group in two, divided in the middle of what its devices differ most by."""
-    values = max(_places(fleet, group), key=lambda values: max(values) - min(values))
+    values = max(_columns(group, places), key=_spread)
     middle = (min(values) + max(values)) / 2
     below = [member for member, value in zip(group, values, strict=True) if value <= middle]
     above = [member for member, value in zip(group, values, strict=True) if value > middle]
     return [below, above]
 
 
-def _alike(fleet: Fleet, group: list[Member]) -> list[Member]:
-    seconds, links = _seconds(fleet, group), [member.link for member in group]
-    slowest = max(group, key=lambda member: seconds[id(member.costs)])
+def _alike(group: list[Member], places: _Places) -> list[Member]:
+    slowest, links = max(group, key=lambda member: places[member.name][0]), [member.link for member in group]
     rates = {
         "up_bps": min((link.up_bps for link in links if link.up_bps is not None), default=None),
         "down_bps": min((link.down_bps for link in links if link.down_bps is not None), default=None),
@@ -160,9 +171,3 @@ def _alike(fleet: Fleet, group: list[Member]) -> list[Member]:
     memory = min((member.memory_bytes for member in group if member.memory_bytes is not None), default=None)
     samples = round(fmean(member.samples for member in group))
     return [replace(m, costs=slowest.costs, link=link, samples=samples, memory_bytes=memory) for m in group]
-
-
-def _seconds(fleet: Fleet, group: list[Member]) -> dict[int, float]:
-    """Return how long all layers take, by the identity of costs: equal devices share theirs."""
-    every = {id(member.costs): member.costs for member in group}
-    return {key: sum(costs.each_layer_s(fleet.batch_size)) for key, costs in every.items()}

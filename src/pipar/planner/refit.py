@@ -178,16 +178,12 @@ def about(fleet: Fleet) -> tuple[object, ...]:
     rounded = [
         (
             tuple(member.name for member in kind),
-            *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, _whole_s(fleet, kind[0].costs))),
+            *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.all_layers_s(fleet.batch_size))),
         )
         for kind in fleet.kinds()
     ]
     lasts = None if math.isinf(fleet.lasts) else round(math.log2(fleet.lasts))
-    return (_rounded(_whole_s(fleet, fleet.server)), lasts, *rounded)
-
-
-def _whole_s(fleet: Fleet, costs: Costs) -> float:
-    return sum(costs.each_layer_s(fleet.batch_size))
+    return (_rounded(fleet.server.all_layers_s(fleet.batch_size)), lasts, *rounded)
 
 
 def _rounded(value: float | None) -> int | None:
