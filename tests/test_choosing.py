@@ -17,7 +17,7 @@ from pipar.forecast import simulate
 from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.fleet import Fleet
+from pipar.planner.fleet import Fleet, cuts_of
 from pipar.planner.groups import choose_for
 from pipar.planner.select import AT_LEISURE, QUICK, Effort
 from pipar.planner.timing import steady_epoch_s
@@ -44,6 +44,32 @@ def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_take
     assert chosen(replace(here, lasts=1.01 * enough), start) == best
     kept = chosen(replace(here, lasts=0.99 * enough), start)
     assert {plan.split_point for plan in kept.values()} == {1}
+
+
+def test_cuts_that_were_never_tried_are_tried_if_they_promise_to_cost_little() -> None:
+    here, generous = fleet(speed=0.35), replace(AT_LEISURE, tries=0.1)
+    best = chosen(here, plans(here), replace(AT_LEISURE, tries=0.0))
+    begun = replace(here, tried=frozenset({cuts_of(best.values())}))
+    trial = chosen(begun, best, generous)
+    assert cuts_of(trial.values()) not in begun.tried
+    best_s, trial_s = (steady_epoch_s(simulate, here, each) for each in (best, trial))
+    cost = trial_s / best_s - 1
+    assert chosen(begun, best, replace(generous, tries=1.01 * cost)) == trial
+    assert chosen(begun, best, replace(generous, tries=0.99 * cost)) == best
+    # Never twice, nor one after another without end, nor while links change.
+    both = replace(begun, tried=begun.tried | {cuts_of(trial.values())})
+    assert cuts_of(chosen(both, best, generous).values()) != cuts_of(trial.values())
+    enough = begun.tried | {frozenset({cut}) for cut in (101, 102, 103)}
+    assert chosen(replace(begun, tried=enough), best, generous) == best
+    assert chosen(replace(begun, lasts=1000.0), best, generous) == best
+
+
+@pytest.mark.parametrize(("install_s_per_byte", "is_tried"), [(1e-6, True), (1e-4, False)])
+def test_nothing_is_tried_that_takes_long_to_move(install_s_per_byte: float, is_tried: bool) -> None:
+    here = replace(fleet(speed=0.35), server=Costs(replace(PROFILE, install_s_per_byte=install_s_per_byte), 0.5))
+    best = chosen(here, plans(here), replace(AT_LEISURE, tries=0.0))
+    begun = replace(here, tried=frozenset({cuts_of(best.values())}))
+    assert (chosen(begun, best, replace(AT_LEISURE, tries=0.1)) != best) is is_tried
 
 
 def test_a_situation_that_comes_back_is_not_searched_again() -> None:

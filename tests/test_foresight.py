@@ -112,6 +112,16 @@ def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_
     assert foresight.latest({}).lasts == 9.0
 
 
+def test_a_choice_is_told_which_split_points_the_training_has_had() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here, Plan(2, 5)))
+    assert foresight.latest({}).tried == {frozenset({2})}
+    foresight.replan(3, {"d00": Plan(1, 4)})
+    foresight.replan(5, plans(here, Plan(2, 1)))
+    foresight.forget(6)
+    assert foresight.latest({}).tried == {frozenset({2}), frozenset({1, 2})}
+
+
 def seen(times: float) -> Machine:
     """Return a machine that was so many times slower than profiled, with all of its layers."""
     return Machine().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import struct
@@ -23,10 +24,10 @@ from pipar.forecast import simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
-from pipar.planner.fleet import Fleet
+from pipar.planner.fleet import Fleet, cuts_of
 from pipar.planner.groups import choose_for
 from pipar.planner.refit import about
-from pipar.planner.select import AT_LEISURE, QUICK, Effort, choose_by_estimate
+from pipar.planner.select import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, everybodys, extended
 from pipar.planner.timing import steady_epoch_s
 from pipar.replanning import differs
 from pipar.stage_times import move_s
@@ -36,6 +37,10 @@ Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Pl
 
 #: Situations whose plans are remembered; links that drift come into a new one again and again.
 _MOST_KNOWN = 32
+#: A training tries out no more than so many sets of split points, those that it began with included.
+_MOST_TRIED = 4
+#: To move layers there and back, for a trial, may take this part of an epoch.
+_MOVING = 0.1
 #: Some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
@@ -44,17 +49,38 @@ _LENGTH = struct.Struct("!Q")
 def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> Mapping[str, Plan]:
     """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
 
+    Or some that were never tried and promise to be hardly worse: what is believed of their layers may be off by more.
+
     Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
     and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
     wrong for one.
     """
-    plans = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort).plans
+    choice = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort)
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
-    new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (plans, as_it_is))
+    new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (choice.plans, as_it_is))
     gained_s = as_it_is_s - new_s
-    pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, plans)
-    return plans if gained_s >= as_it_is_s * effort.worth and pays else as_it_is
+    pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
+    if gained_s >= as_it_is_s * effort.worth and pays:
+        return choice.plans
+    may_try = len(fleet.tried) < _MOST_TRIED and math.isinf(fleet.lasts)
+    return (_worth_trying(fleet, choice, as_it_is, as_it_is_s, effort) if may_try else None) or as_it_is
+
+
+def _worth_trying(
+    fleet: Fleet, choice: Choice, as_it_is: Mapping[str, Plan], as_it_is_s: float, effort: Effort
+) -> Mapping[str, Plan] | None:
+    """Return plans with split points that no epoch has had, if they are expected to take hardly longer."""
+    sample = fleet.sampled(effort.devices)
+    next_best = [extended(fleet, everybodys(sample, by_kind)) for by_kind, _ in choice.runners_up]
+    for plans in (choice.plans, *next_best) if effort.tries else ():
+        if (
+            cuts_of(plans.values()) not in fleet.tried
+            and 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _MOVING
+            and steady_epoch_s(simulate, fleet.sampled(), plans) <= as_it_is_s * (1 + effort.tries)
+        ):
+            return plans
+    return None
 
 
 class Choices:

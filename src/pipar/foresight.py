@@ -15,7 +15,7 @@ from pipar.busy import Busy, busy_layers, crowding
 from pipar.config import Link
 from pipar.forecast import predict_s
 from pipar.methods import Plan
-from pipar.planner.fleet import Fleet
+from pipar.planner.fleet import Fleet, cuts_of
 from pipar.planner.refit import Fit, Machine, refitted
 from pipar.replanning import MeasuredLink, differs
 
@@ -40,6 +40,7 @@ class Foresight:
         self._fits: dict[int, Fit] = {1: Fit()}
         self._planned_with = Fit()
         self._steadiness = _Steadiness()
+        self._tried = {cuts_of(plans.values())}
 
     @property
     def plans(self) -> Mapping[str, Plan]:
@@ -49,6 +50,7 @@ class Foresight:
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """From this epoch on the devices train by these plans."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
+        self._tried.add(cuts_of(self.plans.values()))
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
@@ -99,7 +101,7 @@ class Foresight:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]
         fleet = refitted(self.fleet, replace(self._planned_with, links=links))
-        return replace(fleet, lasts=self._steadiness.take())
+        return replace(fleet, lasts=self._steadiness.take(), tried=frozenset(self._tried))
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
