@@ -17,10 +17,11 @@ from pipar.forecast import simulate
 from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.fleet import Fleet, cuts_of
+from pipar.planner.fleet import Fleet
 from pipar.planner.groups import choose_for
 from pipar.planner.select import AT_LEISURE, QUICK, Effort
 from pipar.planner.timing import steady_epoch_s
+from pipar.reproduce.judged import learn
 from pipar.stage_times import move_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
@@ -46,30 +47,64 @@ def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_take
     assert {plan.split_point for plan in kept.values()} == {1}
 
 
-def test_cuts_that_were_never_tried_are_tried_if_they_promise_to_cost_little() -> None:
-    here, generous = fleet(speed=0.35), replace(AT_LEISURE, tries=0.1)
-    best = chosen(here, plans(here), replace(AT_LEISURE, tries=0.0))
-    begun = replace(here, tried=frozenset({cuts_of(best.values())}))
-    trial = chosen(begun, best, generous)
-    assert cuts_of(trial.values()) not in begun.tried
+def had(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
+    """Return the fleet with devices that had these split points, from one of them on."""
+    members = [
+        replace(member, had=member.had | set(cuts)) if number >= first else member
+        for number, member in enumerate(of.members)
+    ]
+    return replace(of, members=tuple(members))
+
+
+TRYING, NOT_TRYING = replace(AT_LEISURE, trial_cost=0.1), replace(AT_LEISURE, trial_cost=0.0)
+
+
+def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
+    here = fleet(speed=0.35)
+    best = chosen(here, plans(here), NOT_TRYING)
+    (cut,) = {plan.split_point for plan in best.values()}
+    trial = chosen(had(here, cut), best, TRYING)
+    (new,) = {plan.split_point for plan in trial.values()}
+    assert new != cut
     best_s, trial_s = (steady_epoch_s(simulate, here, each) for each in (best, trial))
     cost = trial_s / best_s - 1
-    assert chosen(begun, best, replace(generous, tries=1.01 * cost)) == trial
-    assert chosen(begun, best, replace(generous, tries=0.99 * cost)) == best
-    # Never twice, nor one after another without end, nor while links change.
-    both = replace(begun, tried=begun.tried | {cuts_of(trial.values())})
-    assert cuts_of(chosen(both, best, generous).values()) != cuts_of(trial.values())
-    enough = begun.tried | {frozenset({cut}) for cut in (101, 102, 103)}
-    assert chosen(replace(begun, tried=enough), best, generous) == best
-    assert chosen(replace(begun, lasts=1000.0), best, generous) == best
+    assert chosen(had(here, cut), best, replace(AT_LEISURE, trial_cost=1.01 * cost)) == trial
+    assert chosen(had(here, cut), best, replace(AT_LEISURE, trial_cost=0.99 * cost)) == best
+    assert chosen(had(here, cut), best, QUICK) == best
+    # Nor before a training, twice, one after another without end, or on links that change.
+    assert chosen(here, best, TRYING) == best
+    assert chosen(had(here, cut, new), best, TRYING) == best
+    assert chosen(had(here, cut, 101, 102), best, TRYING) == trial
+    assert chosen(had(here, cut, 101, 102, 103), best, TRYING) == best
+    assert chosen(replace(had(here, cut), lasts=20.0), best, TRYING) == trial
+    assert chosen(replace(had(here, cut), lasts=19.0), best, TRYING) == best
+    # Devices of one kind know what one of them had.
+    assert chosen(had(had(here, cut), new, first=3), best, TRYING) == best
 
 
-@pytest.mark.parametrize(("install_s_per_byte", "is_tried"), [(1e-6, True), (1e-4, False)])
-def test_nothing_is_tried_that_takes_long_to_move(install_s_per_byte: float, is_tried: bool) -> None:
-    here = replace(fleet(speed=0.35), server=Costs(replace(PROFILE, install_s_per_byte=install_s_per_byte), 0.5))
-    best = chosen(here, plans(here), replace(AT_LEISURE, tries=0.0))
-    begun = replace(here, tried=frozenset({cuts_of(best.values())}))
-    assert (chosen(begun, best, replace(AT_LEISURE, tries=0.1)) != best) is is_tried
+@pytest.mark.parametrize(("share", "is_tried"), [(0.09, True), (0.11, False)])
+def test_nothing_is_tried_that_takes_long_to_move(
+    share: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fleet(speed=0.35)
+    best = chosen(here, plans(here), NOT_TRYING)
+    monkeypatch.setattr("pipar.choosing.move_s", lambda *_: share / 2 * steady_epoch_s(simulate, here, best))
+    begun = had(here, *{plan.split_point for plan in best.values()})
+    assert (chosen(begun, best, TRYING) != best) is is_tried
+
+
+@pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
+def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: int) -> None:
+    """Devices begin with two layers; how long they take for the third, nothing says before they have had it."""
+    here = fleet(speed=0.333)
+    best = chosen(here, plans(here), NOT_TRYING)
+    assert {plan.split_point for plan in best.values()} == {2}
+    really = here.members[0].costs.slower(1.0, [1.0, 1.0, third_layer, 1.0])
+    members = tuple(replace(member, costs=really) for member in here.members)
+    truth = replace(here, members=members, server=here.server.slower(1.01))  # which makes a search due
+    learned = learn(here, truth, best, 5)
+    assert {plan.split_point for plan in learned.values()} == {cut}
+    assert learn(here, here, best, 5) == best
 
 
 def test_a_situation_that_comes_back_is_not_searched_again() -> None:

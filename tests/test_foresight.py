@@ -112,14 +112,14 @@ def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_
     assert foresight.latest({}).lasts == 9.0
 
 
-def test_a_choice_is_told_which_split_points_the_training_has_had() -> None:
+def test_a_choice_is_told_which_split_points_each_device_had() -> None:
     here = fleet()
     foresight = Foresight(here, plans(here, Plan(2, 5)))
-    assert foresight.latest({}).tried == {frozenset({2})}
     foresight.replan(3, {"d00": Plan(1, 4)})
-    foresight.replan(5, plans(here, Plan(2, 1)))
+    foresight.replan(5, {"d00": Plan(2, 1), "d01": Plan(3, 1)})
     foresight.forget(6)
-    assert foresight.latest({}).tried == {frozenset({2}), frozenset({1, 2})}
+    had = {member.name: member.had for member in foresight.latest({}).members}
+    assert had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
 
 
 def seen(times: float) -> Machine:

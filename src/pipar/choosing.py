@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import pickle
 import struct
@@ -24,10 +23,10 @@ from pipar.forecast import simulate, simulate_within
 from pipar.foresight import Foresight
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
-from pipar.planner.fleet import Fleet, cuts_of
+from pipar.planner.fleet import Fleet
 from pipar.planner.groups import choose_for
 from pipar.planner.refit import about
-from pipar.planner.select import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, everybodys, extended
+from pipar.planner.select import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, from_sample
 from pipar.planner.timing import steady_epoch_s
 from pipar.replanning import differs
 from pipar.stage_times import move_s
@@ -37,10 +36,12 @@ Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Pl
 
 #: Situations whose plans are remembered; links that drift come into a new one again and again.
 _MOST_KNOWN = 32
-#: A training tries out no more than so many sets of split points, those that it began with included.
-_MOST_TRIED = 4
-#: To move layers there and back, for a trial, may take this part of an epoch.
-_MOVING = 0.1
+#: Devices that had so many split points, for whatever reason, are given no new one for a trial.
+_MOST_HAD = 4
+#: For a trial, layers may be moved there and back in this part of an epoch.
+_TRIAL_MOVES = 0.1
+#: Nothing is tried on links that are expected to change within so many rounds.
+_TRIAL_ROUNDS = 20
 #: Some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
@@ -49,11 +50,10 @@ _LENGTH = struct.Struct("!Q")
 def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> Mapping[str, Plan]:
     """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
 
-    Or some that were never tried and promise to be hardly worse: what is believed of their layers may be off by more.
-
     Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
     and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
-    wrong for one.
+    wrong for one. In place of those in force, plans with new split points are tried that promise to be hardly worse:
+    what is believed of them may be off by more.
     """
     choice = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort)
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
@@ -63,24 +63,31 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> M
     pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
     if gained_s >= as_it_is_s * effort.worth and pays:
         return choice.plans
-    may_try = len(fleet.tried) < _MOST_TRIED and math.isinf(fleet.lasts)
+    may_try = effort.trial_cost > 0 and fleet.lasts >= _TRIAL_ROUNDS
     return (_worth_trying(fleet, choice, as_it_is, as_it_is_s, effort) if may_try else None) or as_it_is
 
 
 def _worth_trying(
     fleet: Fleet, choice: Choice, as_it_is: Mapping[str, Plan], as_it_is_s: float, effort: Effort
 ) -> Mapping[str, Plan] | None:
-    """Return plans with split points that no epoch has had, if they are expected to take hardly longer."""
+    """Return plans with split points that are new to some devices, if they are expected to take hardly longer."""
     sample = fleet.sampled(effort.devices)
-    next_best = [extended(fleet, everybodys(sample, by_kind)) for by_kind, _ in choice.runners_up]
-    for plans in (choice.plans, *next_best) if effort.tries else ():
+    next_best = [from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up]
+    for plans in (choice.plans, *next_best):
         if (
-            cuts_of(plans.values()) not in fleet.tried
-            and 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _MOVING
-            and steady_epoch_s(simulate, fleet.sampled(), plans) <= as_it_is_s * (1 + effort.tries)
+            _are_new(fleet, plans)
+            and 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _TRIAL_MOVES
+            and steady_epoch_s(simulate, fleet.sampled(), plans) <= as_it_is_s * (1 + effort.trial_cost)
         ):
             return plans
     return None
+
+
+def _are_new(fleet: Fleet, plans: Mapping[str, Plan]) -> bool:
+    """Return whether some kind of devices never had its split point, and every such kind has not had many others."""
+    had = {kind[0].name: frozenset[int]().union(*(member.had for member in kind)) for kind in fleet.kinds()}
+    new_to = [cuts for name, cuts in had.items() if plans[name].split_point not in cuts]
+    return bool(new_to) and all(0 < len(cuts) < _MOST_HAD for cuts in new_to)
 
 
 class Choices:

@@ -21,7 +21,7 @@ from pipar.planner.candidates import candidates, needed_bytes
 from pipar.planner.encoding import recoded
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import everybodys, extended, plans_in_common
+from pipar.planner.select import everybodys, from_sample, plans_in_common
 from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
 from pipar.planning import plan_choice, plans_by_estimate, simulation
 from pipar.results import plans_as_json
@@ -315,7 +315,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
 
     simulated = Option(choice.plans, choice.timing.epoch_s)
     estimated = timed(plans_by_estimate(job, fleet))
-    next_best = [timed(extended(fleet, everybodys(sample, by_kind))) for by_kind, _ in choice.runners_up]
+    next_best = [timed(from_sample(fleet, sample, by_kind)) for by_kind, _ in choice.runners_up]
     by_paper = job.config.plan.estimate == "paper"
     chosen, other = (estimated, simulated) if by_paper else (simulated, estimated)
     explanation = Explanation(
@@ -414,7 +414,7 @@ def _search(
         best = _best_in_common(alike, simulate, progress)
     else:
         best = search_all(alike, simulate, micro_batches=grid, progress=progress)
-    return best, timed(extended(fleet, everybodys(alike, best.by_kind)))
+    return best, timed(from_sample(fleet, alike, best.by_kind))
 
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from pipar.busy import Busy, busy_layers, crowding
 from pipar.config import Link
 from pipar.forecast import predict_s
 from pipar.methods import Plan
-from pipar.planner.fleet import Fleet, cuts_of
+from pipar.planner.fleet import Fleet
 from pipar.planner.refit import Fit, Machine, refitted
 from pipar.replanning import MeasuredLink, differs
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _TELLING_S = 0.02
 #: Machines whose speed was this far from what was believed are planned for again: with work that was not planned with,
 #: and with work that was, whose epochs scatter.
-_NOTICED, _NOTICED_AGAIN = 0.01, 0.03
+_NOTICED, _NOTICED_AGAIN = 0.002, 0.03
 #: A machine that seems further off than this was disturbed, not profiled wrongly.
 _MOST = 5.0
 
@@ -40,7 +40,8 @@ class Foresight:
         self._fits: dict[int, Fit] = {1: Fit()}
         self._planned_with = Fit()
         self._steadiness = _Steadiness()
-        self._tried = {cuts_of(plans.values())}
+        self._had: dict[str, frozenset[int]] = {}
+        self._remember(plans)
 
     @property
     def plans(self) -> Mapping[str, Plan]:
@@ -50,7 +51,11 @@ class Foresight:
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """From this epoch on the devices train by these plans."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
-        self._tried.add(cuts_of(self.plans.values()))
+        self._remember(plans)
+
+    def _remember(self, plans: Mapping[str, Plan]) -> None:
+        for name, plan in plans.items():
+            self._had[name] = self._had.get(name, frozenset()) | {plan.split_point}
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
@@ -101,7 +106,8 @@ class Foresight:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]
         fleet = refitted(self.fleet, replace(self._planned_with, links=links))
-        return replace(fleet, lasts=self._steadiness.take(), tried=frozenset(self._tried))
+        members = tuple(replace(member, had=self._had.get(member.name, frozenset())) for member in fleet.members)
+        return replace(fleet, members=members, lasts=self._steadiness.take())
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from pipar.config import Link
-from pipar.methods import Method, Plan
+from pipar.methods import Method
 from pipar.planner.costs import Costs
 from pipar.schedule import count_batches, cut_batch, cut_epoch
 from pipar.units import LIMITLESS_BPS
@@ -39,6 +39,7 @@ class Member:
     micro_batches: int | Auto = "auto"
     window: int | Auto = "auto"
     encoding: str = "auto"
+    had: frozenset[int] = frozenset()  # split points that it was given so far in the training
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -46,15 +47,6 @@ class Member:
         # Costs by identity: equal devices share theirs, and comparing profiles layer by layer would take longer.
         given = (self.split_point, self.micro_batches, self.window, self.encoding)
         return (id(self.costs), self.link, self.memory_bytes, *given)
-
-
-#: The split points that a fleet's plans have, whoever has them.
-Cuts = frozenset[int]
-
-
-def cuts_of(plans: Iterable[Plan]) -> Cuts:
-    """Return the split points of plans."""
-    return frozenset(plan.split_point for plan in plans)
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,6 @@ class Fleet:
     batch_statistics: bool = False
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
     lasts: float = math.inf  # rounds for which the links are expected to stay as they are
-    tried: frozenset[Cuts] = frozenset()  # that the training had so far
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
     protects: bool = False  # devices clip what they have learned and add noise to it before they send it

@@ -13,7 +13,7 @@ from pipar.methods import Plan
 from pipar.planner.candidates import Allow, allowed_plans
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import COARSE, THOROUGH, ByKind, Choice, Effort, choose, everybodys, extended
+from pipar.planner.select import COARSE, THOROUGH, ByKind, Choice, Effort, choose, everybodys, extended, from_sample
 from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, whole_epoch
 
 #: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
@@ -68,7 +68,7 @@ def choose_for(
         by_kind=by_kind,
         epoch_s=steady_epoch_s(simulate, sample, plans, effort.iterations),
         timing=whole_epoch(simulate, sample, plans),
-        runners_up=tuple((of_kinds(extended(groups, everybodys(in_groups, of))), s) for of, s in fine.runners_up),
+        runners_up=tuple((of_kinds(from_sample(groups, in_groups, of)), s) for of, s in fine.runners_up),
         simulations=coarse.simulations + fine.simulations,
     )
 

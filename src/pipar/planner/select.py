@@ -80,7 +80,7 @@ class Effort:
     iterations: int = STEADY  # of an epoch that are simulated
     confirms: bool = False  # that whole batches are no quicker, over a whole epoch
     worth: float = 0.0  # what other plans have to promise to take the place of those in force: closer, it may err
-    tries: float = 0.0  # what plans that were never tried may promise to cost: an epoch shows what they really do
+    trial_cost: float = 0.0  # what plans with new split points may promise to lose: an epoch shows what they really do
 
 
 #: Seconds, before a training: its plans may stay for hours.
@@ -88,7 +88,7 @@ THOROUGH = Effort(devices=128, pieces=500_000, worlds=8, confirms=True)
 #: A third of a second, beside a training: links that change every minute are planned for every minute.
 QUICK = Effort(devices=24, pieces=10_000, worlds=2, iterations=FEWEST, worth=0.01)
 #: Some seconds, beside a training: what it has shown of its machines stays true for longer.
-AT_LEISURE = Effort(devices=128, pieces=300_000, worlds=4, worth=0.003, tries=0.005)
+AT_LEISURE = Effort(devices=128, pieces=300_000, worlds=4, worth=0.003, trial_cost=0.005)
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,11 @@ def everybodys(fleet: Fleet, by_kind: ByKind) -> dict[str, Plan]:
 def extended(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return each device's plan from those of a sample of the fleet, in which the first of every kind are."""
     return {member.name: plans[kind[0].name] for kind in fleet.kinds() for member in kind}
+
+
+def from_sample(fleet: Fleet, sample: Fleet, by_kind: ByKind) -> dict[str, Plan]:
+    """Return each device's plan from those of the kinds of a sample of the fleet."""
+    return extended(fleet, everybodys(sample, by_kind))
 
 
 def choose_by_estimate(fleet: Fleet) -> dict[str, tuple[Plan, float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipar.busy import busy_s
 from pipar.choosing import chosen
@@ -108,5 +108,7 @@ def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) ->
     for epoch in range(1, epochs + 1):
         foresight.learn(epoch, *busy_s(truth, foresight.plans))
         if foresight.has_learned():
-            foresight.replan(epoch + 1, chosen(foresight.latest({}), foresight.plans, AT_LEISURE))
+            # Behind the last epoch nothing is tried: what it has taught is to be judged.
+            effort = AT_LEISURE if epoch < epochs else replace(AT_LEISURE, trial_cost=0.0)
+            foresight.replan(epoch + 1, chosen(foresight.latest({}), foresight.plans, effort))
     return foresight.plans
