@@ -34,6 +34,7 @@ class Quote:
         return f"| {self.text} | {shown}{self.unit} | {self.result} |"
 
 
+_LINKS, _PREDICTED = ("4g", "4g+", "wifi"), "predicted / measured epoch, {} on {}"
 _SHARE = "bytes up and down / raw float32, {}, P = 1, the worse of epochs 1 and 10"
 QUOTES = (
     Quote(
@@ -69,6 +70,23 @@ QUOTES = (
             "epoch with auto / raw, vgg5 on 4g, virtual",
             "epoch with auto / raw, vgg16 on 4g, virtual",
         ),
+    ),
+    Quote(
+        "predicted / measured epoch of two real devices on 4G, 4G+ and Wi-Fi: VGG-5",
+        "prediction",
+        tuple(_PREDICTED.format("vgg5", link) for link in _LINKS),
+    ),
+    Quote(
+        "the same of MobileNetV3-Small",
+        "prediction",
+        tuple(_PREDICTED.format("mobilenetv3_small", link) for link in _LINKS),
+    ),
+    Quote(
+        "planning for 100 devices takes at most, on one core",
+        "selection",
+        ("longest planning of 100 devices, CPU seconds of one core",),
+        "{:.1f}",
+        " s",
     ),
     Quote(
         "planning again while links change every minute, of the training's time: VGG-5, ResNet-18",
