@@ -142,6 +142,8 @@ def _named(letters: str) -> Callable[[str], str]:
 
 
 Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+#: More devices, or samples in a batch, nobody has simulated, nor has the time to.
+UpToAMillion = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=1_000_000)]
 NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
@@ -258,7 +260,7 @@ class RunSection(_Section):
     name: Annotated[str, AfterValidator(_named("._+-"))] | None = None
     method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
     epochs: Positive = 5
-    batch_size: Positive = 100
+    batch_size: UpToAMillion = 100
     seed: NotNegative = 0
     patience: Positive | None = None
     trace: Literal["auto", "full", "sampled", "off"] = "auto"
@@ -386,7 +388,7 @@ class PrivacySection(_Section):
 
 class DeviceSection(_Section):
     name: Annotated[str, AfterValidator(_named("._-"))] = "device"
-    count: Positive = 1
+    count: UpToAMillion = 1
     link: Annotated[Link, BeforeValidator(_parse_link)] = Link(up_bps=10e6, down_bps=25e6)
     speed: Fraction = 0.05
     profile: str | None = None
@@ -636,6 +638,7 @@ _WORDS = {
     "a valid number": "a number",
     "a valid boolean": "true or false",
     "greater than or equal to": "at least",
+    "less than or equal to": "at most",
 }
 
 

@@ -92,7 +92,7 @@ def server(
 
     security = ServerSecurity(insecure=insecure)
     if certs is not None:
-        _check_folder(certs)
+        _check_folder(certs, "`pipar certs init` makes one")
         security = replace(ServerSecurity.from_folder(certs, tokens=tokens), insecure=insecure)
     elif tokens:
         raise InputError("--tokens needs the folder that they are in: give it with --certs.")
@@ -165,7 +165,7 @@ def device(
     if certs is not None:
         from pipar.link.register import read_token
 
-        _check_folder(certs)
+        _check_folder(certs, "copy ca.pem and what `pipar certs issue` has made for this device into one")
         own = DeviceSecurity.from_folder(certs, name)
         if token_file is not None:
             own = replace(own, certificate=None, key=None, token=read_token(token_file))
@@ -188,9 +188,9 @@ def device(
             raise InputError(str(error)) from None  # trying again is no use
 
 
-def _check_folder(certs: Path) -> None:
+def _check_folder(certs: Path, otherwise: str) -> None:
     if not certs.is_dir():
-        raise InputError(f"There is no folder {certs}: `pipar certs init` makes one.")
+        raise InputError(f"There is no folder {certs}: {otherwise}.")
 
 
 def _place_text(address: str) -> str:
