@@ -82,7 +82,7 @@ QUOTES = (
         tuple(_PREDICTED.format("mobilenetv3_small", link) for link in _LINKS),
     ),
     Quote(
-        "planning for 100 devices takes at most, on one core",
+        "planning for 100 named boards takes at most, on one core",
         "selection",
         ("longest planning of 100 devices, CPU seconds of one core",),
         "{:.1f}",

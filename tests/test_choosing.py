@@ -10,7 +10,7 @@ import pytest
 from fleets import LINK, PROFILE, fleet, measured, plans
 
 from pipar.busy import busy_s
-from pipar.choosing import Choices, Chooser, chosen
+from pipar.choosing import Choices, Chooser, _are_new, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.forecast import simulate
@@ -82,6 +82,26 @@ def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
     assert chosen(had(had(here, cut), new, first=3), best, TRYING) == best
 
 
+def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
+    here = fleet(2)
+    both = tuple(
+        replace(member, memory_bytes=limit) for member, limit in zip(here.members, (10**9, 2 * 10**9), strict=True)
+    )
+    first, second = (member.name for member in both)
+
+    def are_new(had_first: set[int], had_second: set[int]) -> bool:
+        had = (had_first, had_second)
+        members = tuple(replace(member, had=frozenset(cuts)) for member, cuts in zip(both, had, strict=True))
+        return _are_new(replace(here, members=members), {first: Plan(2, 1), second: Plan(3, 1)})
+
+    assert not are_new({2}, {3})
+    assert are_new({3}, {2})  # neither had what the other had
+    assert are_new({1, 3, 4}, {3})
+    assert not are_new({1, 3, 4, 5}, {1})  # the first has tried enough
+    assert are_new({1, 2, 3, 4}, {1})
+    assert not are_new(set(), {1})  # nobody knows what it had
+
+
 @pytest.mark.parametrize(("share", "is_tried"), [(0.09, True), (0.11, False)])
 def test_nothing_is_tried_that_takes_long_to_move(
     share: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +124,6 @@ def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: in
     truth = replace(here, members=members, server=here.server.slower(1.01))  # which makes a search due
     learned = learn(here, truth, best, 5)
     assert {plan.split_point for plan in learned.values()} == {cut}
-    assert learn(here, here, best, 5) == best
 
 
 def test_a_situation_that_comes_back_is_not_searched_again() -> None:

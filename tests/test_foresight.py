@@ -122,6 +122,35 @@ def test_a_choice_is_told_which_split_points_each_device_had() -> None:
     assert had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
 
 
+def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:
+    """Return the fleet whose devices, from one of them on, need so much longer for the third layer."""
+    slower = of.members[0].costs.slower(1.0, [1.0, 1.0, 1 + share, 1.0])
+    members = (replace(m, costs=slower) if number >= first else m for number, m in enumerate(of.members))
+    return replace(of, members=tuple(members))
+
+
+@pytest.mark.parametrize(("share", "is_noticed"), [(0.001, False), (0.004, False), (0.01, True)])
+def test_a_cut_that_is_new_is_looked_at_closely(share: float, is_noticed: bool) -> None:
+    """The third of three equal layers is a third of their work."""
+    here = fleet()
+    foresight = Foresight(here, plans(here, Plan(3, 1)))
+    foresight.learn(1, *busy_s(devices_take_longer(here, share), plans(here, Plan(3, 1))))
+    assert foresight.has_learned() is is_noticed
+
+
+def test_few_devices_with_a_new_cut_are_noticed_among_many_without() -> None:
+    here = fleet(12)
+    truth, begun = devices_take_longer(here, 0.3, first=10), plans(here, Plan(2, 1))
+    foresight = Foresight(here, begun)
+    foresight.learn(1, *busy_s(truth, begun))
+    foresight.latest({})
+    assert not foresight.has_learned()
+    tried = {**begun, "d10": Plan(3, 1), "d11": Plan(3, 1)}
+    foresight.replan(2, tried)
+    foresight.learn(2, *busy_s(truth, tried))
+    assert foresight.has_learned()
+
+
 def seen(times: float) -> Machine:
     """Return a machine that was so many times slower than profiled, with all of its layers."""
     return Machine().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)

@@ -61,8 +61,8 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> M
     new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (choice.plans, as_it_is))
     gained_s = as_it_is_s - new_s
     pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
-    if gained_s >= as_it_is_s * effort.worth and pays:
-        return choice.plans
+    if gained_s >= as_it_is_s * effort.worth:
+        return choice.plans if pays else as_it_is
     may_try = effort.trial_cost > 0 and fleet.lasts >= _TRIAL_ROUNDS
     return (_worth_trying(fleet, choice, as_it_is, as_it_is_s, effort) if may_try else None) or as_it_is
 

@@ -75,10 +75,15 @@ class Machine:
         """Return how many times as long as profiled everything else, and each layer, are expected to take."""
         return self._factors if self.seen else (1.0,) * count
 
+    @property
+    def last(self) -> Seen:
+        """What it did last."""
+        return next(reversed(self.seen.values()))
+
     @cached_property
     def latest(self) -> float:
         """How many times as long as profiled it took for what it did last."""
-        return self.times(next(reversed(self.seen.values())).shares) if self.seen else 1.0
+        return self.times(self.last.shares) if self.seen else 1.0
 
     @cached_property
     def _factors(self) -> Sequence[float]:
@@ -129,21 +134,27 @@ class Fit:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def differs(self, other: Fit, most: float, most_of_known: float) -> bool:
-        """Return whether the server, or a quarter of the devices, are faster or slower than was known there.
+        """Return whether the server, or more than a quarter of the devices, are faster or slower than was known there.
 
         By more than the first share with work that was not seen there, and by more than the second with work that was:
-        its epochs scatter.
+        its epochs scatter. Devices whose work is new count by themselves, too: they may be few, and others say nothing
+        of it.
         """
 
         def changed(now: Machine, before: Machine) -> bool:
             if not now.seen:
                 return False
-            key, seen = next(reversed(now.seen.items()))
-            limit = most_of_known if key in before.seen else most
-            return abs(math.log(now.times(seen.shares) / before.times(seen.shares))) > limit
+            limit = most if is_new(now, before) else most_of_known
+            shares = now.last.shares
+            return abs(math.log(now.times(shares) / before.times(shares))) > limit
 
-        of_devices = [changed(one, other.of(name)) for name, one in self.devices.items()]
-        return changed(self.server, other.server) or 4 * sum(of_devices) > len(of_devices)
+        def is_new(now: Machine, before: Machine) -> bool:
+            return bool(now.seen) and next(reversed(now.seen)) not in before.seen
+
+        of_devices = {name: changed(one, other.of(name)) for name, one in self.devices.items()}
+        of_new = [of_devices[name] for name, one in self.devices.items() if is_new(one, other.of(name))]
+        many = any(4 * sum(group) > len(group) for group in (of_devices.values(), of_new))
+        return changed(self.server, other.server) or many
 
     def of(self, device: str) -> Machine:
         """Return what is known of a device."""

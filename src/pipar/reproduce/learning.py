@@ -72,7 +72,7 @@ class Training:
         return Cell("train", self.tree(method, seed), labels=labels)
 
 
-#: All of MNIST, and a fifth of CIFAR-10: some 100 minutes of one core, of which MobileNetV3-Small takes half.
+#: All of MNIST, and a fifth of CIFAR-10: some two hours of one core, of which MobileNetV3-Small takes two thirds.
 FULL = (
     Training("vgg5", "mnist", samples=15_000, epochs=3),
     Training("mobilenetv3_small", "mnist", samples=15_000, epochs=3, learning_rate=0.05),

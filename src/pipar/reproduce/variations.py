@@ -25,7 +25,7 @@ from pipar.reproduce.tables import against
 from pipar.reproduce.testbed import LINKS, SMALL, Trial
 
 BATCH_SIZES = (25, 50, 100, 250)
-_UNEVEN = "on a full server larger pieces are shared less evenly among its cores than smaller ones"
+_UNEVEN = "larger batches come to the server in larger pieces, which its cores share less evenly than smaller ones"
 _WAITING = "slow boards leave the server without work by pipar, while by fl they take time of their own only"
 
 
