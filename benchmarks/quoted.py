@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import privacy
+from benchmarks import prediction, privacy
 from benchmarks.privacy_picture import picture
 from benchmarks.record import RESULTS
 
@@ -34,7 +34,7 @@ class Quote:
         return f"| {self.text} | {shown}{self.unit} | {self.result} |"
 
 
-_LINKS, _PREDICTED = ("4g", "4g+", "wifi"), "predicted / measured epoch, {} on {}"
+_PREDICTED = "predicted / measured epoch, {} on {}"
 _SHARE = "bytes up and down / raw float32, {}, P = 1, the worse of epochs 1 and 10"
 QUOTES = (
     Quote(
@@ -74,12 +74,12 @@ QUOTES = (
     Quote(
         "predicted / measured epoch of two real devices on 4G, 4G+ and Wi-Fi: VGG-5",
         "prediction",
-        tuple(_PREDICTED.format("vgg5", link) for link in _LINKS),
+        tuple(_PREDICTED.format("vgg5", link) for link in prediction.LINKS),
     ),
     Quote(
         "the same of MobileNetV3-Small",
         "prediction",
-        tuple(_PREDICTED.format("mobilenetv3_small", link) for link in _LINKS),
+        tuple(_PREDICTED.format("mobilenetv3_small", link) for link in prediction.LINKS),
     ),
     Quote(
         "planning for 100 named boards takes at most, on one core",

@@ -10,7 +10,7 @@ import pytest
 from fleets import LINK, PROFILE, fleet, measured, plans
 
 from pipar.busy import busy_s
-from pipar.choosing import Choices, Chooser, _are_new, chosen
+from pipar.choosing import Choices, Chooser, _are_new, _had_by_kind, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.forecast import simulate
@@ -49,11 +49,8 @@ def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_take
 
 def had(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
     """Return the fleet with devices that had these split points, from one of them on."""
-    members = [
-        replace(member, had=member.had | set(cuts)) if number >= first else member
-        for number, member in enumerate(of.members)
-    ]
-    return replace(of, members=tuple(members))
+    more = {member.name: of.had.get(member.name, frozenset()) | set(cuts) for member in of.members[first:]}
+    return replace(of, had={**of.had, **more})
 
 
 TRYING, NOT_TRYING = replace(AT_LEISURE, trial_cost=0.1), replace(AT_LEISURE, trial_cost=0.0)
@@ -90,9 +87,9 @@ def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
     first, second = (member.name for member in both)
 
     def are_new(had_first: set[int], had_second: set[int]) -> bool:
-        had = (had_first, had_second)
-        members = tuple(replace(member, had=frozenset(cuts)) for member, cuts in zip(both, had, strict=True))
-        return _are_new(replace(here, members=members), {first: Plan(2, 1), second: Plan(3, 1)})
+        known = {first: frozenset(had_first), second: frozenset(had_second)}
+        of_both = _had_by_kind(replace(here, members=both, had=known))
+        return _are_new(of_both, {first: Plan(2, 1), second: Plan(3, 1)})
 
     assert not are_new({2}, {3})
     assert are_new({3}, {2})  # neither had what the other had

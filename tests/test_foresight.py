@@ -118,8 +118,7 @@ def test_a_choice_is_told_which_split_points_each_device_had() -> None:
     foresight.replan(3, {"d00": Plan(1, 4)})
     foresight.replan(5, {"d00": Plan(2, 1), "d01": Plan(3, 1)})
     foresight.forget(6)
-    had = {member.name: member.had for member in foresight.latest({}).members}
-    assert had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
+    assert foresight.latest({}).had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
 
 
 def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:

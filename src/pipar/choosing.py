@@ -13,8 +13,10 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import astuple, replace
+from functools import partial
+from itertools import chain
 from typing import BinaryIO
 
 from pipar.config import Link
@@ -58,34 +60,40 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> M
     choice = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort)
     as_it_is = recoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
-    new_s, as_it_is_s = (steady_epoch_s(simulate, fleet.sampled(), each) for each in (choice.plans, as_it_is))
+    epoch_s = partial(steady_epoch_s, simulate, fleet.sampled())
+    new_s, as_it_is_s = epoch_s(choice.plans), epoch_s(as_it_is)
     gained_s = as_it_is_s - new_s
     pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
     if gained_s >= as_it_is_s * effort.worth:
         return choice.plans if pays else as_it_is
-    may_try = effort.trial_cost > 0 and fleet.lasts >= _TRIAL_ROUNDS
-    return (_worth_trying(fleet, choice, as_it_is, as_it_is_s, effort) if may_try else None) or as_it_is
-
-
-def _worth_trying(
-    fleet: Fleet, choice: Choice, as_it_is: Mapping[str, Plan], as_it_is_s: float, effort: Effort
-) -> Mapping[str, Plan] | None:
-    """Return plans with split points that are new to some devices, if they are expected to take hardly longer."""
-    sample = fleet.sampled(effort.devices)
-    next_best = [from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up]
-    for plans in (choice.plans, *next_best):
-        if (
-            _are_new(fleet, plans)
-            and 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _TRIAL_MOVES
-            and steady_epoch_s(simulate, fleet.sampled(), plans) <= as_it_is_s * (1 + effort.trial_cost)
-        ):
+    if effort.trial_cost <= 0 or fleet.lasts < _TRIAL_ROUNDS:
+        return as_it_is
+    for plans in _with_new_cuts(fleet, choice, effort):
+        is_quick_to_move = 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _TRIAL_MOVES
+        if is_quick_to_move and epoch_s(plans) <= as_it_is_s * (1 + effort.trial_cost):
             return plans
-    return None
+    return as_it_is
 
 
-def _are_new(fleet: Fleet, plans: Mapping[str, Plan]) -> bool:
+def _with_new_cuts(fleet: Fleet, choice: Choice, effort: Effort) -> Iterator[Mapping[str, Plan]]:
+    """Yield the plans of a choice, then the next best ones, that give devices new split points."""
+    sample, had = fleet.sampled(effort.devices), _had_by_kind(fleet)
+    next_best = (from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up)
+    for plans in chain([choice.plans], next_best):
+        if _are_new(had, plans):
+            yield plans
+
+
+def _had_by_kind(fleet: Fleet) -> dict[str, frozenset[int]]:
+    """Return the split points that devices of each kind had, by the first one's name."""
+    return {
+        kind[0].name: frozenset[int]().union(*(fleet.had.get(member.name, ()) for member in kind))
+        for kind in fleet.kinds()
+    }
+
+
+def _are_new(had: Mapping[str, frozenset[int]], plans: Mapping[str, Plan]) -> bool:
     """Return whether some kind of devices never had its split point, and every such kind has not had many others."""
-    had = {kind[0].name: frozenset[int]().union(*(member.had for member in kind)) for kind in fleet.kinds()}
     new_to = [cuts for name, cuts in had.items() if plans[name].split_point not in cuts]
     return bool(new_to) and all(0 < len(cuts) < _MOST_HAD for cuts in new_to)
 

@@ -106,8 +106,7 @@ class Foresight:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]
         fleet = refitted(self.fleet, replace(self._planned_with, links=links))
-        members = tuple(replace(member, had=self._had.get(member.name, frozenset())) for member in fleet.members)
-        return replace(fleet, members=members, lasts=self._steadiness.take())
+        return replace(fleet, lasts=self._steadiness.take(), had=dict(self._had))
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -39,7 +39,6 @@ class Member:
     micro_batches: int | Auto = "auto"
     window: int | Auto = "auto"
     encoding: str = "auto"
-    had: frozenset[int] = frozenset()  # split points that it was given so far in the training
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -61,6 +60,7 @@ class Fleet:
     batch_statistics: bool = False
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
     lasts: float = math.inf  # rounds for which the links are expected to stay as they are
+    had: Mapping[str, frozenset[int]] = field(default_factory=dict)  # split points of each device in this training
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
     protects: bool = False  # devices clip what they have learned and add noise to it before they send it
