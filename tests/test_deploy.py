@@ -27,7 +27,8 @@ from pipar.monitor import Monitor
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-DOCUMENT = (ROOT / "docs" / "deployment.md").read_text("utf-8")
+DOCUMENT = (ROOT / "docs" / "reference" / "deployment.md").read_text("utf-8")
+LOGS = (ROOT / "docs" / "reference" / "logs.md").read_text("utf-8")
 UNITS = ["pipar-server.service", "pipar-device@.service"]
 IMAGES = ["Dockerfile.server", "Dockerfile.device"]
 COMMANDS = ["server", "device"]
@@ -267,8 +268,7 @@ def test_every_metric_is_documented_with_its_kind() -> None:
 
 def test_every_event_is_documented_with_its_level_and_fields() -> None:
     rows = {
-        name: (level, told)
-        for name, level, told in re.findall(r"^\| `([A-Z]\w+)` \| (\w+) \| (.*) \|$", DOCUMENT, re.M)
+        name: (level, told) for name, level, told in re.findall(r"^\| `([A-Z]\w+)` \| (\w+) \| (.*) \|$", LOGS, re.M)
     }
     kinds = {kind.__name__: kind for kind in get_args(Event)}
     assert set(rows) == set(kinds)

@@ -137,8 +137,8 @@ def test_architecture_links_every_decision() -> None:
 
 
 def test_fields_of_an_epoch_are_documented() -> None:
-    text = (ROOT / "docs" / "results.md").read_text("utf-8")
-    (section,) = re.findall(r"^## An epoch\n(.*?)^\*\*", text, re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs" / "reference" / "epoch.md").read_text("utf-8")
+    (section,) = re.findall(r"^## An epoch\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     first_cells = " ".join(re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE))
     assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
 
