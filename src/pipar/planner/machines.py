@@ -3,7 +3,7 @@
     forward(b) = calls c + fixed / e + b (dense / d + grouped / g + elements / e)
 
 and the backward likewise with its own counts; d, g and e are multiply-adds and elements a second, c seconds a call.
-docs/profiles.md says where the form and the rates come from and how far off they are.
+docs/explanation/profiles.md says where the form and the rates come from and how far off they are.
 """
 
 from __future__ import annotations
