@@ -1,9 +1,9 @@
-"""The numbers that documents quote, from the results that are checked in: `python -m benchmarks.quoted` renews them."""
+"""The numbers that documents quote from the checked-in results; `python -m benchmarks.quoted` updates the documents."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,21 @@ from benchmarks.record import RESULTS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+MEASURED = ROOT / "docs" / "measured.md"
 PRIVACY = ROOT / "docs" / "explanation" / "privacy-costs.md"
 PRIVACY_PICTURE = ROOT / "docs" / "images" / "privacy-costs.svg"
 
 
 @dataclass(frozen=True)
 class Quote:
-    """A row of README: what it says, and the claims of one result whose values it shows."""
+    """A row of docs/measured.md: its text, and the claims of one result whose values it shows."""
 
     text: str
     result: str
     claims: tuple[str, ...]
     form: str = "{:.4g}"
     unit: str = ""
+    in_readme: bool = False
 
     def row(self) -> str:
         values = {claim["what"]: claim["value"] for claim in _result(self.result)["claims"]}
@@ -38,65 +40,71 @@ _PREDICTED = "predicted / measured epoch, {} on {}"
 _SHARE = "bytes up and down / raw float32, {}, P = 1, the worse of epochs 1 and 10"
 QUOTES = (
     Quote(
-        "VGG-5 on an emulated 4G link, 2 devices at speed 0.2, P=1 N=12: physical limit of the link / seconds an epoch",
+        "VGG-5, 2 devices on emulated 4G, P=1 N=12: shortest epoch that the link allows / measured epoch",
         "efficiency",
         ("efficiency on 4g (bound / seconds), mean of 3 epochs",),
+        in_readme=True,
     ),
     Quote(
-        "the same run: bytes that the kernel counted / bytes that pipar counted",
+        "same run: bytes counted by the kernel / by pipar",
         "efficiency",
         ("kernel's bytes on the loopback / bytes counted",),
     ),
     Quote(
-        "epoch seconds, real processes / virtual time, on 4G and on Wi-Fi",
+        "epoch in real processes / in virtual time: 4G, Wi-Fi",
         "agreement",
         ("epoch seconds on 4g, real / virtual", "epoch seconds on wifi, real / virtual"),
+        in_readme=True,
     ),
     Quote(
-        "federated learning over gRPC with one device / a bare PyTorch loop over the same batches",
+        "time of federated learning over gRPC with one device / of a bare PyTorch loop over the same batches",
         "bare_loop",
         ("fl over gRPC / bare PyTorch loop, median of 5 pairs",),
     ),
     Quote(
-        "bytes at the first cut / raw float32, same bits: VGG-5, VGG-16, ResNet-18, MobileNetV3-small",
+        "bytes at the first cut, lossless encoding / raw float32: VGG-5, VGG-16, ResNet-18, MobileNetV3-Small",
         "exact_wire",
         tuple(_SHARE.format(model) for model in ("vgg5", "vgg16", "resnet18", "mobilenetv3_small")),
+        in_readme=True,
     ),
     Quote(
-        "epoch with these / with raw bytes on 4G: VGG-5 real, VGG-5 virtual, VGG-16 virtual",
+        "epoch on 4G, lossless encodings / raw: VGG-5 real, VGG-5 virtual, VGG-16 virtual",
         "coded_epochs",
         (
             "epoch with auto / raw, vgg5 on 4g, real",
             "epoch with auto / raw, vgg5 on 4g, virtual",
             "epoch with auto / raw, vgg16 on 4g, virtual",
         ),
+        in_readme=True,
     ),
     Quote(
-        "predicted / measured epoch of two real devices on 4G, 4G+ and Wi-Fi: VGG-5",
+        "predicted / measured epoch, two real devices, VGG-5: 4G, 4G+, Wi-Fi",
         "prediction",
         tuple(_PREDICTED.format("vgg5", link) for link in prediction.LINKS),
+        in_readme=True,
     ),
     Quote(
-        "the same of MobileNetV3-Small",
+        "the same for MobileNetV3-Small",
         "prediction",
         tuple(_PREDICTED.format("mobilenetv3_small", link) for link in prediction.LINKS),
     ),
     Quote(
-        "planning for 100 named boards takes at most, on one core",
+        "longest planning for 100 named boards, on one core",
         "selection",
         ("longest planning of 100 devices, CPU seconds of one core",),
         "{:.1f}",
         " s",
+        in_readme=True,
     ),
     Quote(
-        "planning again while links change every minute, of the training's time: VGG-5, ResNet-18",
+        "replanning while links change every minute, CPU time / training time: VGG-5, ResNet-18",
         "replanning",
         tuple(f"CPU seconds of planning / seconds of training, {model}" for model in ("vgg5", "resnet18")),
         "{:.2f}",
         " %",
     ),
     Quote(
-        "epoch of 20 devices with a live page / without one: a browser watches, 8 browsers hang",
+        "epoch of 20 devices with a live page / without: one browser watching, 8 browsers that hang",
         "dashboard",
         (
             "epoch of 20 devices with a live page that is watched / without",
@@ -104,21 +112,22 @@ QUOTES = (
         ),
     ),
     Quote(
-        "peak memory for a model of 600 MB, in sizes of the model: server with 2 devices, device",
+        "peak memory / model size, for a model of 600 MB: server with 2 devices, device",
         "large_model",
         ("peak memory of the server, in sizes of a model of 600 MB, 2 devices", "peak memory of a device, the same"),
     ),
     Quote(
-        "server's memory for each of 200 devices that wait",
+        "server memory per idle device, 200 devices connected",
         "many_devices",
         ("server's memory for each idle device more",),
         unit=" MiB",
     ),
     Quote(
-        "100 and 10,000 devices in virtual time, timing-only, an epoch of 5 iterations",
+        "real time to simulate an epoch of 5 iterations, timing-only: 100 devices, 10,000 devices",
         "scale",
         ("100 devices, one epoch of 5 iterations, timing-only", "10,000 devices, the same"),
         unit=" s",
+        in_readme=True,
     ),
 )
 
@@ -128,10 +137,10 @@ def _result(name: str) -> dict[str, Any]:
     return content
 
 
-def measured_table() -> str:
-    """Return README's table of measured numbers."""
+def measured_table(quotes: Iterable[Quote]) -> str:
+    """Return a table of measured numbers."""
     head = ["| what | measured | `python -m benchmarks` |", "|---|---|---|"]
-    return "\n".join([*head, *(quote.row() for quote in QUOTES)])
+    return "\n".join([*head, *(quote.row() for quote in quotes)])
 
 
 def demo_table() -> str:
@@ -141,8 +150,8 @@ def demo_table() -> str:
 
 def _demo_lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     bases = ("fl", "sfl")
-    against = " | ".join(f"against {base}" for base in bases)
-    yield f"| method | plan | s/epoch | {against} | server idle s | device idle s | test accuracy | MB an epoch |"
+    against = " | ".join(f"vs {base}" for base in bases)
+    yield f"| method | plan | s/epoch | {against} | server idle s | device idle s | test accuracy | MB per epoch |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for method, row in rows.items():
         faster = " | ".join(f"{rows[base]['epoch_s'] / row['epoch_s']:.2f}x" for base in bases)
@@ -152,8 +161,14 @@ def _demo_lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """Return README's text with the tables of the results that are there."""
-    return _filled(text, {"demo": demo_table(), "measured": measured_table()})
+    """Return README's text with the tables of the checked-in results."""
+    short = measured_table(quote for quote in QUOTES if quote.in_readme)
+    return _filled(text, {"demo": demo_table(), "measured": short})
+
+
+def quoted_measured(text: str) -> str:
+    """Return the page of measured numbers, likewise."""
+    return _filled(text, {"measured": measured_table(QUOTES)})
 
 
 def quoted_privacy(text: str) -> str:
@@ -182,5 +197,6 @@ def _filled(text: str, tables: Mapping[str, str]) -> str:
 
 if __name__ == "__main__":
     README.write_text(quoted(README.read_text("utf-8")), "utf-8")
+    MEASURED.write_text(quoted_measured(MEASURED.read_text("utf-8")), "utf-8")
     PRIVACY.write_text(quoted_privacy(PRIVACY.read_text("utf-8")), "utf-8")
     PRIVACY_PICTURE.write_text(privacy_picture(), "utf-8")

@@ -15,7 +15,7 @@ from programs import place
 from pydantic import BaseModel
 
 import pipar
-from benchmarks.quoted import quoted
+from benchmarks.quoted import MEASURED, quoted, quoted_measured
 from pipar.cli import cli
 from pipar.config import Config, DeviceSection, config_from
 from pipar.events import EpochResult
@@ -193,6 +193,11 @@ def test_readme_has_commands() -> None:
 
 def test_readme_quotes_the_results_that_are_checked_in() -> None:
     assert quoted(README) == README
+
+
+def test_the_page_of_measured_numbers_quotes_the_results_that_are_checked_in() -> None:
+    text = MEASURED.read_text("utf-8")
+    assert quoted_measured(text) == text
 
 
 @pytest.mark.parametrize("place", ["README.md", "Makefile"])
