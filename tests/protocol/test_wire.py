@@ -1,4 +1,4 @@
-"""Messages become the bytes that docs/wire.md describes, and come back; whatever else arrives is a ProtocolError."""
+"""Messages become the bytes that the pages on the wire describe, and come back; anything else is a ProtocolError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pipar.protocol import wire
 from pipar.protocol.messages import DTYPES, ENCODINGS, ITEM_BYTES, UNNUMBERED, Body, Kind, Message, json_body
 from pipar.protocol.wire import Assembler, Frame, body_limit, check_fits, cut_message, pack_frame, unpack_frame
 
-WIRE_MD = (Path(__file__).parents[2] / "docs" / "wire.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+WIRE_MD = "".join((DOCS / page).read_text("utf-8") for page in ("wire.md", "reference/wire-messages.md"))
 
 # Header in the order of docs/wire.md: magic version kind | session sequence acknowledged | epoch iteration
 # micro_batch | samples batch_samples | dtype encoding | chunk chunks | dimensions body_bytes || shape || payload.
@@ -163,7 +164,7 @@ def test_a_frame_says_how_many_bytes_it_puts_on_the_wire() -> None:
 
 
 def rows(heading: str, columns: int) -> list[list[str]]:
-    """The rows of the tables behind a heading of docs/wire.md that have so many columns."""
+    """The rows with this many columns of the tables under a heading of the documents."""
     section = WIRE_MD.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line] for line in lines]

@@ -1,4 +1,4 @@
-"""Activations and gradients at the cut to fewer bytes and back; `docs/wire.md` describes the bytes.
+"""Activations and gradients at the cut to fewer bytes and back; `docs/reference/wire-tensors.md` describes the bytes.
 
 A tensor is coded in chunks, so that the first are under way while the last are coded. Exactly: behind a ReLU zeros are
 not sent, and exponents are entropy-coded; every bit of every value comes back. With a loss: see `lossy`.
