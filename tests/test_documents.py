@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 import pipar
 from benchmarks.quoted import MEASURED, quoted, quoted_measured
+from docs.reference_pages import cli_page, pages
 from pipar.cli import cli
 from pipar.config import Config, DeviceSection, config_from
 from pipar.events import EpochResult
@@ -156,6 +157,19 @@ def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
             if (place := places.search(text)) or str(ROOT) in text:
                 found[name_of(path)] = place[0] if place else str(ROOT)
     assert found == {}
+
+
+@pytest.mark.parametrize("name", ["cli.md", "python.md"])
+def test_the_reference_says_what_the_code_says(name: str) -> None:
+    written = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+    assert written == pages()[name], f"docs/reference/{name} is not up to date: run python -m docs.reference_pages"
+
+
+def test_the_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = cli_page()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli_page() == wide
 
 
 # --- commands and examples
