@@ -109,6 +109,7 @@ def main(words: list[str]) -> int:
         FILE.write_text("\n".join(lines) + "\n")
         print(f"{len(taken)} fingerprints in {FILE}")
         return 0
+    taken = json.loads(json.dumps(taken))  # tuples as the lists that they are in the file
     return compare({(row := json.loads(line)).pop("name"): row for line in FILE.read_text().splitlines()}, taken)
 
 
