@@ -93,8 +93,6 @@ TRAININGS: dict[str, str] = {
 }  # fmt: skip
 #: Real time: their seconds differ from run to run.
 _REAL = ("real processes", "resumed deployment")
-#: What differs from run to run by its nature.
-_VOLATILE = {"planning_s", "versions", "command", "started", "seconds_wall", "wall_s"}
 
 
 def main(words: list[str]) -> int:
@@ -147,12 +145,19 @@ def of_result(result: Any, *, timed: bool = True) -> dict[str, Any]:
             found[key] = result[key]
     epochs = result.get("epochs")
     if epochs is None:
-        found["plan"] = {key: value for key, value in result.items() if key not in _VOLATILE} if timed else None
+        found["plan"] = _without_planning_time(result)
         return found
     found["losses"] = [(row["train_loss"], row["val_loss"]) for row in epochs]
     found["bytes"] = [(row["bytes_up"], row["bytes_down"]) for row in epochs] if timed else None
     found["seconds"] = [row["seconds"] for row in epochs] if timed else None
     return found
+
+
+def _without_planning_time(value: Any) -> Any:
+    """Return what `pipar plan --json` prints without how long planning took."""
+    if isinstance(value, dict):
+        return {key: _without_planning_time(item) for key, item in value.items() if key != "seconds"}
+    return [_without_planning_time(item) for item in value] if isinstance(value, list) else value
 
 
 def _fields(value: Any, path: str = "") -> set[str]:
