@@ -2,7 +2,7 @@
 
 The machines are the named ones of `planner/machines.py`, each times one factor. The two factors were fitted once to
 what the paper prints of VGG-5, and hold for every other network, dataset, link and method; `fitted_speeds` finds them
-again. docs/reproduction.md shows the fit, and where the paper contradicts its hardware.
+again. docs/explanation/reproduction-testbed.md shows the fit, and where the paper contradicts its hardware.
 """
 
 from __future__ import annotations
