@@ -1,9 +1,9 @@
-"""Draws the timelines of the documents from traces of today's programs.
+"""Draw the timelines of the documents from traces of the current programs.
 
     python -m docs.pictures
 
-Two boards and a server in virtual time, without the mathematics: the same pictures come of it on every machine, and a
-test compares them with those in docs/images.
+Two boards and a server in virtual time, timing-only: the pictures are the same on every machine, and a test compares
+them with those in docs/images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pipar
 from examples.timeline import Span, of_epoch, of_iteration, picture, read_spans
 
 IMAGES = Path(__file__).parent / "images"
-#: All cut behind layer 2, so that only the order of things differs; each board has two batches in an epoch.
+#: All cut after layer 2, so that only the order of work differs; each board has two batches per epoch.
 SETTINGS = {
     "run": {"epochs": 1, "batch_size": 100},
     "data": {"name": "cifar10", "samples_per_device": 200},
@@ -27,14 +27,14 @@ SETTINGS = {
 }
 TITLES = {
     "fl": "fl: each board trains the whole network, then its model travels",
-    "sl": "sl: one board after the other, and each waits for the server",
-    "sfl": "sfl: both at once, but a board waits while its batch is away",
-    "pipar": "pipar: each batch in four pieces, which compute and travel at the same time",
+    "sl": "sl: one board after the other; each waits for the server",
+    "sfl": "sfl: both at once, but a board waits until its batch comes back",
+    "pipar": "pipar: each batch in four micro-batches, which compute and travel at the same time",
 }
 
 
 def epochs() -> dict[str, list[Span]]:
-    """Return the first epoch of the same training by each method."""
+    """Return the first epoch of the same training with each method."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PIPAR_RUNS"] = folder
         results = pipar.compare(SETTINGS, methods=list(TITLES), world="timing-only")
@@ -42,12 +42,12 @@ def epochs() -> dict[str, list[Span]]:
 
 
 def pictures() -> dict[str, str]:
-    """Return the SVG of each method, all on one scale of time, and of a single batch."""
+    """Return the SVG of each method, all on one time scale, and of a single batch."""
     drawn = epochs()
     longest = max(spans[-1].end - spans[0].start for spans in drawn.values())
     batch = of_iteration(drawn["pipar"], "board-1", 1, 2)
     return {method: picture(spans, TITLES[method], longest) for method, spans in drawn.items()} | {
-        "batch": picture(batch, "A batch of board-1, by pipar")
+        "batch": picture(batch, "One batch of board-1 with pipar")
     }
 
 

@@ -1,8 +1,8 @@
-"""What the site has beside the pages of docs/: files of the repository that they link to, and the list of decisions.
+"""Adds to the site the files of the repository that pages of docs/ link to, and the list of decisions.
 
-Documents name examples, configurations and measurements by relative paths, which lead somewhere wherever the repository
-is read. On the site each such file is a page below "files/", and the links lead there. mkdocs calls the functions that
-begin with `on_`.
+Documents link to examples, configurations and measurements by relative paths, which work wherever the repository is
+read. On the site, each such file becomes a page below "files/", and the links point there. mkdocs calls the functions
+that begin with `on_`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".service": "ini"}
-#: Shown as they are.
+#: Copied unchanged.
 PICTURES = (".png", ".svg")
-#: The target of a link within the repository, and the place in it.
+#: The target of a link within the repository, and its anchor.
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
 def on_config(config: Any) -> Any:
-    """List the decisions, in their order, where the navigation has "Decisions"."""
+    """Fill the navigation's "Decisions" with the list of decisions, in order."""
     pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
     listed = [{_title(page): f"decisions/{page.name}"} for page in pages]
     config.nav = [{"Decisions": listed} if "Decisions" in entry else entry for entry in config.nav]
@@ -37,7 +37,7 @@ def _title(page: Path) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add every picture, and a page for every other file outside of docs/, that a page, also one of these, links to."""
+    """Add the pictures and files outside of docs/ that pages link to, including links from added pages."""
     to_read = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
     while to_read:
         name, text = to_read.pop()
@@ -52,7 +52,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Lead the links of a page to where the site has what they name."""
+    """Point the links of a page to where the site has their targets."""
     uri: str = page.file.src_uri
     name = uri.removeprefix("files/") if uri.startswith("files/") else f"docs/{uri}"
     here = posixpath.dirname(uri) or "."
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def _with_targets(name: str, text: str, place: Callable[[str], str]) -> str:
-    """Return the text of a file with links to where `place` says that files of the repository are."""
+    """Return the text of a file, with links to files of the repository replaced by `place(target)`."""
 
     def replaced(link: re.Match[str]) -> str:
         target = _target(name, link[1])
@@ -79,14 +79,14 @@ def _target(name: str, link: str) -> str:
 
 
 def site_name(target: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the path of a repository file on the site."""
     if target.startswith("docs/") and not target.endswith(".py"):
         return target.removeprefix("docs/")
     return f"files/{target}" if target.endswith((".md", *PICTURES)) else f"files/{target}.md"
 
 
 def page_text(path: Path) -> str:
-    """Return a file as a page: documents as they are, notebooks cell by cell, everything else as a block of code."""
+    """Return a file as a page: documents unchanged, notebooks cell by cell, other files as a code block."""
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         return text

@@ -1,9 +1,9 @@
-"""An aggregator of your own, named in the configuration as "module:class".
+"""Your own aggregator, named in the configuration as "module:class".
 
     pipar run --virtual --set server.aggregator=examples.own_aggregator:ByPower --set server.aggregation.power=0.5
 
-FedAvg counts a device by its samples, so one with many of them decides alone. Counted by the square root of its
-samples, it still counts more than the others, but not as much more.
+FedAvg weights a device by its number of samples, so a device with very many dominates the result. Weighted by the
+square root of that number, it still counts more than the others, but not as much more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipar.nn.aggregators import DeviceModels
 
 
 class ByPower:
-    """The mean of the devices' models, each weighted by its samples to a power: 1 is FedAvg, with 0 all count alike."""
+    """The mean of the devices' models, weighted by samples to a power: 1 is FedAvg, 0 weights all devices equally."""
 
     def __init__(self, power: float = 0.5) -> None:
         self.power = power
@@ -28,7 +28,7 @@ class ByPower:
         models: DeviceModels,
         parameters: AbstractSet[str],  # noqa: ARG002 - statistics are averaged like weights here
     ) -> dict[str, torch.Tensor]:
-        """Return the next global model; `before` is the one that the devices began with."""
+        """Return the next global model; `before` is the one that the devices started from."""
         sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in before.items()}
         total = 0.0
         for _, state, samples in models:  # one after another, in the order of the devices' names
@@ -40,5 +40,5 @@ class ByPower:
 
 
 def _like(before: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    # Counters, as of batches that batch normalisation has seen, are whole numbers.
+    # Counters, such as the batches that batch normalisation has seen, are whole numbers.
     return mean if before.is_floating_point() else mean.round().to(before.dtype)

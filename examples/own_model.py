@@ -1,4 +1,4 @@
-"""A network and data of your own, named in the configuration as "module:function".
+"""Your own network and data, named in the configuration as "module:function".
 
     pipar run --virtual --set model.factory=examples.own_model:network --set data.factory=examples.own_model:samples
 
@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 
 def network() -> nn.Sequential:
-    """Return the network; each child is a layer that it can be cut behind, so P is one of 1..4.
+    """Return the network. It can be cut after each child, so P is one of 1..4.
 
-    Pooling, normalisation and activation stay with the layer before the cut. With group normalisation, or none, the
-    training is exact; with batch normalisation it is "statistical" as soon as batches are cut.
+    Pooling, normalisation and activation belong to the child before the cut. With group normalisation, or none, the
+    training is exact; with batch normalisation it is "statistical" if there is more than one micro-batch.
     """
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(2, 16), nn.ReLU(), nn.MaxPool2d(2)),
@@ -27,8 +27,8 @@ def network() -> nn.Sequential:
 
 
 def samples(name: str) -> TensorDataset:
-    """Return the data of a device by its name, or the held-out set for "validation" and "test"."""
-    # Bright upper halves are class 0, bright lower halves class 1. Every name has other noise.
+    """Return the data of the named device, or a held-out set for "validation" and "test"."""
+    # Bright upper halves are class 0, bright lower halves class 1. Every name has its own noise.
     generator = torch.Generator().manual_seed(sum(name.encode()))
     labels = torch.arange(200) % 2
     images = torch.randn(200, 1, 16, 16, generator=generator)

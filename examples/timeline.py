@@ -1,9 +1,9 @@
-"""A stretch of a run's trace as a picture: a row for each lane, a block for each stage.
+"""Draw part of a run's trace: a row for each lane, a block for each stage.
 
     python examples/timeline.py runs/NAME/trace.json timeline.svg
 
-A span of trace.json is a block here; waiting is left white. `pipar report` has the same with zoom and more; this is the
-smallest program that reads a trace.
+A span of trace.json becomes a block; waiting stays empty. `pipar report` draws the same with zoom and more; this is a
+small program that shows how to read a trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-#: Stages that are drawn: their colours, which also the colour-blind tell apart, that of their names, and what they are.
+#: Stages that are drawn: fill, colour of the text, meaning. Colour-blind readers can tell the fills apart.
 STAGES = {
     "fc": ("#56b4e9", "#000", "forward on the device"),
     "bc": ("#009e73", "#fff", "backward on the device"),
@@ -31,12 +31,12 @@ STAGES = {
 LANES = ("compute", "uplink", "downlink")
 _LEFT, _RIGHT, _TOP, _ROW, _BLOCK = 150, 20, 34, 20, 15
 _WIDTH = 960
-_LEAST_LABEL = 15  # pixels: in a narrower block there is no room for its name
+_LEAST_LABEL = 15  # pixels: a narrower block has no room for its name
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a lane did from when to when, in seconds from the beginning of the run."""
+    """What a lane did; start and end in seconds since the start of the run."""
 
     owner: str
     lane: str
@@ -46,7 +46,7 @@ class Span:
     end: float
     epoch: int
     iteration: int
-    device: str  # whose work it was
+    device: str  # the device that the work was done for
 
     @property
     def row(self) -> str:
@@ -54,7 +54,7 @@ class Span:
 
 
 def read_spans(trace: Path) -> list[Span]:
-    """Return the stages of a run's trace.json, in the order of time."""
+    """Return the stages of a run's trace.json, sorted by start."""
     events: list[dict[str, Any]] = json.loads(trace.read_text("utf-8"))["traceEvents"]
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
@@ -65,10 +65,10 @@ def read_spans(trace: Path) -> list[Span]:
             process, args = event["pid"], event["args"]
             owner, lane = names["process_name", process, 0], names["thread_name", process, event["tid"]]
             start = event["ts"] / 1e6
-            whose = args.get("device", owner)
+            device = args.get("device", owner)
             spans.append(
                 Span(owner, lane, event["cat"], event["name"], start, start + event["dur"] / 1e6,
-                     args["epoch"], args["iteration"], whose)
+                     args["epoch"], args["iteration"], device)
             )  # fmt: skip
     return sorted(spans, key=lambda span: span.start)
 
@@ -78,12 +78,12 @@ def of_epoch(spans: Sequence[Span], epoch: int) -> list[Span]:
 
 
 def of_iteration(spans: Sequence[Span], device: str, epoch: int, iteration: int) -> list[Span]:
-    """Return what was done for one batch of one device, on its own lanes and on the server's cores."""
+    """Return the spans of one batch of one device, on its own lanes and on the server's cores."""
     return [span for span in spans if (span.device, span.epoch, span.iteration) == (device, epoch, iteration)]
 
 
 def picture(spans: Sequence[Span], title: str, seconds: float | None = None) -> str:
-    """Return an SVG of the spans; `seconds` is how long the axis is, so that several pictures have one scale."""
+    """Return an SVG of the spans; `seconds` is the length of the axis, to draw several pictures on one scale."""
     start = min(span.start for span in spans)
     length = seconds or max(span.end for span in spans) - start
     scale = (_WIDTH - _LEFT - _RIGHT) / length
@@ -107,7 +107,7 @@ def picture(spans: Sequence[Span], title: str, seconds: float | None = None) -> 
 
 
 def _rows(spans: Sequence[Span]) -> list[str]:
-    """Return the lanes that work: those of each device, then the server's cores."""
+    """Return the lanes that have spans: those of each device, then the server's cores."""
 
     def place(span: Span) -> tuple[bool, str, int, str]:
         lane = LANES.index(span.lane) if span.lane in LANES else 0

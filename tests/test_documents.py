@@ -239,4 +239,4 @@ def test_quickstart_runs(tmp_path: Path, profiles: Path) -> None:
     with place(tmp_path, profiles, {}) as here:
         program = here.run("quickstart", str(ROOT / "examples" / "quickstart.py"))
         assert program.ends() == 0, program.text()
-        assert "the model is yours again" in program.text()
+        assert "prediction of the trained model" in program.text()

@@ -60,10 +60,10 @@ def test_the_notebook_keeps_no_outputs() -> None:
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, profiles: Path) -> None:
     printed = run(["-c", EXECUTE, str(EXAMPLES / "quickstart.ipynb"), str(EXAMPLES)], tmp_path, profiles)
-    rows = {line.split()[0]: line for line in printed.splitlines() if "right" in line}
+    rows = {line.split()[0]: line for line in printed.splitlines() if "accuracy" in line}
     assert set(rows) == {"fl", "sfl", "pipar"}
     assert len({row.rpartition(",")[2] for row in rows.values()}) == 1, "equal accuracies"
-    seconds = {method: float(row.split(" s an epoch")[0].split()[-1]) for method, row in rows.items()}
+    seconds = {method: float(row.split(" s per epoch")[0].split()[-1]) for method, row in rows.items()}
     assert seconds["pipar"] < min(seconds["fl"], seconds["sfl"])
     assert "<svg" in printed
     assert printed.count("predicted") == 2
