@@ -188,10 +188,10 @@ def _filled(text: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(start)
-        _, closed, behind = rest.partition(end)
+        _, closed, after = rest.partition(end)
         assert found, f"there is no place for {name}"
         assert closed, f"the place for {name} has no end"
-        text = f"{before}{start}{table}\n{end}{behind}"
+        text = f"{before}{start}{table}\n{end}{after}"
     return text
 
 
