@@ -45,9 +45,9 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     turns = _turns("unlimited", folder, UNLIMITED_TURNS, UNLIMITED_EPOCHS)
     details["real, unlimited"] = turns
     ratio = _quickest(turns, "auto") / _quickest(turns, "raw")
-    claims.append(Claim("epoch with auto / raw, vgg5 without a limit, real", ratio, "", most=1.01))
+    claims.append(Claim("epoch with auto / raw, vgg5 without a rate limit, real", ratio, "", most=1.01))
     coded = sum(set(turn["auto"]["plan"]) != {"raw"} for turn in turns)
-    claims.append(Claim("runs without a limit in which auto encoded something", coded, "", most=0))
+    claims.append(Claim("runs without a rate limit in which auto encoded something", coded, "", most=0))
     return claims, details
 
 

@@ -62,9 +62,9 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     for how, more, kept in (("whole", (), 0.0), ("as changes", _CHANGES, KEPT_FOR_CHANGES)):
         bare, large = (peaks(folder / how, layers, _SIDE, _DEVICES, more) for layers in (0, _LAYERS))
         server, device = copies(bare, large, size)
-        of = f"in sizes of a model of 600 MB that travels {how}"
-        claims.append(Claim(f"peak memory of the server, {of}, 2 devices", server, "x", most=MOST_IN_SERVER + kept))
-        claims.append(Claim(f"peak memory of a device, {of}", device, "x", most=MOST_IN_DEVICE + kept))
+        of = f"size of a 600 MB model sent {how}"
+        claims.append(Claim(f"peak memory of the server / {of}, 2 devices", server, "x", most=MOST_IN_SERVER + kept))
+        claims.append(Claim(f"peak memory of a device / {of}", device, "x", most=MOST_IN_DEVICE + kept))
         details[how] = {"bare": asdict(bare), "large": asdict(large)}
     return claims, details
 

@@ -75,8 +75,8 @@ def measure(folder: Path, devices: int = DEVICES, first: int = FIRST) -> tuple[l
         server.stderr.close()
     each = (found["with_all"] - found["with_first"]) / (devices - 1 - first)
     claims = [
-        Claim(f"devices that one round counts, of {devices}", found["counted"], "", least=devices),
-        Claim("server's memory for each idle device more", each / 2**20, "MiB", most=2.0),
+        Claim(f"devices counted in one round, of {devices}", found["counted"], "", least=devices),
+        Claim("server memory per additional idle device", each / 2**20, "MiB", most=2.0),
         Claim("exit code of the server", code, "", most=0),
     ]
     return claims, {"server_bytes": found, "round_s": found["round_s"]}

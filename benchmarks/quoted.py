@@ -114,12 +114,15 @@ QUOTES = (
     Quote(
         "peak memory / model size, for a model of 600 MB: server with 2 devices, device",
         "large_model",
-        ("peak memory of the server, in sizes of a model of 600 MB, 2 devices", "peak memory of a device, the same"),
+        (
+            "peak memory of the server / size of a 600 MB model sent whole, 2 devices",
+            "peak memory of a device / size of a 600 MB model sent whole",
+        ),
     ),
     Quote(
         "server memory per idle device, 200 devices connected",
         "many_devices",
-        ("server's memory for each idle device more",),
+        ("server memory per additional idle device",),
         unit=" MiB",
     ),
     Quote(

@@ -54,12 +54,12 @@ def write(name: str, claims: list[Claim], details: dict[str, Any]) -> None:
 
 
 def _renew_table() -> None:
-    lines = ["# Results", "", "Written by `make bench`; each row names the command that measured it.", ""]
+    lines = ["# Results", "", "Written by `make bench`. Each section names the machine, the date and the command.", ""]
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
         lines += [f"## {content['name']}", ""]
         lines += [f"{content['date']}, {content['machine']}, `{content['command']}`", ""]
-        lines += ["| what | measured | wanted | holds |", "|---|---|---|---|"]
+        lines += ["| what | measured | expected | holds |", "|---|---|---|---|"]
         fields = ("what", "value", "unit", "least", "most")
         lines += [str(Claim(**{key: claim[key] for key in fields})) for claim in content["claims"]]
         lines.append("")

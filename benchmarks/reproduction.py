@@ -109,26 +109,30 @@ def claims(told: Told, place: Path) -> list[Claim]:
     drawn = [name for name, of in by_name.items() if any(file.endswith(".png") for file in of["files"])]
     to_draw = [name for name in by_name if EXPERIMENTS[name].plot is not None]
     found = [
-        Claim("cases in which pipar takes longer than fl or sfl", _counted(lines, "pipar takes longer"), "", most=0),
-        Claim("cases in which they tie, and pipar has cut", _counted(lines, "which has cut the network"), ""),
+        Claim("cases in which pipar is slower than fl or sfl", _counted(lines, "pipar takes longer"), "", most=0),
         Claim(
-            "cases in which the server idles longer by pipar",
+            "cases in which they tie although pipar cuts the network", _counted(lines, "which has cut the network"), ""
+        ),
+        Claim(
+            "cases in which the server is idle longer with pipar",
             _counted(lines, "the server idles longer by pipar"),
             "",
             most=0,
         ),
-        Claim("lines of the paper that ours are held against", len(lines), ""),
-        Claim("of these outside what the paper says", len(outside), ""),
-        Claim("of these without a reason", sum(not line["why"] for line in outside), "", most=0),
+        Claim("statements of the paper compared with our results", len(lines), ""),
+        Claim("of these, outside the paper's range", len(outside), ""),
+        Claim("of these, without a reason", sum(not line["why"] for line in outside), "", most=0),
         Claim("experiments without their figures", len(set(to_draw) - set(drawn)), "", most=0),
-        Claim("runs that a table names and that are not checked in", len(missing(place)), "", most=0),
+        Claim("runs that are named in a table but not checked in", len(missing(place)), "", most=0),
     ]
     if "accuracy" in by_name:
         shares = [abs(row["difference"]) / row["spread"] for row in by_name["accuracy"]["rows"]]
-        found.append(Claim("accuracy of pipar - better of fl and sfl, over what seeds change", max(shares), "", most=1))
+        found.append(
+            Claim("(accuracy of pipar - better of fl and sfl) / difference between seeds", max(shares), "", most=1)
+        )
     if "equality" in by_name:
         apart = max(row["largest_difference"] for row in by_name["equality"]["rows"])
-        found.append(Claim("weights by fl, sfl and pipar in float64, apart by", apart, "", most=EQUAL))
+        found.append(Claim("largest difference of weights by fl, sfl and pipar, float64", apart, "", most=EQUAL))
     return found
 
 
@@ -250,18 +254,18 @@ def page(place: Path) -> str:
     """Return the page that shows everything, in the order of `pipar reproduce list`."""
     found = [Checked(**_json(place / name / ABOUT)) for name in EXPERIMENTS if (place / name / ABOUT).exists()]
     head = [
-        "# The paper's evaluation, as it was run",
+        "# Results of the paper's evaluation",
         "",
-        "Tables, comparisons and figures of `pipar reproduce`, by `python -m benchmarks reproduction` (quick) and "
-        "`python -m benchmarks reproduction_full`. Every row, and every line of a comparison, names the folders below "
-        "`cells/` of the runs that it comes from: their configuration and what came out. "
-        "[docs/reproduction.md](../../../docs/reproduction.md) says what they mean.",
+        "Tables, comparisons and figures of `pipar reproduce`, written by `python -m benchmarks reproduction` (quick) "
+        "and `python -m benchmarks reproduction_full`. Every row of a table and every line of a comparison "
+        "names its runs: folders in `cells/` with configuration and result. "
+        "[How to run the evaluation](../../../docs/reproduction.md) explains the columns.",
         "",
-        "| experiment | of | inside | better | outside, with the reason |",
+        "| experiment | set | inside | better | outside, with a reason |",
         "|---|---|---:|---:|---:|",
     ]
     rows = [
-        f"| [{of.name}](#{of.name}) | {'quick' if of.is_quick else 'full'} set | {_count(of, 'inside')} "
+        f"| [{of.name}](#{of.name}) | {'quick' if of.is_quick else 'full'} | {_count(of, 'inside')} "
         f"| {_count(of, 'better')} | {_count(of, 'below', 'above', 'wider')} |"
         for of in found
     ]

@@ -165,11 +165,11 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
         known = [row.profiled_score for row in of_fleet]
         good = sum(score >= 0.995 for score in known) / len(known)
         claims.append(Claim(f"{name}: lowest score of the best plans by profiles", min(known), ""))
-        claims.append(Claim(f"{name}: rows with 0.995 or more by these", 100 * good, "%"))
+        claims.append(Claim(f"{name}: rows of these with a score of 0.995 or more", 100 * good, "%"))
     slowest = max(row.planning_s for row in found)
     claims.append(Claim("longest planning of 100 devices, CPU seconds of one core", slowest, "s", most=10))
     own_s = {model: planning_of_own_links_s(model) for model in DATASETS}
-    of_own = "longest planning of 100 devices with a link of its own each, CPU seconds of one core"
+    of_own = "longest planning of 100 devices with different links, CPU seconds of one core"
     claims.append(Claim(of_own, max(own_s.values()), "s", most=10))
     return claims, {
         "rows": [asdict(row) for row in found],
