@@ -45,7 +45,7 @@ KEPT = RESULTS / "selection.rows.jsonl"
 SOURCES = (
     "planner", "coding", "protocol", "forecast.py", "stage_times.py", "busy.py", "cutoff.py", "foresight.py",
     "judge.py", "choosing.py", "replanning.py", "schedule.py", "stages.py", "methods.py", "config.py",
-    "prepare.py", "job.py", "keyed.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
+    "prepare.py", "job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
 )  # fmt: skip
 
 #: (fleet, network, dataset, link, seed of the world) of one training.

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar import keyed
+from pipar import random_streams
 
 Text = st.text("ab1:é", max_size=4)
 Part = st.one_of(st.integers(-20, 20), Text)
@@ -18,7 +18,7 @@ Key = st.tuples(st.integers(-2, 2), Text, st.lists(Part, max_size=3).map(tuple))
 
 
 def first(seed: int, purpose: str, *key: str | int) -> int:
-    return int(keyed.generator(seed, purpose, *key).bit_generator.random_raw())
+    return int(random_streams.generator(seed, purpose, *key).bit_generator.random_raw())
 
 
 def test_numbers_of_a_key_never_change() -> None:
@@ -38,13 +38,13 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     drawn = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONHASHSEED": "123"}, capture_output=True, text=True, check=True
     )
-    assert drawn.stdout.strip() == str(keyed.generator(7, "order", "pi", 3).permutation(5).tolist())
+    assert drawn.stdout.strip() == str(random_streams.generator(7, "order", "pi", 3).permutation(5).tolist())
 
 
 def test_drawing_from_one_generator_leaves_another_of_the_same_key_alone() -> None:
-    one, other = keyed.generator(0, "a"), keyed.generator(0, "a")
+    one, other = random_streams.generator(0, "a"), random_streams.generator(0, "a")
     one.random(10)
-    assert other.random() == keyed.generator(0, "a").random()
+    assert other.random() == random_streams.generator(0, "a").random()
 
 
 @given(Key, Key)

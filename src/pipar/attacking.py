@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.data.datasets import Images
 from pipar.errors import DataError, InputError, PlanError
 from pipar.privacy.inversion import Attack
@@ -118,7 +118,7 @@ def samples_of(workload: Workload, images: int) -> Samples:
         raise DataError(
             f"{workload.names[0]} has {len(shard)} samples, but at least {LEAST_COMPARED} are needed to be compared."
         )
-    order = keyed.generator(workload.config.run.seed, "leakage", "attacked").permutation(len(shard))
+    order = random_streams.generator(workload.config.run.seed, "leakage", "attacked").permutation(len(shard))
     own = shard.images.take(shard.indices[order[:_COMPARED]])
     compared, others = own.normalised(own.images, workload.dtype), _others(workload)
     lowest, highest = _range(own, torch.cat([compared, others]))

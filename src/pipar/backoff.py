@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipar import keyed
+from pipar import random_streams
 
 #: The last attempt has so long, or half of the time if that is little.
 _LAST_ATTEMPT_S = 1.0
@@ -40,7 +40,7 @@ class Backoff:
         cls, seed: int, name: str, clock: Callable[[], float], give_up_after_s: float | None = None
     ) -> Backoff:
         """Return the backoff of one device: equal seeds and names wait equally long, other names do not."""
-        return cls(keyed.generator(seed, "backoff", name).random, clock, give_up_after_s)
+        return cls(random_streams.generator(seed, "backoff", name).random, clock, give_up_after_s)
 
     def pauses(self) -> Iterator[Pause]:
         """Give the pause before each attempt, until the time for giving up, which counts from this call, has come.

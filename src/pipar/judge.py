@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.forecast import Disturb, forecast, forecast_within
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
@@ -68,7 +68,7 @@ def jitter(seed: int) -> Disturb:
     def disturb(device: str, iteration: int, times: BatchTimes) -> BatchTimes:
         key = (device, iteration)
         if key not in known:
-            draw = keyed.generator(seed, "jitter", device, iteration)
+            draw = random_streams.generator(seed, "jitter", device, iteration)
             known[key] = draw.uniform(1 - JITTER, 1 + JITTER, (len(_STAGES), _MOST_MICRO_BATCHES))
         factors = known[key][:, : len(times.fc)]
         changed = dict(zip(_STAGES, (usual(times) * factors).tolist(), strict=True))
@@ -111,5 +111,5 @@ class _World:
 
 
 def _factors(seed: int, machine: str) -> Callable[[], float]:
-    draw = keyed.generator(seed, "perturbation", machine)
+    draw = random_streams.generator(seed, "perturbation", machine)
     return lambda: float(draw.uniform(1 - PERTURBATION, 1 + PERTURBATION))

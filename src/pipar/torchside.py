@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.job import Job
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
@@ -45,7 +45,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
             workload.optimizer(),
             has_loss=len(rest) == 0,
             proximal=orders.proximal,
-            chance=partial(keyed.generator, workload.config.run.seed, "rounding", device, "up"),
+            chance=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
             keeps_base=orders.keeps_base,
         )
 
@@ -108,7 +108,7 @@ def _zeros(workload: Workload, samples: int) -> Piece:
 
 def seed_dropout(seed: int, owner: str) -> None:
     """Seed the generator that dropout draws from, torch's default one, for one device or the server."""
-    torch.default_generator.manual_seed(int(keyed.generator(seed, "dropout", owner).integers(2**63)))
+    torch.default_generator.manual_seed(int(random_streams.generator(seed, "dropout", owner).integers(2**63)))
 
 
 @contextmanager

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.config import Config, device_names, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import device_sizes, partition
 from pipar.data.shard import Disguise, Shard
 from pipar.errors import DataError, ModelError
-from pipar.factory import call_factory
 from pipar.nn.learner import Batches
 from pipar.nn.models import build_model, check_fits, check_sequential
 from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import TORCH_DTYPES
 from pipar.privacy.mechanisms import noisy
+from pipar.user_function import call_factory
 
 _EVALUATION_BATCH = 250
 
@@ -238,7 +238,10 @@ class Workload:
             return []
         starts = range(0, len(images), _EVALUATION_BATCH)
         sizes = [min(_EVALUATION_BATCH, len(images) - start) for start in starts]
-        scale, chance = self.config.privacy.pixel_scale, partial(keyed.generator, self.config.run.seed, "pixel", which)
+        scale, chance = (
+            self.config.privacy.pixel_scale,
+            partial(random_streams.generator, self.config.run.seed, "pixel", which),
+        )
         return [
             (size, _Batch(images, start, size, self.dtype, scale, partial(chance, number)))
             for number, (start, size) in enumerate(zip(starts, sizes, strict=True))

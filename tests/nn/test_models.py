@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipar.errors import ConfigError, ModelError
-from pipar.factory import load_factory
 from pipar.nn.blocks import NORMS, group_count
 from pipar.nn.models import (
     LAYERS,
@@ -23,6 +22,7 @@ from pipar.nn.models import (
     uses_batch_statistics,
     uses_dropout,
 )
+from pipar.user_function import load_factory
 
 SMALL = ("vgg5", "resnet18", "mobilenetv3_small")
 CIFAR = (3, 32, 32)

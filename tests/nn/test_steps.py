@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.errors import ProtocolError
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
@@ -290,7 +290,7 @@ def test_what_is_no_tensor_is_refused_before_its_answer_is_cut_into_chunks(body:
 
 
 def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
-    chance = partial(keyed.generator, 1, "rounding")
+    chance = partial(random_streams.generator, 1, "rounding")
     part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, chance=chance)
     piece = Piece(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
     output = part.forward(1, piece)

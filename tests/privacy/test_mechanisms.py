@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.privacy.mechanisms import (
     Array,
     clip_and_noise,
@@ -25,7 +25,7 @@ from pipar.privacy.mechanisms import (
 )
 
 SHAPES = {"0.weight": (40, 3, 5), "0.bias": (40,), "1.weight": (300, 300), "1.running_mean": (7,), "2.empty": (0, 3)}
-chance = partial(keyed.generator, 7, "update", "pi", 1, 0)
+chance = partial(random_streams.generator, 7, "update", "pi", 1, 0)
 
 
 def tensors(seed: int, scale: float, dtype: str = "float64") -> dict[str, Array]:
@@ -111,7 +111,7 @@ def test_every_tensor_has_noise_of_its_own_and_that_of_another_round_is_other_no
         clip_and_noise(after, {"a": np.zeros(1000), "b": np.zeros(1000)}, clip=1.0, multiplier=1.0, chance=draw)
         return after
 
-    once, again, later = noise(chance), noise(chance), noise(partial(keyed.generator, 7, "update", "pi", 2, 1))
+    once, again, later = noise(chance), noise(chance), noise(partial(random_streams.generator, 7, "update", "pi", 2, 1))
     assert all(np.array_equal(once[name], again[name]) for name in once)
     for one, other in ((once["a"], once["b"]), (once["a"], later["a"])):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.15  # five standard deviations of a thousand pairs
@@ -135,7 +135,7 @@ def test_noise_has_the_mean_the_variance_and_the_distribution_that_are_said(dtyp
 
 def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_leaves_them_as_they_are() -> None:
     inputs = np.ones((50, 3, 16, 16), np.float32)
-    seen = noisy(inputs, 0.4, keyed.generator(1, "pixel", "pi", 1, 0))
+    seen = noisy(inputs, 0.4, random_streams.generator(1, "pixel", "pi", 1, 0))
     assert (seen.dtype, seen.shape, inputs.max()) == (np.float32, inputs.shape, 1.0)
     noise = (seen.astype(np.float64) - 1.0).ravel() / 0.4
     assert abs(noise.mean()) < 3.3 / math.sqrt(noise.size)
@@ -149,7 +149,7 @@ def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_leaves_them_as_they_
 def test_labels_are_told_right_as_often_as_epsilon_says_and_the_others_are_alike(classes: int, epsilon: float) -> None:
     count = 200_000
     labels = np.full(count, classes - 1)
-    told = randomised_labels(labels, classes=classes, epsilon=epsilon, rng=keyed.generator(3, "label", "pi"))
+    told = randomised_labels(labels, classes=classes, epsilon=epsilon, rng=random_streams.generator(3, "label", "pi"))
     kept = keep_probability(epsilon, classes)
     expected = np.full(classes, (1 - kept) / (classes - 1))
     expected[-1] = kept
@@ -172,7 +172,7 @@ def test_measured_answers_keep_the_ratio_for_every_two_labels() -> None:
     seen = [
         np.bincount(
             randomised_labels(
-                np.full(count, label), classes=classes, epsilon=epsilon, rng=keyed.generator(5, "label", label)
+                np.full(count, label), classes=classes, epsilon=epsilon, rng=random_streams.generator(5, "label", label)
             ),
             minlength=classes,
         )
@@ -185,5 +185,5 @@ def test_measured_answers_keep_the_ratio_for_every_two_labels() -> None:
 
 
 def test_a_network_with_one_class_has_nothing_to_hide() -> None:
-    rng = keyed.generator(1, "label", "pi")
+    rng = random_streams.generator(1, "label", "pi")
     assert randomised_labels(np.zeros(9, np.int64), classes=1, epsilon=0.1, rng=rng).tolist() == [0] * 9

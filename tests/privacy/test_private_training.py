@@ -17,7 +17,7 @@ from test_equality_real import train_over_grpc
 from torch import nn
 from training import EXACT, Case, largest_error, make_job, reference_data, reference_state, train_in_virtual_time
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.steps import Optimizer, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
@@ -55,7 +55,7 @@ def protected(case: Case, device: str, model: nn.Sequential, trained: State, cut
     update *= min(1.0, settings["clip"] / float(update.norm()))
     after, scale = dict(trained), settings["clip"] * settings["noise_multiplier"]
     for name, change in zip(names, update.split([before[name].numel() for name in names]), strict=True):
-        noise = keyed.generator(case.seed, "update", device, 1, 0, name).standard_normal(before[name].shape)
+        noise = random_streams.generator(case.seed, "update", device, 1, 0, name).standard_normal(before[name].shape)
         after[name] = before[name] + change.reshape(before[name].shape) + scale * torch.from_numpy(noise)
         if name.endswith("running_var"):
             after[name] = after[name].clamp(min=0)
@@ -197,7 +197,7 @@ def part(module: nn.Sequential) -> TorchDevicePart:
 
 
 def noise(name: str) -> np.random.Generator:
-    return keyed.generator(1, "update", "pi", 1, 0, name)
+    return random_streams.generator(1, "update", "pi", 1, 0, name)
 
 
 def test_a_weight_that_two_layers_share_has_the_same_noise_in_both() -> None:

@@ -45,7 +45,7 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
     ca.key signs certificates and stays here; the server needs server.pem, server.key, ca.pem and denied.json.
     """
     from pipar.link.certificates import make_authority, make_server
-    from pipar.link.private_files import refuse_existing, write_private
+    from pipar.private_files import refuse_existing, write_private
 
     place = _Place(folder)
     refuse_existing([place.ca, place.ca_key, place.server, place.server_key], force=force)
@@ -65,7 +65,7 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
 def server(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bool) -> None:
     """Make another certificate for the server: for other hosts, or because the old one expires."""
     from pipar.link.certificates import make_server, read_authority
-    from pipar.link.private_files import refuse_existing, write_private
+    from pipar.private_files import refuse_existing, write_private
 
     place = _Place(folder)
     authority = read_authority(place.ca, place.ca_key)
@@ -84,8 +84,8 @@ def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: b
     A device needs its own two files and ca.pem.
     """
     from pipar.link.certificates import make_device, read_authority
-    from pipar.link.private_files import refuse_existing, write_private
     from pipar.link.register import add_serials, check_device_name
+    from pipar.private_files import refuse_existing, write_private
 
     place = _Place(folder)
     for name in names:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.data import formats
 from pipar.data.catalog import (
     Counts,
@@ -28,7 +28,7 @@ from pipar.data.catalog import (
 )
 from pipar.data.formats import Labels, Pixels
 from pipar.errors import DataError
-from pipar.factory import call_factory
+from pipar.user_function import call_factory
 
 Indices = NDArray[np.int64]
 
@@ -261,7 +261,7 @@ def _make_synthetic(part: str, count: int, classes: int, shape: tuple[int, int, 
     pixels = patterns[labels]
     for chunk, at in enumerate(range(0, count, _SYNTHETIC_CHUNK)):
         block = pixels[at : at + _SYNTHETIC_CHUNK]
-        rng = keyed.generator(_HELD_OUT_SEED, "synthetic", part, chunk)
+        rng = random_streams.generator(_HELD_OUT_SEED, "synthetic", part, chunk)
         # Eight bytes a draw: ten times faster than drawing bytes. Adding 64..191 and -64..63 fits a byte.
         words = rng.integers(0, 2**64, -(-block.size // 8), np.uint64).astype("<u8", copy=False)
         block += (words.view(np.uint8)[: block.size] >> 1).reshape(block.shape)
@@ -272,7 +272,7 @@ def _make_synthetic(part: str, count: int, classes: int, shape: tuple[int, int, 
 def _patterns(classes: int, shape: tuple[int, int, int]) -> Pixels:
     """Return one pattern of 4x4 even tiles a channel and class."""
     channels, height, width = shape
-    tiles = keyed.generator(_HELD_OUT_SEED, "synthetic patterns", channels).integers(
+    tiles = random_streams.generator(_HELD_OUT_SEED, "synthetic patterns", channels).integers(
         64, 192, (classes, channels, 4, 4), np.uint8
     )
     rows, columns = np.arange(height) * 4 // height, np.arange(width) * 4 // width
@@ -290,14 +290,16 @@ def _published(info: DatasetInfo, request: Request) -> Dataset:
     else:
         train, test = (_read_cifar if info.name.startswith("cifar") else _read_idx)(info, folder)
     counts = cut_counts(info, request, len(train.labels), len(test.labels))
-    held = _held_out(keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(test.labels)), counts)
+    held = _held_out(
+        random_streams.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(test.labels)), counts
+    )
     chosen = [(train, _subset(info.name, len(train.labels), request)), (test, held[0]), (test, held[1])]
     return _dataset(info, classes, [_images(info, *part.take(rows)) for part, rows in chosen])
 
 
 def _digits(info: DatasetInfo, request: Request) -> Dataset:
     part = _Arrays(*_read_digits())
-    order = keyed.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(part.labels))
+    order = random_streams.generator(_HELD_OUT_SEED, "held out", info.name).permutation(len(part.labels))
     counts = cut_counts(info, request, len(order), 0)
     held = _held_out(order, counts)
     train = order[counts.validation : len(order) - counts.test]
@@ -336,7 +338,7 @@ def _subset(name: str, available: int, request: Request) -> Indices | None:
         return None
     if wanted > available:
         raise DataError(f"{name} has {available} training samples, but {wanted} are asked for: ask for fewer.")
-    return np.sort(keyed.generator(request.seed, "train subset", name).permutation(available)[:wanted])
+    return np.sort(random_streams.generator(request.seed, "train subset", name).permutation(available)[:wanted])
 
 
 def _images(info: DatasetInfo, pixels: Pixels, labels: Labels) -> Images:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.config import Config, device_names, device_specs
 from pipar.errors import ConfigError, DataError
 
@@ -55,7 +55,7 @@ def partition(
     shards     sorted by label and cut into `shards_per_device` runs a device, dealt out at random
     """
     _check(len(labels), sizes, alpha, shards_per_device)
-    rng = keyed.generator(seed, "partition", scheme)
+    rng = random_streams.generator(seed, "partition", scheme)
     schemes: dict[str, Callable[[], list[Indices]]] = {
         "iid": lambda: _cut(rng.permutation(len(labels)), sizes),
         "dirichlet": lambda: _dirichlet(labels, sizes, alpha, rng),

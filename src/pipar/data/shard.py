@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
 from pipar.nn.steps import Piece, cut_pieces
@@ -59,7 +59,7 @@ class Shard:
 
     def order(self, epoch: int) -> Indices:
         """Return the order in which this epoch visits the positions 0..len-1."""
-        return keyed.generator(self.seed, "order", self.device, epoch).permutation(len(self))
+        return random_streams.generator(self.seed, "order", self.device, epoch).permutation(len(self))
 
     def batch(self, epoch: int, positions: Indices) -> tuple[Tensor, Tensor]:
         """Return the samples at these positions, augmented and normalised in `dtype`, and their labels.
@@ -89,7 +89,7 @@ class Shard:
         if self.disguise is None or self.disguise.pixel_scale == 0.0:
             return pieces
         scale = self.disguise.pixel_scale
-        rng = keyed.generator(self.disguise.noise_seed, "pixel", self.device, epoch, int(positions[0]))
+        rng = random_streams.generator(self.disguise.noise_seed, "pixel", self.device, epoch, int(positions[0]))
         return [replace(piece, inputs=torch.from_numpy(noisy(piece.inputs.numpy(), scale, rng))) for piece in pieces]
 
     @cached_property
@@ -106,7 +106,7 @@ class Shard:
         classes, epsilon = disguise.classes(), disguise.label_epsilon
         seed = disguise.noise_seed if disguise.label_seed is None else disguise.label_seed
         of = hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
-        rng = keyed.generator(seed, "label", self.device, classes, float(epsilon).hex(), of)
+        rng = random_streams.generator(seed, "label", self.device, classes, float(epsilon).hex(), of)
         return torch.from_numpy(randomised_labels(labels, classes=classes, epsilon=epsilon, rng=rng))
 
     def materialised(self) -> Shard:
@@ -117,7 +117,7 @@ class Shard:
         """Return rows of (down, right, mirrored), one a position, drawn for the whole epoch at once."""
         drawn = self._drawn.get(epoch)
         if drawn is None:
-            rng = keyed.generator(self.seed, "augment", self.device, epoch)
+            rng = random_streams.generator(self.seed, "augment", self.device, epoch)
             drawn = rng.integers(0, (2 * _PADDING + 1, 2 * _PADDING + 1, 2), (len(self), 3), np.int8)
             self._drawn.clear()
             self._drawn[epoch] = drawn

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError
-from pipar.link.private_files import read_bytes, write_private
+from pipar.private_files import read_bytes, write_private
 
 _TOKEN_BYTES = 32
 #: So that a token is recognised where it should not be, as in a log or a repository.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from pipar.errors import CredentialError, InputError, LinkError
-from pipar.link.private_files import read_bytes
 from pipar.link.register import Tokens, check_device_name, is_token, read_serials, read_tokens
+from pipar.private_files import read_bytes
 from pipar.units import split_address
 
 AUTHORIZATION = "authorization"

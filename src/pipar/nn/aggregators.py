@@ -20,8 +20,8 @@ import torch
 
 from pipar.aggregation import all_parameters, check_devices, is_own, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, TooFewDevicesError, TrainingError
-from pipar.factory import call_factory
 from pipar.nn.aggregate import State, exact_average, federated_average
+from pipar.user_function import call_factory
 
 #: So many numbers of all devices together are sorted or compared at once: 8 MiB in float64.
 _BLOCK = 1 << 20

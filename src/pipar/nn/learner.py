@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.errors import InputError, ProtocolError, UnusableModelError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
@@ -71,7 +71,7 @@ class TorchLearner:
                 self._optimizer,
                 classes=self._classes,
                 proximal=self._proximal,
-                chance=partial(keyed.generator, self._seed, "rounding", key, "down"),
+                chance=partial(random_streams.generator, self._seed, "rounding", key, "down"),
             )
             replica.stay_near(module.state_dict())
             self._replicas[key] = replica

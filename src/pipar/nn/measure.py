@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar import keyed
+from pipar import random_streams
 from pipar.errors import ConfigError, PlanError
 from pipar.methods import Plan
 from pipar.nn.count import count_layers
@@ -544,7 +544,7 @@ def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
         dtype = next((values.dtype for values in state.values()), np.dtype(np.float32))
         state["more"] = np.ones(-(-missing // dtype.itemsize), dtype)
     received = {name: values - 1.0 for name, values in state.items()}  # far away: it is clipped, which takes longest
-    chance = partial(keyed.generator, 0, "noise")
+    chance = partial(random_streams.generator, 0, "noise")
 
     def protect() -> Callable[[], object]:
         trained = {name: values.copy() for name, values in state.items()}

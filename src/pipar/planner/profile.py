@@ -11,7 +11,7 @@ from typing import Any
 from pipar.coding import encodings
 from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
-from pipar.records import list_of, object_of, only_fields, read_fields
+from pipar.json_records import list_of, object_of, only_fields, read_fields
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 10

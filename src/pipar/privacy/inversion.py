@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar import keyed
+from pipar import random_streams
 
 #: Told which share of an attack is done.
 Progress = Callable[[float], None]
@@ -78,7 +78,9 @@ class PlainDescent:
 
     def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
         shape = (len(activations), *attacker.others.shape[1:])
-        white = torch.from_numpy(keyed.generator(attacker.seed, "leakage", "random pixels").random(shape) < 0.5)
+        white = torch.from_numpy(
+            random_streams.generator(attacker.seed, "leakage", "random pixels").random(shape) < 0.5
+        )
         guess = torch.where(white, attacker.highest, attacker.lowest).to(attacker.others.dtype)
         for step in range(self.steps):
             guess.requires_grad_()
@@ -246,13 +248,13 @@ def with_noise(samples: Tensor, scale: float, seed: int, *key: str | int) -> Ten
     """Return the samples under Gaussian noise, looked up by the key."""
     if not scale:
         return samples
-    drawn = keyed.generator(seed, "leakage noise", *key).normal(0.0, scale, tuple(samples.shape))
+    drawn = random_streams.generator(seed, "leakage noise", *key).normal(0.0, scale, tuple(samples.shape))
     return samples + torch.from_numpy(drawn).to(samples.dtype)
 
 
 def _shuffled(samples: Tensor, seed: int, epoch: int) -> Iterator[Tensor]:
     """Yield all samples once, in batches."""
-    order = torch.from_numpy(keyed.generator(seed, "decoder order", epoch).permutation(len(samples)))
+    order = torch.from_numpy(random_streams.generator(seed, "decoder order", epoch).permutation(len(samples)))
     for rows in torch.split(order, _DECODER_BATCH):
         yield samples[rows]
 
@@ -261,7 +263,7 @@ def _shuffled(samples: Tensor, seed: int, epoch: int) -> Iterator[Tensor]:
 def _seeded(seed: int, purpose: str) -> Iterator[None]:
     """Let torch draw first weights by the key, and leave its generator as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(keyed.generator(seed, purpose).integers(2**63)))
+        torch.default_generator.manual_seed(int(random_streams.generator(seed, purpose).integers(2**63)))
         yield
 
 

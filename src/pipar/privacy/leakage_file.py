@@ -15,7 +15,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.errors import ConfigError
-from pipar.records import list_of, object_of, only_fields, read_fields
+from pipar.json_records import list_of, object_of, only_fields, read_fields
 
 FORMAT = 1
 #: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError, PrivacyError
-from pipar.link.private_files import write_private
 from pipar.privacy.spending import Spent
+from pipar.private_files import write_private
 
 FORMAT = 1
 _FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_squared": float}

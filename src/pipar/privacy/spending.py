@@ -249,6 +249,6 @@ class Guard:
         A round that is trained again has other noise when the first try was sent: the difference of two releases with
         the same noise would have none.
         """
-        from pipar import keyed  # brings numpy, which `pipar --help` has no time for
+        from pipar import random_streams  # brings numpy, which `pipar --help` has no time for
 
-        return partial(keyed.generator, self.noise_seed, "update", device, epoch, self.spent.releases)
+        return partial(random_streams.generator, self.noise_seed, "update", device, epoch, self.spent.releases)
