@@ -30,10 +30,10 @@ from benchmarks.many_devices import ServerLog
 from benchmarks.record import Claim
 from pipar.assemble import Equipment, run_device
 from pipar.backoff import Backoff
-from pipar.compute import ThreadCompute
 from pipar.config import device_specs, load_config
 from pipar.dashboard.serve import THREAD
 from pipar.events import ignore
+from pipar.execution.lanes import ThreadCompute
 from pipar.lifeline import Lifeline
 from pipar.link.grpc import connect
 from pipar.prepare import measured_profile

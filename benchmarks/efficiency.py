@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Claim, pipar
-from pipar.trace import Span, uncovered_s
+from pipar.execution.spans import Span, uncovered_s
 
 SETTINGS = [
     "run.epochs=3", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=500",

@@ -23,9 +23,9 @@ from torch import nn
 from benchmarks.record import Claim
 from pipar.assemble import Equipment, run_device
 from pipar.backoff import Backoff
-from pipar.compute import ThreadCompute
 from pipar.config import Link, load_config
 from pipar.events import ignore
+from pipar.execution.lanes import ThreadCompute
 from pipar.lifeline import Lifeline
 from pipar.link.grpc import connect
 from pipar.prepare import measured_profile

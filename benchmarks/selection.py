@@ -44,7 +44,7 @@ KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
     "planner", "coding", "protocol", "forecast.py", "stage_times.py", "busy.py", "cutoff.py", "foresight.py",
-    "judge.py", "choosing.py", "replanning.py", "schedule.py", "stages.py", "methods.py", "config.py",
+    "judge.py", "choosing.py", "replanning.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
     "prepare.py", "job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
 )  # fmt: skip
 

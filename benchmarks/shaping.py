@@ -26,7 +26,7 @@ import asyncio, sys, time
 from pipar.link.channel import Channel
 from pipar.link.grpc import Listener, connect
 from pipar.protocol.messages import Body, Kind, Message
-from pipar.trace import Recorder
+from pipar.execution.spans import Recorder
 rate, size = float(sys.argv[1]) * 1e6, int(sys.argv[2])
 
 async def main():

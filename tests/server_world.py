@@ -12,11 +12,12 @@ from cutting import CutLink, Loss
 
 from pipar.assemble import Equipment, run_device
 from pipar.backoff import Backoff
-from pipar.clock import run_virtually
-from pipar.compute import VirtualCompute
 from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.ledger import Bounds, Ledger
 from pipar.lifeline import Lifeline
@@ -31,7 +32,6 @@ from pipar.protocol.orders import Orders, Returned
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
-from pipar.trace import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 
 # A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each. Noise on the first layer: 1.6 s.
 PROFILE = Profile(

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from pipar.backoff import Backoff, Pause
-from pipar.clock import run_virtually
+from pipar.execution.clock import run_virtually
 
 
 class Watch:

@@ -25,13 +25,13 @@ from server_world import (
 
 from pipar.errors import TrainingError, UnusableModelError
 from pipar.events import Dropped, Lost
+from pipar.execution.spans import UPLINK, Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.limits import Rate
 from pipar.protocol.messages import Body, Kind, Message
 from pipar.protocol.orders import Returned
 from pipar.protocol.wire import Frame
 from pipar.session import Session
-from pipar.trace import UPLINK, Recorder
 
 BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {

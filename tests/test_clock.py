@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.clock import VirtualTimeLoop, run_virtually, sleep_until
 from pipar.errors import TrainingError
+from pipar.execution.clock import VirtualTimeLoop, run_virtually, sleep_until
 
 
 def _now() -> float:

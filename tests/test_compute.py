@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.clock import run_virtually, sleep_until
-from pipar.compute import Compute, ThreadCompute, VirtualCompute
-from pipar.stages import Work
-from pipar.trace import Recorder, Span
+from pipar.execution.clock import run_virtually, sleep_until
+from pipar.execution.lanes import Compute, ThreadCompute, VirtualCompute
+from pipar.execution.spans import Recorder, Span
+from pipar.execution.stages import Work
 
 
 def work(kind: str = "fs", n: int = 1, seconds: int = 0, device: str = "pi") -> Work:

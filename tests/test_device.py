@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipar.clock import run_virtually
-from pipar.compute import VirtualCompute
 from pipar.device import Device
 from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError, TrainingError
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 from pipar.hollow import HollowDevicePart, HollowSamples
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
@@ -24,7 +25,6 @@ from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.orders import Orders, plan_body
-from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 
 # A batch of 10 takes the device 10 s forward and 20 s backward.
 PROFILE = Profile(

@@ -15,16 +15,16 @@ from training import EXACT, Case, Trained, hand_made_profile, largest_error, mak
 import pipar
 from pipar import replanning
 from pipar.assemble import Equipment, assemble_server, run_device
-from pipar.compute import ThreadCompute
 from pipar.config import Link
 from pipar.enrolment import Listed
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
+from pipar.execution.lanes import ThreadCompute
+from pipar.execution.spans import Span
 from pipar.link.grpc import Listener, connect
 from pipar.methods import Plan
 from pipar.replanning import Choose
 from pipar.run import Result, World
 from pipar.torchside import make_learner, part_builder
-from pipar.trace import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 
 from pipar.checkpoint import Checkpoint, Checkpoints, Disk, _content
 from pipar.cli import cli
-from pipar.clock import VirtualTimeLoop
 from pipar.errors import CheckpointError, LinkError, ProtocolError
 from pipar.events import Away
+from pipar.execution.clock import VirtualTimeLoop
 from pipar.faults.campaign import Report, try_seed
 from pipar.faults.disk import UnreliableDisk
 from pipar.faults.invariants import Violation, aggregate_is_the_mean

@@ -14,6 +14,9 @@ from pipar.busy import busy_s
 from pipar.coding import encodings
 from pipar.config import Link, PrivacySection, config_from, device_specs
 from pipar.events import EpochResult, ignore
+from pipar.execution.schedule import cut_batch
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
+from pipar.execution.stages import Work
 from pipar.forecast import forecast, simulate, timeline
 from pipar.job import Job
 from pipar.methods import Plan
@@ -24,10 +27,7 @@ from pipar.planner.select import choose
 from pipar.planner.timing import STEADY, Timing, whole_epoch
 from pipar.planning import rehearse
 from pipar.prepare import unplanned_timing_only
-from pipar.schedule import cut_batch
 from pipar.stage_times import transfer_s
-from pipar.stages import Work
-from pipar.trace import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.virtual import train_without_mathematics
 
 SAME = 1e-9  # relative: sums of the same numbers in another order

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.clock import run_virtually
 from pipar.config import Link
 from pipar.errors import TrainingError
 from pipar.events import EpochResult
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.ledger import Bounds, Ledger
-from pipar.trace import EpochTrace, Recorder, Span, Totals
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from pipar.backoff import Backoff
-from pipar.clock import run_virtually
 from pipar.errors import InputError, LinkError, PiparError, ProtocolError, SessionOverError, TrainingError, VersionError
 from pipar.events import Connected, Connecting, Event, Reconnecting
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import UPLINK, Recorder
 from pipar.lifeline import Lifeline, resume
 from pipar.link.channel import Channel, Transport
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.protocol.messages import Kind, Message, json_body, read_json
 from pipar.protocol.wire import cut_message
 from pipar.session import fault
-from pipar.trace import UPLINK, Recorder
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipar.chart import Block, Chart, axis, blocks
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
 
 def _span(lane: str, kind: str, micro_batch: int, start: float, end: float) -> Span:

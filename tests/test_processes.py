@@ -21,11 +21,11 @@ from training import Case, make_job
 import pipar
 from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
+from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
-from pipar.trace import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
 

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from pipar.config import Config, Link, config_from, device_specs
 from pipar.events import ignore
+from pipar.execution.schedule import cut_batch
+from pipar.execution.spans import Span
+from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
@@ -24,9 +27,6 @@ from pipar.planner.machines import MACHINES, machine_profile
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import LABEL_BYTES, Kind, Message
 from pipar.protocol.wire import CHUNK_BYTES, cut_message, pack_frame
-from pipar.schedule import cut_batch
-from pipar.stages import KINDS, Stage, Work, all_stages, end_times, previous
-from pipar.trace import Span
 from pipar.virtual import train_without_mathematics
 
 LAYERS, CUT = 3, 2

@@ -14,16 +14,16 @@ from torch import nn
 from training import EXACT, Case, Trained, largest_error, make_job, reference_state
 
 from pipar import replanning
-from pipar.clock import run_virtually
 from pipar.config import Link, config_from
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Event, ReplanFailed, Replanned
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import Span
 from pipar.link.shaping import Traffic
 from pipar.methods import Plan
 from pipar.nn.steps import Part
 from pipar.prepare import prepare_timing_only
 from pipar.replanning import Choose, MeasuredLink, Replanner
-from pipar.trace import Span
 from pipar.virtual import train_virtually, train_without_mathematics
 from pipar.workload import Own, Workload
 

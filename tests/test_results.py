@@ -14,13 +14,13 @@ from pipar.checkpoint import Checkpoint
 from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
+from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.protocol.messages import EMPTY, Body
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
-from pipar.trace import Span
 
 CONFIG = config_from(
     {

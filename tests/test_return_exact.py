@@ -16,11 +16,11 @@ from training import EXACT, Case, largest_error, make_job, reference_data
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.backoff import Backoff
-from pipar.clock import run_virtually
-from pipar.compute import VirtualCompute
 from pipar.config import config_from
 from pipar.enrolment import Listed
 from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
 from pipar.job import shared_costs
 from pipar.lifeline import Lifeline
 from pipar.link.channel import Transport

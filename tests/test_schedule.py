@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import PlanError
-from pipar.schedule import count_batches, count_pieces, cut_batch, cut_epoch, device_order, parse_order, print_order
-from pipar.stages import Stage
+from pipar.execution.schedule import (
+    count_batches,
+    count_pieces,
+    cut_batch,
+    cut_epoch,
+    device_order,
+    parse_order,
+    print_order,
+)
+from pipar.execution.stages import Stage
 
 samples = st.integers(1, 500)
 sizes = st.integers(1, 120)

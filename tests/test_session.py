@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipar.clock import run_virtually
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.arrivals import Moment
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
@@ -12,7 +13,6 @@ from pipar.link.shaping import Traffic
 from pipar.protocol.messages import Kind, Message, read_json
 from pipar.replanning import MeasuredLink
 from pipar.session import End, Introduction, Session
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 
 def burst(at: float, each_s: float, size_bytes: int = 0) -> dict[tuple[int, int], Moment]:

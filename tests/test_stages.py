@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import PlanError
-from pipar.stages import KINDS, Stage, all_stages, end_times, following, previous
+from pipar.execution.stages import KINDS, Stage, all_stages, end_times, following, previous
 
 # Paper III-C, table of stages, typed row by row: stage | previous | next, with n = 3 as the row 1 < n < N and
 # N = 5. One correction: the next stage of f_s n is b_s n; the paper prints b_s n+1.

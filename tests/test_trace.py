@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.errors import ProtocolError
-from pipar.trace import (
+from pipar.execution.spans import (
     WORK_KINDS,
     Clock,
     EpochTrace,

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.clock import run_virtually
+from pipar.execution.clock import run_virtually
 from pipar.turns import Turns
 
 

@@ -18,9 +18,9 @@ from torch import nn
 from training import Case, hand_made_profile
 
 import pipar
-from pipar.clock import run_virtually
 from pipar.errors import TrainingError
 from pipar.events import EpochResult, Event
+from pipar.execution.clock import run_virtually
 from pipar.run import Result, World
 
 

@@ -17,13 +17,13 @@ from torch import nn
 from pipar.config import config_from, device_specs
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
+from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import planned
-from pipar.trace import Span
 from pipar.virtual import train_virtually
 from pipar.workload import Own, Workload
 

@@ -9,11 +9,12 @@ from operator import attrgetter
 from typing import Any
 
 from pipar.choosing import Choices, Recodings, Search, search_by_estimate
-from pipar.compute import Compute
 from pipar.config import Link, device_names
 from pipar.device import Device, DevicePart, Samples
 from pipar.enrolment import Listed, Open
 from pipar.events import EpochResult, Observer
+from pipar.execution.lanes import Compute
+from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
@@ -25,7 +26,6 @@ from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault
-from pipar.trace import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 
 #: Makes lanes of these names that leave their spans with this recorder.
 MakeCompute = Callable[[Sequence[str], Recorder], Compute]

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipar.execution.stages import Work
 from pipar.forecast import forecast
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.refit import Shares
 from pipar.stage_times import batch_times, decoding, protect_s, work_key
-from pipar.stages import Work
 
 
 def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:

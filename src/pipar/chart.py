@@ -21,7 +21,7 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pipar.trace import COMPUTE, CORE, DOWNLINK, UPLINK, Span
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, UPLINK, Span
 
 #: What fills a block, in words, and its style.
 _KINDS = {

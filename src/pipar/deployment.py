@@ -20,13 +20,14 @@ from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.choosing import Chooser
-from pipar.compute import ThreadCompute
 from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
 from pipar.errors import ConfigError, DataError, InputError, PlanError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.execution.lanes import ThreadCompute
+from pipar.execution.spans import SERVER, Recorder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.ledger import stale_epochs
@@ -53,7 +54,6 @@ from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.silence import Silence
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
-from pipar.trace import SERVER, Recorder
 from pipar.trackers.tracking import Tracking, tracked
 from pipar.workload import Own, Workload
 

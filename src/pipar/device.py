@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pipar.clock import clock_machine
-from pipar.compute import Compute
 from pipar.errors import (
     LinkError,
     PrivacyError,
@@ -24,15 +22,17 @@ from pipar.errors import (
     TrainingError,
 )
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
+from pipar.execution.clock import clock_machine
+from pipar.execution.lanes import Compute
+from pipar.execution.schedule import cut_batch, cut_epoch, device_order
+from pipar.execution.spans import COMPUTE, Clock, Recorder, pack_trace
+from pipar.execution.stages import Place, Work
 from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Spent
 from pipar.protocol.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
 from pipar.protocol.orders import Orders
-from pipar.schedule import cut_batch, cut_epoch, device_order
-from pipar.stages import Place, Work
-from pipar.trace import COMPUTE, Clock, Recorder, pack_trace
 
 if TYPE_CHECKING:  # it brings numpy
     from pipar.privacy.mechanisms import Chance

@@ -55,7 +55,7 @@ class Pictured:
     """What the lanes did in an epoch that is over, as much of it as a picture shows; for who asked for pictures."""
 
     epoch: int
-    spans: tuple[Any, ...]  # of pipar.trace.Span
+    spans: tuple[Any, ...]  # of pipar.execution.spans.Span
     is_whole: bool  # nothing of the epoch is left out
     left_out: int = 0  # spans that were too many between the picture's beginning and its end
 

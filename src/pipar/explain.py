@@ -14,6 +14,7 @@ from pipar.choosing import chosen as plans_again
 from pipar.config import Config, Link, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
+from pipar.execution.spans import Span
 from pipar.forecast import timeline
 from pipar.job import Job
 from pipar.methods import Plan
@@ -26,7 +27,6 @@ from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
 from pipar.planning import plan_choice, plans_by_estimate, simulation
 from pipar.results import plans_as_json
 from pipar.stage_times import lane_s
-from pipar.trace import Span
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
 _GRIDS = (

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pipar.events import EpochResult, Event, Joined, Progress, RoundOver, Started
-from pipar.trace import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
 #: How many reports of one owner a lane's utilisation is taken over.
 _WINDOW = 4

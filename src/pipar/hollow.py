@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipar.execution.stages import Place
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
-from pipar.stages import Place
 
 if TYPE_CHECKING:  # it brings numpy
     from pipar.privacy.mechanisms import Chance

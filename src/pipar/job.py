@@ -9,6 +9,7 @@ from functools import cached_property
 
 from pipar.coding.encodings import LOSSY
 from pipar.config import Config, DeviceSpec, Link, device_names
+from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.cache import usable_cores
@@ -17,7 +18,6 @@ from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Terms, terms_of
 from pipar.protocol.orders import Orders
-from pipar.schedule import count_batches, count_pieces, cut_batch
 
 #: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200

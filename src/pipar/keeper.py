@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Protocol
 
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
-from pipar.compute import Compute
 from pipar.config import Config
 from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
+from pipar.execution.lanes import Compute
+from pipar.execution.stages import Work
 from pipar.job import Job
 from pipar.protocol.messages import Body
 from pipar.results import RunFolder
-from pipar.stages import Work
 
 
 class Snapshots(Protocol):

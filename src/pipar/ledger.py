@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from pipar.config import Link
 from pipar.events import EpochResult
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 from pipar.foresight import Foresight, since
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.replanning import MeasuredLink
-from pipar.trace import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 
 
 @dataclass(frozen=True)

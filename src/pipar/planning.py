@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Observer, Preparing, ignore
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.methods import Plan
@@ -16,7 +17,6 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.groups import choose_for
 from pipar.planner.select import Choice, choose_by_estimate, everybodys
 from pipar.planner.timing import Simulate, Timing
-from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 
 #: What counts as a lane's work: the stages of the iterations, and models on the links.
 _COUNTED = frozenset({"fc", "bc", "step", "u", "decode", "fs", "bs", "encode", "d", "model"})

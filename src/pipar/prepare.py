@@ -17,6 +17,7 @@ from pipar.config import Config, DeviceSpec, config_from, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, Request, check_request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
+from pipar.execution.schedule import count_batches
 from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
@@ -29,7 +30,6 @@ from pipar.planning import planned
 from pipar.privacy.leakage_file import Subject
 from pipar.privacy.leakage_limit import LeakageLimit
 from pipar.privacy.spending import terms_of
-from pipar.schedule import count_batches
 
 if TYPE_CHECKING:
     from torch import nn

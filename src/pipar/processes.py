@@ -25,13 +25,13 @@ from typing import Any
 from pipar.addresses import check_listening
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
+from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.link.security import is_loopback
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
 from pipar.privacy.spending import Spending
-from pipar.trace import Span
 from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
@@ -376,8 +376,8 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
 async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
     from pipar.assemble import assemble_server
     from pipar.choosing import Chooser
-    from pipar.compute import ThreadCompute
     from pipar.enrolment import Listed
+    from pipar.execution.lanes import ThreadCompute
     from pipar.link.grpc import Listener
 
     chooser = Chooser()
@@ -419,7 +419,7 @@ def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str)
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
     from pipar.assemble import Equipment, run_device
-    from pipar.compute import ThreadCompute
+    from pipar.execution.lanes import ThreadCompute
     from pipar.link.grpc import connect
     from pipar.torchside import part_builder, seed_dropout, warm_up_device
 

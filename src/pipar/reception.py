@@ -10,10 +10,11 @@ from itertools import count
 from operator import attrgetter
 from typing import Protocol
 
-from pipar.clock import clock_machine
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
+from pipar.execution.clock import clock_machine
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
 from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
@@ -22,7 +23,6 @@ from pipar.protocol.messages import Kind, Message, read_json
 from pipar.protocol.orders import Orders
 from pipar.protocol.wire import Frame, body_limit, cut_message
 from pipar.session import Introduction, Session, fault, read_hello
-from pipar.trace import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
 
 #: Who connects has to say hello within this time.
 HELLO_WITHIN_S = 10.0

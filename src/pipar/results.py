@@ -19,12 +19,12 @@ from pipar.checkpoint import Checkpoint
 from pipar.config import Config, dump_config
 from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
+from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.cache import machine_fingerprint
 from pipar.privacy.spending import Spending
 from pipar.protocol.messages import Body
-from pipar.trace import Span, chrome_events, excerpt
 
 _PARTIAL = ".partial"
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")

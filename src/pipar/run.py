@@ -14,11 +14,11 @@ from pipar.aggregation import check_method
 from pipar.config import Config, check_private_updates, device_specs, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
+from pipar.execution.schedule import count_batches
+from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
-from pipar.schedule import count_batches
-from pipar.trace import Span
 from pipar.trackers.tracking import tracked
 from pipar.wording import guess_text, ruled_out_text
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from pipar.compute import Compute, Ended, Step
 from pipar.errors import (
     LinkError,
     PiparError,
@@ -24,6 +23,9 @@ from pipar.errors import (
     forget_frames,
 )
 from pipar.events import BegunAnew, BudgetSpent, Dropped, Observer, Progress, Replanned, RoundOver, ignore
+from pipar.execution.lanes import Compute, Ended, Step
+from pipar.execution.spans import DOWNLINK, SERVER, Recorder
+from pipar.execution.stages import Place, Work
 from pipar.ledger import Ledger
 from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
@@ -36,8 +38,6 @@ from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
 from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
-from pipar.stages import Place, Work
-from pipar.trace import DOWNLINK, SERVER, Recorder
 from pipar.turns import Turns
 from pipar.validation import Validation
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipar.errors import ConfigError, ProtocolError
+from pipar.execution.spans import Recorder
+from pipar.execution.stages import Place
 from pipar.link.arrivals import Moments, carried, read_moments, read_traffic
 from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
@@ -18,8 +20,6 @@ from pipar.planner.profile import NetworkSizes, Profile, check_network
 from pipar.privacy.spending import Spent
 from pipar.protocol.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 from pipar.replanning import MeasuredLink
-from pipar.stages import Place
-from pipar.trace import Recorder
 
 #: Squared errors and squared values of what was coded lossily, summed; None if all was exact.
 SquaredError = tuple[float, float] | None

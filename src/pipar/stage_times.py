@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
-from pipar.stages import Work
 
 #: The frames of coded tensors say their shape.
 _CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4

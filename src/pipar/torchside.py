@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from pipar import random_streams
+from pipar.execution.schedule import cut_batch, device_order
 from pipar.job import Job
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
@@ -16,7 +17,6 @@ from pipar.nn.runtime import give_back_memory_of_model, one_thread
 from pipar.nn.split import split_model
 from pipar.nn.steps import Piece, TorchDevicePart
 from pipar.protocol.orders import Orders
-from pipar.schedule import cut_batch, device_order
 from pipar.workload import Workload
 
 

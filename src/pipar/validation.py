@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pipar.compute import Compute
 from pipar.errors import TrainingError
+from pipar.execution.lanes import Compute
+from pipar.execution.stages import Work
 from pipar.ledger import Ledger
-from pipar.stages import Work
 
 #: Gives the summed loss and the right answers of a batch for the model as it was when this was made.
 Evaluate = Callable[[Any], tuple[float, int]]

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.choosing import Search, search_at_once
-from pipar.clock import run_virtually
-from pipar.compute import VirtualCompute
 from pipar.device import DevicePart, Samples
 from pipar.enrolment import Listed
 from pipar.events import EpochResult, Observer
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import Span
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
 from pipar.link.memory import memory_pair
@@ -22,7 +23,6 @@ from pipar.privacy.spending import Spending
 from pipar.protocol.orders import Orders
 from pipar.replanning import Choose
 from pipar.server import Learner
-from pipar.trace import Span
 
 if TYPE_CHECKING:  # a timing-only run does without torch
     from pipar.nn.learner import TorchLearner

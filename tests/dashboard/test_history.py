@@ -12,7 +12,7 @@ import pytest
 from pipar.config import config_from, dump_config
 from pipar.dashboard.history import History
 from pipar.events import EpochResult, Joined, Pictured, Replanned, Started
-from pipar.trace import Span
+from pipar.execution.spans import Span
 
 CONFIG = config_from(
     {"devices": [{"name": "pi", "count": 2, "link": "4g", "split_point": 2, "micro_batches": 2}], "run": {"epochs": 3}}

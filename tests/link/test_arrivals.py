@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipar.clock import run_virtually, sleep_until
+from pipar.execution.clock import run_virtually, sleep_until
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.arrivals import Log, Moments, carried, read_moments, read_traffic
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.link.shaping import Traffic
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
 from pipar.protocol.wire import Frame
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 LATENCY_S = 0.005
 

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import pytest
 
-from pipar.clock import run_virtually
 from pipar.errors import LinkError
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.memory import memory_pair
 from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body
 from pipar.protocol.wire import cut_message
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 T = TypeVar("T")
 Scenario = Callable[[Channel, Channel], Awaitable[T]]

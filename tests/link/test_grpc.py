@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipar.errors import InputError, LinkError, ProtocolError
+from pipar.execution.spans import Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.protocol.messages import Kind, Message
 from pipar.protocol.wire import cut_message, pack_frame
-from pipar.trace import Recorder
 
 Outcome = asyncio.Queue[BaseException | Message]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from cutting import CutLink, Loss
 
-from pipar.clock import run_virtually
 from pipar.errors import LinkError
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.nn.tensors import read_labels, read_tensor, tensor_body
 from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload
 from pipar.protocol.wire import Frame
 from pipar.session import Answer, Introduction, Session
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 CHUNKS = 5
 #: A chunk takes so long to be encoded; on the link it takes half of that, or twice as much.

@@ -14,11 +14,11 @@ from contextlib import suppress
 
 import pytest
 
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.arrivals import carried, read_moments
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 RATE_BPS = 8e6
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 from cutting import CutLink, Loss
 
-from pipar.clock import run_virtually
 from pipar.errors import LinkError, ProtocolError
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.protocol.messages import Body, Kind, Message, json_body
 from pipar.protocol.wire import cut_message
-from pipar.trace import DOWNLINK, UPLINK, Recorder
 
 UP = (
     Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body.of(b"one")),

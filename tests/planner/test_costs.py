@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipar.execution.stages import Work
 from pipar.planner.costs import Costs, interpolate
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
-from pipar.stages import Work
 
 PROFILE = Profile(
     model="hand",

@@ -10,6 +10,7 @@ import pytest
 from pipar.choosing import Recodings, chosen
 from pipar.coding import encodings
 from pipar.config import Link
+from pipar.execution.stages import Work
 from pipar.hollow import HollowServerPart
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
@@ -20,7 +21,6 @@ from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose_by_estimate
 from pipar.protocol.messages import Kind, Message
 from pipar.protocol.wire import Assembler, cut_message
-from pipar.stages import Work
 
 #: What they leave behind a ReLU, up and down, and about what they take.
 SHARES = {"sparse": (0.55, 0.5), "planes": (0.8, 0.85), "sparse-planes": (0.45, 0.4)}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.execution.stages import Stage, end_times
 from pipar.methods import Plan
 from pipar.planner.estimate import (
     StageTimes,
@@ -19,7 +20,6 @@ from pipar.planner.estimate import (
     stage_times,
 )
 from pipar.planner.profile import Profile
-from pipar.stages import Stage, end_times
 
 MakeProfile = Callable[..., Profile]
 SLOW = Link(up_bps=8000.0, down_bps=16000.0)

@@ -11,12 +11,13 @@ from programs import address_of, place
 from test_deployment import training
 
 from pipar.checkpoint import Checkpoints, identity_of, latest
-from pipar.clock import run_virtually
-from pipar.compute import VirtualCompute
 from pipar.config import config_from
 from pipar.deployment import discreet, own_cuts, own_guard
 from pipar.errors import TrainingError
 from pipar.events import ignore
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import Recorder
 from pipar.keeper import CheckpointKeeper
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
@@ -24,7 +25,6 @@ from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.memory import Memory
 from pipar.privacy.spending import Cuts, Spending, Spent, terms_of
 from pipar.protocol.messages import EMPTY
-from pipar.trace import Recorder
 from pipar.workload import Workload
 
 

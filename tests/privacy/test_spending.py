@@ -24,6 +24,7 @@ from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
+from pipar.execution.spans import UPLINK
 from pipar.link.channel import Channel
 from pipar.logs import Narrator
 from pipar.methods import Plan
@@ -33,7 +34,6 @@ from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.protocol.messages import EMPTY, Kind, Message
 from pipar.protocol.orders import Orders
 from pipar.run import with_method
-from pipar.trace import UPLINK
 
 DELTA = 1e-5
 NO_LIMIT = Terms(1.0, 4.0, DELTA)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipar import trace
 from pipar.coding.encodings import CODED
 from pipar.errors import ProtocolError
+from pipar.execution import spans
 from pipar.protocol import wire
 from pipar.protocol.messages import DTYPES, ENCODINGS, ITEM_BYTES, UNNUMBERED, Body, Kind, Message, json_body
 from pipar.protocol.wire import Assembler, Frame, body_limit, check_fits, cut_message, pack_frame, unpack_frame
@@ -211,8 +211,8 @@ def test_the_document_names_every_kind_dtype_encoding_and_the_chunk() -> None:
 
 def test_the_documents_span_is_the_traces_struct() -> None:
     table = rows("A trace", 4)
-    assert [(int(row[0]), int(row[1])) for row in table] == layout(trace._SPAN)
-    assert f"| {trace._SPAN.size} each |" in WIRE_MD
+    assert [(int(row[0]), int(row[1])) for row in table] == layout(spans._SPAN)
+    assert f"| {spans._SPAN.size} each |" in WIRE_MD
 
 
 # --- round trips

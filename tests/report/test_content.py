@@ -11,13 +11,13 @@ import pytest
 from small_runs import SETTINGS
 
 import pipar
+from pipar.execution.spans import Span
 from pipar.report.content import content
 from pipar.report.critical import Window, critical_path
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
 from pipar.results import strict_json
-from pipar.trace import Span
 
 
 def events_of(folder: Path) -> set[tuple[Any, ...]]:

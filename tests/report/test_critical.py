@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span
 from pipar.report.critical import Window, critical_path, middle_iteration, shares, subject, uses_link, whole_epoch
 from pipar.report.record import RunRecord
-from pipar.trace import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span
 
 ROUNDED_S = 3e-6
 

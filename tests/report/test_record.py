@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipar.errors import InputError
+from pipar.execution.spans import Span, chrome_events
 from pipar.report.record import RunRecord, shown_epoch
-from pipar.trace import Span, chrome_events
 
 
 @pytest.fixture

@@ -30,12 +30,12 @@ from pipar.events import (
     Waiting,
     Welcomed,
 )
+from pipar.execution.spans import COMPUTE, SERVER, UPLINK
 from pipar.gauges import Gauges
 from pipar.logs import Narrator, level_of, one_line
 from pipar.methods import METHODS, Plan
 from pipar.pace import Pace
 from pipar.results import strict_json
-from pipar.trace import COMPUTE, SERVER, UPLINK
 
 #: A page with more rows would be no easier to read, and dearer several times a second.
 MOST_ROWS = 100

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipar.coding.chunks import OVERHEAD_BYTES
 from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
+from pipar.execution.spans import SERVER
 from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
 from pipar.link.channel import Channel
@@ -15,7 +16,6 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
 from pipar.protocol.messages import LABEL_BYTES
 from pipar.session import Session
-from pipar.trace import SERVER
 
 #: The programs are looked at so often.
 LOOK_EVERY_S = 0.25

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from pipar.execution.spans import SERVER
 from pipar.nn.learner import TorchLearner
 from pipar.nn.split import split_model
 from pipar.nn.steps import TorchDevicePart, TorchServerPart
 from pipar.nn.tensors import state_body
 from pipar.protocol.messages import Body, Message
 from pipar.protocol.orders import Orders, Returned
-from pipar.trace import SERVER
 from pipar.workload import Workload
 
 

@@ -23,14 +23,15 @@ from torch import nn
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoints, identity_of, latest
-from pipar.clock import VirtualTimeLoop, run_virtually
 from pipar.coding import chunks, encodings
-from pipar.compute import VirtualCompute
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
+from pipar.execution.clock import VirtualTimeLoop, run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import SERVER, Recorder
 from pipar.faults.disk import PowerLossError, UnreliableDisk
 from pipar.faults.held import LOOK_EVERY_S, Holdings, largest
 from pipar.faults.invariants import (
@@ -68,7 +69,6 @@ from pipar.protocol.orders import Returned
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.torchside import repeatable
-from pipar.trace import SERVER, Recorder
 from pipar.workload import Own, Workload
 
 #: Everything that broke is whole again and has had time to find each other, many times over.

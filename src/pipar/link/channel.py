@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pipar.clock import sleep_until
 from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
+from pipar.execution.clock import sleep_until
+from pipar.execution.spans import Recorder
 from pipar.link.arrivals import Log
 from pipar.link.limits import MESSAGE_BYTES, Allowance, Rate
 from pipar.link.shaping import Meter, Pacer, Rates
 from pipar.protocol.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 from pipar.protocol.wire import Assembler, BodyLimit, Frame, check_fits, cut_message
-from pipar.trace import Recorder
 
 #: What a frame on the link is called in the trace, and which work brings it forth.
 _SPANS = {

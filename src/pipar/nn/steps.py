@@ -19,6 +19,7 @@ from pipar.coding.chunks import chunk_bytes
 from pipar.coding.encodings import LOSSY, is_sparse
 from pipar.coding.lossy import Lossy, Residual
 from pipar.errors import InputError, ProtocolError
+from pipar.execution.stages import Place
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.tensors import (
@@ -34,7 +35,6 @@ from pipar.nn.tensors import (
 )
 from pipar.privacy import mechanisms
 from pipar.protocol.messages import ITEM_BYTES, Body, Message, tensor_bytes
-from pipar.stages import Place
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipar.errors import PlanError, TooLittleMemoryError
+from pipar.execution.stages import Work
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import with_encodings
 from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
-from pipar.stages import Work
 
 #: Whether a {P, N} is looked at.
 Allow = Callable[[int, int], bool]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipar.coding import encodings
+from pipar.execution.stages import Work
 from pipar.planner.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
-from pipar.stages import Work
 
 _FORWARD = ("fc", "fs", "validate")
 _BACKWARD = ("bc", "bs")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
+from pipar.execution.stages import Work
 from pipar.planner.fleet import Fleet, Member
-from pipar.stages import Work
 
 
 class Exchange:

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Literal
 
 from pipar.config import Link
+from pipar.execution.schedule import count_batches, cut_batch, cut_epoch
 from pipar.methods import Method
 from pipar.planner.costs import Costs
-from pipar.schedule import count_batches, cut_batch, cut_epoch
 from pipar.units import LIMITLESS_BPS
 
 Auto = Literal["auto"]

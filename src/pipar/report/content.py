@@ -9,12 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
+from pipar.execution.spans import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
 from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
 from pipar.results import plan_from_json
-from pipar.trace import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
 from pipar.wording import link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: of one run, and of each of several that are compared.

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
 #: Clocks and rounded files are no more exact than this.
 _SAME_S = 2e-6

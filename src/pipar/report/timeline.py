@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 from pipar.report.critical import (
     Window,
     critical_path,
@@ -16,7 +17,6 @@ from pipar.report.critical import (
     uses_link,
     whole_epoch,
 )
-from pipar.trace import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 
 #: So many blocks a browser draws in about a second, also on a slow machine, and nobody sees more.
 MOST_SPANS = 4000

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from pipar.clock import sleep_until
-from pipar.stages import Work
-from pipar.trace import Recorder
+from pipar.execution.clock import sleep_until
+from pipar.execution.spans import Recorder
+from pipar.execution.stages import Work
 
 #: Work and its function; the first function of a job takes nothing, each other one the result of the one before.
 Step = tuple[Work, Callable[..., Any]]

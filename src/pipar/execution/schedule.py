@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain, islice, repeat
 
 from pipar.errors import PlanError
-from pipar.stages import Stage
+from pipar.execution.stages import Stage
 
 
 def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False, most: int | None = None) -> list[int]:
