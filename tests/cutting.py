@@ -7,7 +7,7 @@ from enum import Enum
 
 from pipar.errors import LinkError
 from pipar.link.memory import MemoryTransport
-from pipar.protocol.wire import Frame
+from pipar.wire.frames import Frame
 
 
 class Loss(Enum):

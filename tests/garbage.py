@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.chunks import chunk_sizes, row_values
-from pipar.coding.codec import encode
-from pipar.coding.delta import CHANGED, SAME, WHOLE, encode_changes
-from pipar.coding.encodings import CODED
-from pipar.coding.lossy import Lossy
-from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body
-from pipar.protocol.wire import HEADER_BYTES, cut_message, pack_frame
+from pipar.wire.chunks import chunk_sizes, row_values
+from pipar.wire.codec import encode
+from pipar.wire.delta import CHANGED, SAME, WHOLE, encode_changes
+from pipar.wire.encodings import CODED
+from pipar.wire.frames import HEADER_BYTES, cut_message, pack_frame
+from pipar.wire.lossy import Lossy
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, json_body
 
 _EXTREMES = {1: "!B", 2: "!H", 4: "!I", 8: "!Q"}
 

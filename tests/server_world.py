@@ -27,11 +27,11 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.spending import Guard, Spending, Terms
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.orders import Orders, Returned
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.orders import Orders, Returned
 
 # A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each. Noise on the first layer: 1.6 s.
 PROFILE = Profile(

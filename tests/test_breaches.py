@@ -28,10 +28,10 @@ from pipar.events import Dropped, Lost
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.limits import Rate
-from pipar.protocol.messages import Body, Kind, Message
-from pipar.protocol.orders import Returned
-from pipar.protocol.wire import Frame
 from pipar.session import Session
+from pipar.wire.frames import Frame
+from pipar.wire.messages import Body, Kind, Message
+from pipar.wire.orders import Returned
 
 BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {

@@ -30,7 +30,7 @@ from pipar.checkpoint import (
 from pipar.config import config_from
 from pipar.errors import CheckpointError, ConfigError, InputError
 from pipar.methods import Plan
-from pipar.protocol.messages import Body
+from pipar.wire.messages import Body
 
 IDENTITY = identity_of(config_from({}))
 

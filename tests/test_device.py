@@ -23,8 +23,8 @@ from pipar.link.memory import memory_pair
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.orders import Orders, plan_body
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.orders import Orders, plan_body
 
 # A batch of 10 takes the device 10 s forward and 20 s backward.
 PROFILE = Profile(

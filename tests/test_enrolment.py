@@ -19,9 +19,9 @@ from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
-from pipar.protocol.messages import EMPTY
-from pipar.protocol.orders import Orders
 from pipar.session import Introduction, read_profile
+from pipar.wire.messages import EMPTY
+from pipar.wire.orders import Orders
 
 TIMES = CodingTimes(1e-5, 1e-9, 1e-5, 1e-9)
 LAYERS = tuple(

@@ -13,13 +13,13 @@ from test_return_exact import A, B, C, Roamed, roam, same
 from torch import nn
 from training import Case, hand_made_profile
 
-from pipar.coding import chunks
 from pipar.events import Back, BegunAnew, Dropped, Lost, Replanned
 from pipar.link.channel import Channel
 from pipar.methods import Plan
 from pipar.nn.rectified import rectified_cuts
 from pipar.planner.profile import CodingTimes, Profile
-from pipar.protocol.messages import Kind, Message
+from pipar.wire import chunks
+from pipar.wire.messages import Kind, Message
 
 pytestmark = pytest.mark.usefixtures("one_thread", "all_is_coded")
 

@@ -32,13 +32,13 @@ from pipar.link.channel import Channel
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
-from pipar.protocol.messages import Kind, Message, json_body
-from pipar.protocol.orders import Returned
-from pipar.protocol.wire import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.reception import Reception
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.session import Session
+from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
+from pipar.wire.messages import Kind, Message, json_body
+from pipar.wire.orders import Returned
 
 FAST, CHUNK, CHUNKS = 4, 10, 10
 ENOUGH = 40  # worlds in which a mistake has to show

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pipar.busy import busy_s
-from pipar.coding import encodings
 from pipar.config import Link, PrivacySection, config_from, device_specs
 from pipar.events import EpochResult, ignore
 from pipar.execution.schedule import cut_batch
@@ -29,6 +28,7 @@ from pipar.planning import rehearse
 from pipar.prepare import unplanned_timing_only
 from pipar.stage_times import transfer_s
 from pipar.virtual import train_without_mathematics
+from pipar.wire import encodings
 
 SAME = 1e-9  # relative: sums of the same numbers in another order
 LINKS: tuple[Any, ...] = (

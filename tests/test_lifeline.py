@@ -17,9 +17,9 @@ from pipar.execution.spans import UPLINK, Recorder
 from pipar.lifeline import Lifeline, resume
 from pipar.link.channel import Channel, Transport
 from pipar.link.memory import MemoryTransport, memory_pair
-from pipar.protocol.messages import Kind, Message, json_body, read_json
-from pipar.protocol.wire import cut_message
 from pipar.session import fault
+from pipar.wire.frames import cut_message
+from pipar.wire.messages import Kind, Message, json_body, read_json
 
 
 @dataclass

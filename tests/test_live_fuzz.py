@@ -30,9 +30,9 @@ from test_deployment import check_nothing_is_left, training
 from pipar.config import config_from
 from pipar.link.register import add_token
 from pipar.prepare import measured_profile
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.wire import cut_message, pack_frame, unpack_frame
 from pipar.units import split_address
+from pipar.wire.frames import cut_message, pack_frame, unpack_frame
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.workload import Workload
 
 FRAMES = int(os.environ.get("PIPAR_FUZZ_FRAMES", "5000"))  # on streams that the server has taken

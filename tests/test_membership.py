@@ -46,8 +46,8 @@ from pipar.events import (
 )
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.orders import Orders, Returned
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.orders import Orders, Returned
 
 ONE_PIECE = (Kind.ROUND, activation(samples=10), Kind.GRADIENT, end_epoch(), model(), Kind.REPORT, trace())
 NO_PIECE = (Kind.ROUND, end_epoch(loss_sum=1.0), model(), Kind.REPORT, trace())

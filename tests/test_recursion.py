@@ -25,9 +25,9 @@ from pipar.planner.counts import known_counts
 from pipar.planner.estimate import StageTimes, closed_form_s, iteration_s, stage_times
 from pipar.planner.machines import MACHINES, machine_profile
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.protocol.messages import LABEL_BYTES, Kind, Message
-from pipar.protocol.wire import CHUNK_BYTES, cut_message, pack_frame
 from pipar.virtual import train_without_mathematics
+from pipar.wire.frames import CHUNK_BYTES, cut_message, pack_frame
+from pipar.wire.messages import LABEL_BYTES, Kind, Message
 
 LAYERS, CUT = 3, 2
 HEADER_BYTES = len(pack_frame(next(cut_message(Message(Kind.ACTIVATION), 1, 1))))

@@ -19,8 +19,8 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.cache import machine_fingerprint
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.protocol.messages import EMPTY, Body
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
+from pipar.wire.messages import EMPTY, Body
 
 CONFIG = config_from(
     {

@@ -28,8 +28,8 @@ from pipar.link.memory import memory_pair
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
-from pipar.protocol.messages import Body
 from pipar.torchside import make_learner, part_builder, repeatable
+from pipar.wire.messages import Body
 from pipar.workload import Own, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,7 +30,7 @@ from pipar.events import Dropped, Lost, Replanned
 from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import Body, Kind, Message
+from pipar.wire.messages import Body, Kind, Message
 
 
 def as_json(profile: Profile) -> object:

@@ -10,9 +10,9 @@ from pipar.link.arrivals import Moment
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
 from pipar.link.shaping import Traffic
-from pipar.protocol.messages import Kind, Message, read_json
 from pipar.replanning import MeasuredLink
 from pipar.session import End, Introduction, Session
+from pipar.wire.messages import Kind, Message, read_json
 
 
 def burst(at: float, each_s: float, size_bytes: int = 0) -> dict[tuple[int, int], Moment]:

@@ -22,10 +22,10 @@ from pipar.lifeline import Lifeline
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Spending
-from pipar.protocol.orders import Orders
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault
+from pipar.wire.orders import Orders
 
 #: Makes lanes of these names that leave their spans with this recorder.
 MakeCompute = Callable[[Sequence[str], Recorder], Compute]

@@ -21,7 +21,7 @@ from typing import Any
 from pipar.config import Config
 from pipar.errors import CheckpointError, InputError
 from pipar.methods import Plan
-from pipar.protocol.messages import Body
+from pipar.wire.messages import Body
 
 MAGIC = b"PIPARCKP"
 VERSION = 1

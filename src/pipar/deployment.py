@@ -48,13 +48,13 @@ from pipar.privacy.leakage_file import Subject
 from pipar.privacy.leakage_limit import LeakageLimit
 from pipar.privacy.memory import Memory, held
 from pipar.privacy.spending import Cuts, Guard, terms_of
-from pipar.protocol.messages import EMPTY
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
 from pipar.silence import Silence
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.trackers.tracking import Tracking, tracked
+from pipar.wire.messages import EMPTY
 from pipar.workload import Own, Workload
 
 _NO_LINK = Link()

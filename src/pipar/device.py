@@ -31,8 +31,8 @@ from pipar.link.arrivals import read_traffic
 from pipar.link.channel import Channel
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Spent
-from pipar.protocol.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
-from pipar.protocol.orders import Orders
+from pipar.wire.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json
+from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # it brings numpy
     from pipar.privacy.mechanisms import Chance

@@ -14,8 +14,8 @@ from pipar.planner.encoding import recoded
 from pipar.planner.profile import Profile
 from pipar.planner.select import choose_by_estimate
 from pipar.planning import make_plans
-from pipar.protocol.orders import Orders
 from pipar.session import Introduction
+from pipar.wire.orders import Orders
 
 #: Returns every device's plan for the profiles that the devices brought with them.
 PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]

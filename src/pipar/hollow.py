@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipar.execution.stages import Place
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
+from pipar.wire.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 
 if TYPE_CHECKING:  # it brings numpy
     from pipar.privacy.mechanisms import Chance

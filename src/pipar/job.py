@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipar.coding.encodings import LOSSY
 from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.ledger import Bounds
@@ -17,7 +16,8 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Terms, terms_of
-from pipar.protocol.orders import Orders
+from pipar.wire.encodings import LOSSY
+from pipar.wire.orders import Orders
 
 #: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200

@@ -14,8 +14,8 @@ from pipar.events import Observer, Saved, SaveFailed
 from pipar.execution.lanes import Compute
 from pipar.execution.stages import Work
 from pipar.job import Job
-from pipar.protocol.messages import Body
 from pipar.results import RunFolder
+from pipar.wire.messages import Body
 
 
 class Snapshots(Protocol):

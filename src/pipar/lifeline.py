@@ -21,8 +21,8 @@ from pipar.errors import (
 )
 from pipar.events import Connected, Connecting, Observer, Reconnecting
 from pipar.link.channel import Channel, Transport
-from pipar.protocol.messages import Kind, Message, json_body, read_json
-from pipar.protocol.wire import cut_message
+from pipar.wire.frames import cut_message
+from pipar.wire.messages import Kind, Message, json_body, read_json
 
 #: An answer to a hello that wants to go on with a session comes at once, or the server is not there.
 _ANSWER_WITHIN_S = 10.0

@@ -44,7 +44,7 @@ class Plan:
     """{P, N} of one device: where its network is cut and into how many micro-batches each batch is.
 
     `window` limits how many micro-batches' activations the device keeps at once (1F1B); 0 is all forwards first.
-    `up` and `down` are the encodings of activations and of gradients, of `pipar.coding.encodings`.
+    `up` and `down` are the encodings of activations and of gradients, of `pipar.wire.encodings`.
     """
 
     split_point: int

@@ -19,10 +19,10 @@ from pipar.ledger import Ledger
 from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Spending
-from pipar.protocol.messages import Kind, Message, read_json
-from pipar.protocol.orders import Orders
-from pipar.protocol.wire import Frame, body_limit, cut_message
 from pipar.session import Introduction, Session, fault, read_hello
+from pipar.wire.frames import Frame, body_limit, cut_message
+from pipar.wire.messages import Kind, Message, read_json
+from pipar.wire.orders import Orders
 
 #: Who connects has to say hello within this time.
 HELLO_WITHIN_S = 10.0

@@ -24,7 +24,7 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.cache import machine_fingerprint
 from pipar.privacy.spending import Spending
-from pipar.protocol.messages import Body
+from pipar.wire.messages import Body
 
 _PARTIAL = ".partial"
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")

@@ -32,14 +32,14 @@ from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Spending
-from pipar.protocol.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
-from pipar.protocol.orders import Orders, Returned, plan_body
-from pipar.protocol.wire import SMALL_BODY_BYTES, body_limit
 from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
 from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
 from pipar.turns import Turns
 from pipar.validation import Validation
+from pipar.wire.frames import SMALL_BODY_BYTES, body_limit
+from pipar.wire.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
+from pipar.wire.orders import Orders, Returned, plan_body
 
 T = TypeVar("T")
 

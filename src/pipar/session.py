@@ -18,8 +18,8 @@ from pipar.link.channel import Channel
 from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
 from pipar.privacy.spending import Spent
-from pipar.protocol.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 from pipar.replanning import MeasuredLink
+from pipar.wire.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 
 #: Squared errors and squared values of what was coded lossily, summed; None if all was exact.
 SquaredError = tuple[float, float] | None

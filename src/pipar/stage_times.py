@@ -11,8 +11,8 @@ from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import LABEL_BYTES
-from pipar.protocol.wire import CHUNK_BYTES, HEADER_BYTES
+from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
+from pipar.wire.messages import LABEL_BYTES
 
 #: The frames of coded tensors say their shape.
 _CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4

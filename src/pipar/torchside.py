@@ -16,7 +16,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.runtime import give_back_memory_of_model, one_thread
 from pipar.nn.split import split_model
 from pipar.nn.steps import Piece, TorchDevicePart
-from pipar.protocol.orders import Orders
+from pipar.wire.orders import Orders
 from pipar.workload import Workload
 
 

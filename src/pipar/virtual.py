@@ -20,9 +20,9 @@ from pipar.job import Job, shared_costs
 from pipar.link.memory import memory_pair
 from pipar.planner.costs import Costs
 from pipar.privacy.spending import Spending
-from pipar.protocol.orders import Orders
 from pipar.replanning import Choose
 from pipar.server import Learner
+from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # a timing-only run does without torch
     from pipar.nn.learner import TorchLearner

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipar.coding.codec import decode, encode
-from pipar.coding.encodings import EXACT, LOSSY
 from pipar.errors import ProtocolError
+from pipar.wire.codec import decode, encode
+from pipar.wire.encodings import EXACT, LOSSY
 
 ENCODINGS = [*(encoding for encoding in EXACT if encoding != "raw"), *LOSSY]
 COUNT, ROW = 1000, 100

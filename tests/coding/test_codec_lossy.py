@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipar.coding import halves
-from pipar.coding.chunks import OVERHEAD_BYTES, chunk_sizes, row_values
-from pipar.coding.codec import decode, encode
-from pipar.coding.encodings import LOSSY
-from pipar.coding.lossy import Lossy, Residual
+from pipar.wire import halves
+from pipar.wire.chunks import OVERHEAD_BYTES, chunk_sizes, row_values
+from pipar.wire.codec import decode, encode
+from pipar.wire.encodings import LOSSY
+from pipar.wire.lossy import Lossy, Residual
 
 
 def sent(

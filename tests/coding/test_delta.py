@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hn
 from numpy.typing import NDArray
 
-from pipar.coding.delta import CHANGED, SAME, WHOLE, Tensors, decode_changes, encode_changes
 from pipar.errors import ProtocolError
+from pipar.wire.delta import CHANGED, SAME, WHOLE, Tensors, decode_changes, encode_changes
 
 FLOATS = ("<f2", "<f4", "<f8")
 DTYPES = (*FLOATS, "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")

@@ -13,8 +13,8 @@ from pipar.link.arrivals import Log, Moments, carried, read_moments, read_traffi
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.link.shaping import Traffic
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
-from pipar.protocol.wire import Frame
+from pipar.wire.frames import Frame
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 LATENCY_S = 0.005
 

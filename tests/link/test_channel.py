@@ -16,8 +16,8 @@ from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.memory import memory_pair
-from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload, json_body
-from pipar.protocol.wire import cut_message
+from pipar.wire.frames import cut_message
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, json_body
 
 T = TypeVar("T")
 Scenario = Callable[[Channel, Channel], Awaitable[T]]

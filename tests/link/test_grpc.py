@@ -14,8 +14,8 @@ from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
-from pipar.protocol.messages import Kind, Message
-from pipar.protocol.wire import cut_message, pack_frame
+from pipar.wire.frames import cut_message, pack_frame
+from pipar.wire.messages import Kind, Message
 
 Outcome = asyncio.Queue[BaseException | Message]
 

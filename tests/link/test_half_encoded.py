@@ -15,9 +15,9 @@ from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.nn.tensors import read_labels, read_tensor, tensor_body
-from pipar.protocol.messages import Body, Chunks, Kind, Message, Payload
-from pipar.protocol.wire import Frame
 from pipar.session import Answer, Introduction, Session
+from pipar.wire.frames import Frame
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload
 
 CHUNKS = 5
 #: A chunk takes so long to be encoded; on the link it takes half of that, or twice as much.

@@ -20,8 +20,8 @@ from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.limits import Allowance, Keepalive, Limits, Rate
 from pipar.link.security import ServerSecurity
-from pipar.protocol.messages import Body, Kind, Message
-from pipar.protocol.wire import Frame, cut_message
+from pipar.wire.frames import Frame, cut_message
+from pipar.wire.messages import Body, Kind, Message
 
 QUICK = Keepalive(every_s=1.0, timeout_s=1.0)
 

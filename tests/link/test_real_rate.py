@@ -18,7 +18,7 @@ from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.arrivals import carried, read_moments
 from pipar.link.channel import Channel, Transport
 from pipar.link.grpc import Listener, connect
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 RATE_BPS = 8e6
 

@@ -16,8 +16,8 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel
 from pipar.link.memory import MemoryTransport, memory_pair
-from pipar.protocol.messages import Body, Kind, Message, json_body
-from pipar.protocol.wire import cut_message
+from pipar.wire.frames import cut_message
+from pipar.wire.messages import Body, Kind, Message, json_body
 
 UP = (
     Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body.of(b"one")),

@@ -22,8 +22,8 @@ from pipar.link.channel import Transport
 from pipar.link.grpc import Listener, connect
 from pipar.link.register import add_serials, add_token
 from pipar.link.security import DeviceSecurity, Guard, ServerSecurity, check_device, check_server, is_loopback
-from pipar.protocol.messages import Kind, Message, json_body
-from pipar.protocol.wire import cut_message
+from pipar.wire.frames import cut_message
+from pipar.wire.messages import Kind, Message, json_body
 
 PLAIN = ServerSecurity()
 

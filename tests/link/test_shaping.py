@@ -13,7 +13,7 @@ from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.link.channel import Channel
 from pipar.link.memory import memory_pair
 from pipar.link.shaping import Meter, Pacer, Rates, Traffic
-from pipar.protocol.messages import Body, Kind, Message
+from pipar.wire.messages import Body, Kind, Message
 
 rates = st.floats(1e3, 1e9)
 frames = st.lists(st.tuples(st.floats(0, 50), st.integers(1, 10**6)), min_size=1, max_size=20)

@@ -24,7 +24,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import state_body
-from pipar.protocol.orders import Returned
+from pipar.wire.orders import Returned
 
 State = dict[str, torch.Tensor]
 WEIGHTS = frozenset({"w", "b"})

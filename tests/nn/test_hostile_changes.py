@@ -10,8 +10,8 @@ from pipar.errors import ProtocolError, UnusableModelError
 from pipar.nn.learner import TorchLearner
 from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import read_state
-from pipar.protocol.messages import Body
-from pipar.protocol.orders import Returned
+from pipar.wire.messages import Body
+from pipar.wire.orders import Returned
 
 
 def changes(payload: bytes) -> Body:

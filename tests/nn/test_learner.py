@@ -15,8 +15,8 @@ from pipar.nn.learner import TorchLearner, evaluate_batch
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Part, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
-from pipar.protocol.messages import EMPTY, Body
-from pipar.protocol.orders import Returned
+from pipar.wire.messages import EMPTY, Body
+from pipar.wire.orders import Returned
 
 LAYERS = 3
 

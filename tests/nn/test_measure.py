@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipar.coding.encodings import ALL
 from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
@@ -27,6 +26,7 @@ from pipar.planner.cache import machine_fingerprint
 from pipar.planner.memory import training_bytes
 from pipar.planner.profile import Profile, batch_sizes
 from pipar.privacy.mechanisms import clip_and_noise
+from pipar.wire.encodings import ALL
 
 SHAPE = (3, 8, 8)
 

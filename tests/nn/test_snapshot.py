@@ -19,8 +19,8 @@ from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, TorchDevicePart, cut_pieces
 from pipar.nn.tensors import state_body
-from pipar.protocol.messages import Body
-from pipar.protocol.orders import Returned
+from pipar.wire.messages import Body
+from pipar.wire.orders import Returned
 
 #: Names with dots, of which one is the start of the other: the layer "1.0" of a must not be taken for "0" of a.1.
 SPLIT_POINTS = {"a": 1, "a.1": 1}

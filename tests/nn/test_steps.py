@@ -19,7 +19,7 @@ from pipar.errors import ProtocolError
 from pipar.nn.split import split_model
 from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
 from pipar.nn.tensors import read_state, state_body, tensor_body
-from pipar.protocol.messages import Body, Kind, Message
+from pipar.wire.messages import Body, Kind, Message
 
 SGD = Optimizer(learning_rate=0.1, momentum=0.9)
 LAYERS = 5

@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_peak import peak_bytes
 
-from pipar.coding.encodings import CODED
-from pipar.coding.lossy import Lossy
 from pipar.errors import ProtocolError
 from pipar.nn.tensors import TORCH_DTYPES, check_finite, read_labels, read_state, read_tensor, state_body, tensor_body
-from pipar.protocol import wire
-from pipar.protocol.messages import Body, Kind, Message, end_to_end
-from pipar.protocol.wire import Assembler, cut_message, pack_frame, unpack_frame
+from pipar.wire import frames
+from pipar.wire.encodings import CODED
+from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
+from pipar.wire.lossy import Lossy
+from pipar.wire.messages import Body, Kind, Message, end_to_end
 
 DTYPES = list(TORCH_DTYPES.values())
 
@@ -28,7 +28,7 @@ def over_the_wire(message: Message) -> Message:
     """The message as its receiver has it, cut into small chunks on the way."""
     assembler, received = Assembler(), None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "CHUNK_BYTES", 64)
+        patch.setattr(frames, "CHUNK_BYTES", 64)
         for frame in cut_message(message, 1, 1):
             received = assembler.feed(unpack_frame(pack_frame(frame)))
     assert received is not None
@@ -161,7 +161,7 @@ def test_a_state_is_sent_from_where_it_lies_and_read_where_it_arrived() -> None:
     weight[0] = 7.0
     assert read_state(body)["w"][0] == 7.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "LARGE_BODY_BYTES", 1)
+        patch.setattr(frames, "LARGE_BODY_BYTES", 1)
         received = over_the_wire(Message(Kind.MODEL, body=body)).body
     assert len(received.buffers) == 1
     read = read_state(received)["w"]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from pipar.choosing import Recodings, chosen
-from pipar.coding import encodings
 from pipar.config import Link
 from pipar.execution.stages import Work
 from pipar.hollow import HollowServerPart
@@ -19,8 +18,9 @@ from pipar.planner.encoding import recoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose_by_estimate
-from pipar.protocol.messages import Kind, Message
-from pipar.protocol.wire import Assembler, cut_message
+from pipar.wire import encodings
+from pipar.wire.frames import Assembler, cut_message
+from pipar.wire.messages import Kind, Message
 
 #: What they leave behind a ReLU, up and down, and about what they take.
 SHARES = {"sparse": (0.55, 0.5), "planes": (0.8, 0.85), "sparse-planes": (0.45, 0.4)}

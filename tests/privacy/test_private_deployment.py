@@ -24,7 +24,7 @@ from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.memory import Memory
 from pipar.privacy.spending import Cuts, Spending, Spent, terms_of
-from pipar.protocol.messages import EMPTY
+from pipar.wire.messages import EMPTY
 from pipar.workload import Workload
 
 

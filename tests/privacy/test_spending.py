@@ -31,9 +31,9 @@ from pipar.methods import Plan
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
-from pipar.protocol.messages import EMPTY, Kind, Message
-from pipar.protocol.orders import Orders
 from pipar.run import with_method
+from pipar.wire.messages import EMPTY, Kind, Message
+from pipar.wire.orders import Orders
 
 DELTA = 1e-5
 NO_LIMIT = Terms(1.0, 4.0, DELTA)

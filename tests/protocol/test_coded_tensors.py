@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipar.coding.encodings import ALL, EXACT, LOSSY
-from pipar.coding.lossy import Lossy
 from pipar.errors import ProtocolError
 from pipar.nn.tensors import not_zero, read_labels, read_tensor, tensor_body
-from pipar.protocol.messages import Body, Kind, Message
-from pipar.protocol.wire import Assembler, Frame, body_limit, cut_message, pack_frame, unpack_frame
+from pipar.wire.encodings import ALL, EXACT, LOSSY
+from pipar.wire.frames import Assembler, Frame, body_limit, cut_message, pack_frame, unpack_frame
+from pipar.wire.lossy import Lossy
+from pipar.wire.messages import Body, Kind, Message
 
 T = TypeVar("T")
 SHAPE = (20, 8, 32, 32)  # 640 KiB: three chunks

@@ -12,14 +12,13 @@ from garbage import BASE, damaged, good_frames
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.coding import chunks
-from pipar.coding.codec import decode
-from pipar.coding.delta import decode_changes
-from pipar.coding.encodings import CODED
 from pipar.errors import ProtocolError
-from pipar.protocol import wire
-from pipar.protocol.messages import Kind, Message, tensor_bytes
-from pipar.protocol.wire import Assembler, body_limit, pack_frame, unpack_frame
+from pipar.wire import chunks, frames
+from pipar.wire.codec import decode
+from pipar.wire.delta import decode_changes
+from pipar.wire.encodings import CODED
+from pipar.wire.frames import Assembler, body_limit, pack_frame, unpack_frame
+from pipar.wire.messages import Kind, Message, tensor_bytes
 
 QUICK, MANY = 15_000, 70_000
 FRAMES = good_frames()
@@ -27,7 +26,7 @@ FRAMES = good_frames()
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CHUNK_BYTES", 128)
+    monkeypatch.setattr(frames, "CHUNK_BYTES", 128)
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 256)
 
 
@@ -81,7 +80,7 @@ def bombard(count: int, seed: int) -> Counter[str]:
         results["ProtocolError" if isinstance(result, ProtocolError) else type(result).__name__] += 1
         if isinstance(result, Message):
             results.update(read(result))
-        assert len(assembler._begun) <= wire.MAX_HALF_RECEIVED
+        assert len(assembler._begun) <= frames.MAX_HALF_RECEIVED
     return results
 
 
@@ -118,10 +117,10 @@ def test_any_bytes_in_any_place_of_a_frame_are_a_message_or_a_protocol_error(
 
 def test_a_peer_that_begins_messages_and_never_ends_them_is_held_to_the_limit() -> None:
     """Headers that announce as much as there can be cost nothing; a full chunk of each is all that is ever kept."""
-    chunk = bytes(wire.CHUNK_BYTES)
+    chunk = bytes(frames.CHUNK_BYTES)
     assembler, kept = Assembler(limit=body_limit({Kind.MODEL: 3_000_000})), 0
     for sequence in range(100):
-        head = wire.Frame(Message(Kind.MODEL, body=wire.Body(3_000_000)), 1, sequence, 0, 0, 3, (), 0)
+        head = frames.Frame(Message(Kind.MODEL, body=frames.Body(3_000_000)), 1, sequence, 0, 0, 3, (), 0)
         data = pack_frame(head) + chunk
         kept += outcome(assembler, data) is None
-    assert kept == wire.MAX_HALF_RECEIVED
+    assert kept == frames.MAX_HALF_RECEIVED

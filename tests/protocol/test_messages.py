@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
-from pipar.protocol.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
-from pipar.protocol.orders import Orders, plan_body
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
+from pipar.wire.orders import Orders, plan_body
 
 ORDERS = Orders(
     session=3,

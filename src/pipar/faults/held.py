@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipar.coding.chunks import OVERHEAD_BYTES
 from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
 from pipar.execution.spans import SERVER
 from pipar.faults.invariants import Held
@@ -14,8 +13,9 @@ from pipar.link.channel import Channel
 from pipar.link.limits import MESSAGE_BYTES
 from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
-from pipar.protocol.messages import LABEL_BYTES
 from pipar.session import Session
+from pipar.wire.chunks import OVERHEAD_BYTES
+from pipar.wire.messages import LABEL_BYTES
 
 #: The programs are looked at so often.
 LOOK_EVERY_S = 0.25

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pipar.errors import LinkError
 from pipar.link.channel import Transport
-from pipar.protocol.wire import HEADER_BYTES, Frame, pack_frame, unpack_frame
+from pipar.wire.frames import HEADER_BYTES, Frame, pack_frame, unpack_frame
 
 UP, DOWN = 0, 1  # directions; the side that sends
 #: A frame takes this long when nothing is wrong.

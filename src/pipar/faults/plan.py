@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pipar.coding import encodings
 from pipar.methods import METHODS, Plan
+from pipar.wire import encodings
 
 #: What can happen, and how often in proportion. `docs/faults.md` says what each of them is.
 KINDS = {

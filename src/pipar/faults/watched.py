@@ -12,8 +12,8 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.split import split_model
 from pipar.nn.steps import TorchDevicePart, TorchServerPart
 from pipar.nn.tensors import state_body
-from pipar.protocol.messages import Body, Message
-from pipar.protocol.orders import Orders, Returned
+from pipar.wire.messages import Body, Message
+from pipar.wire.orders import Orders, Returned
 from pipar.workload import Workload
 
 

@@ -23,7 +23,6 @@ from torch import nn
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoints, identity_of, latest
-from pipar.coding import chunks, encodings
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
 from pipar.enrolment import Open
@@ -64,11 +63,11 @@ from pipar.link.channel import Channel, Transport
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
-from pipar.protocol import wire
-from pipar.protocol.orders import Returned
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.torchside import repeatable
+from pipar.wire import chunks, encodings, frames
+from pipar.wire.orders import Returned
 from pipar.workload import Own, Workload
 
 #: Everything that broke is whole again and has had time to find each other, many times over.
@@ -120,12 +119,12 @@ async def _run(scenario: Scenario, folder: Path, made: list[World]) -> None:
 @contextmanager
 def _chunks_of(size_bytes: int, coded_bytes: int) -> Iterator[None]:
     """Cut messages and tensors into smaller pieces than usual, so that tiny ones are of several, too."""
-    usual = wire.CHUNK_BYTES, chunks._CHUNK_BYTES
-    wire.CHUNK_BYTES, chunks._CHUNK_BYTES = size_bytes, coded_bytes
+    usual = frames.CHUNK_BYTES, chunks._CHUNK_BYTES
+    frames.CHUNK_BYTES, chunks._CHUNK_BYTES = size_bytes, coded_bytes
     try:
         yield
     finally:
-        wire.CHUNK_BYTES, chunks._CHUNK_BYTES = usual
+        frames.CHUNK_BYTES, chunks._CHUNK_BYTES = usual
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipar.link.shaping import Traffic
-from pipar.protocol.wire import Frame
+from pipar.wire.frames import Frame
 
 #: Enough to see some bursts; more would weigh on the link that is measured.
 _REMEMBERED = 100

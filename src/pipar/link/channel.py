@@ -19,8 +19,8 @@ from pipar.execution.spans import Recorder
 from pipar.link.arrivals import Log
 from pipar.link.limits import MESSAGE_BYTES, Allowance, Rate
 from pipar.link.shaping import Meter, Pacer, Rates
-from pipar.protocol.messages import UNNUMBERED, Chunks, Kind, Message, Payload
-from pipar.protocol.wire import Assembler, BodyLimit, Frame, check_fits, cut_message
+from pipar.wire.frames import Assembler, BodyLimit, Frame, check_fits, cut_message
+from pipar.wire.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 
 #: What a frame on the link is called in the trace, and which work brings it forth.
 _SPANS = {

@@ -20,7 +20,7 @@ from pipar.link.channel import Transport
 from pipar.link.diagnosis import why_refused
 from pipar.link.limits import MESSAGE_BYTES, Allowance, Keepalive, Limits
 from pipar.link.security import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
-from pipar.protocol.wire import CHUNK_BYTES, Frame, pack_frame, unpack_frame
+from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
 #: How a server begins its answer to a device that may speak.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pipar.errors import LinkError
-from pipar.protocol.wire import Frame
+from pipar.wire.frames import Frame
 
 
 class MemoryTransport:

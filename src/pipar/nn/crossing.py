@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar.coding import encodings
-from pipar.coding.chunks import chunk_sizes, row_values
-from pipar.coding.codec import decode, encode
-from pipar.coding.delta import decode_changes, encode_changes
-from pipar.coding.masks import not_zero
 from pipar.planner.profile import CodingTimes
+from pipar.wire import encodings
+from pipar.wire.chunks import chunk_sizes, row_values
+from pipar.wire.codec import decode, encode
+from pipar.wire.delta import decode_changes, encode_changes
+from pipar.wire.masks import not_zero
 
 T = TypeVar("T")
 Values = NDArray[Any]

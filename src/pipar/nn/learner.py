@@ -20,8 +20,8 @@ from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.steps import Optimizer, TorchServerPart
 from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
-from pipar.protocol.messages import Body
-from pipar.protocol.orders import Returned
+from pipar.wire.messages import Body
+from pipar.wire.orders import Returned
 
 #: A held-out set: how many samples each batch has, and a function that loads it.
 Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]

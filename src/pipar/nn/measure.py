@@ -40,9 +40,9 @@ from pipar.planner.cache import machine_fingerprint, usable_cores
 from pipar.planner.memory import largest_prefix, training_bytes
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.privacy.mechanisms import clip_and_noise
-from pipar.protocol.messages import Body, Kind, Message
-from pipar.protocol.orders import Returned
 from pipar.units import format_bytes
+from pipar.wire.messages import Body, Kind, Message
+from pipar.wire.orders import Returned
 
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40

@@ -9,7 +9,7 @@ import torch
 
 from pipar.errors import InputError, ProtocolError
 from pipar.nn.tensors import read_state, state_body
-from pipar.protocol.messages import Body
+from pipar.wire.messages import Body
 
 Tensors = Mapping[str, torch.Tensor]
 

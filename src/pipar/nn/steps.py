@@ -15,9 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipar.coding.chunks import chunk_bytes
-from pipar.coding.encodings import LOSSY, is_sparse
-from pipar.coding.lossy import Lossy, Residual
 from pipar.errors import InputError, ProtocolError
 from pipar.execution.stages import Place
 from pipar.nn.rectified import is_rectified
@@ -34,7 +31,10 @@ from pipar.nn.tensors import (
     tensor_body,
 )
 from pipar.privacy import mechanisms
-from pipar.protocol.messages import ITEM_BYTES, Body, Message, tensor_bytes
+from pipar.wire.chunks import chunk_bytes
+from pipar.wire.encodings import LOSSY, is_sparse
+from pipar.wire.lossy import Lossy, Residual
+from pipar.wire.messages import ITEM_BYTES, Body, Message, tensor_bytes
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipar.coding import masks
-from pipar.coding.chunks import chunk_sizes, row_values
-from pipar.coding.codec import decode, encode
-from pipar.coding.delta import decode_changes, encode_changes
-from pipar.coding.lossy import Lossy
 from pipar.errors import ProtocolError
-from pipar.protocol.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
+from pipar.wire import masks
+from pipar.wire.chunks import chunk_sizes, row_values
+from pipar.wire.codec import decode, encode
+from pipar.wire.delta import decode_changes, encode_changes
+from pipar.wire.lossy import Lossy
+from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pipar.coding import encodings
 from pipar.execution.stages import Work
 from pipar.planner.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
+from pipar.wire import encodings
 
 _FORWARD = ("fc", "fs", "validate")
 _BACKWARD = ("bc", "bs")

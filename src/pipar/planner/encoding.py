@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 
-from pipar.coding import encodings
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
+from pipar.wire import encodings
 
 
 def with_encodings(fleet: Fleet, member: Member, plans: Iterable[Plan]) -> list[Plan]:

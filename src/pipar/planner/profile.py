@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pipar.coding import encodings
-from pipar.coding.chunks import chunk_bytes
 from pipar.errors import ConfigError
 from pipar.json_records import list_of, object_of, only_fields, read_fields
+from pipar.wire import encodings
+from pipar.wire.chunks import chunk_bytes
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 10

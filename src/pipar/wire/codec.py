@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.chunks import OVERHEAD_BYTES
-from pipar.coding.encodings import LOSSY, is_sparse
-from pipar.coding.lossy import Lossy, decode_lossy, encode_lossy
-from pipar.coding.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
-from pipar.coding.planes import plane_buffers, read_planes
-from pipar.coding.sections import CODED, VERBATIM, Buffer, Reader, buffer, total_bytes
 from pipar.errors import ProtocolError
+from pipar.wire.chunks import OVERHEAD_BYTES
+from pipar.wire.encodings import LOSSY, is_sparse
+from pipar.wire.lossy import Lossy, decode_lossy, encode_lossy
+from pipar.wire.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
+from pipar.wire.planes import plane_buffers, read_planes
+from pipar.wire.sections import CODED, VERBATIM, Buffer, Reader, buffer, total_bytes
 
 
 def encode(

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from pipar.coding.chunks import chunk_sizes
-from pipar.coding.encodings import ALL, CODED
 from pipar.errors import ProtocolError
+from pipar.wire.chunks import chunk_sizes
+from pipar.wire.encodings import ALL, CODED
 
 
 class Kind(IntEnum):

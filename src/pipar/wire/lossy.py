@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding import halves
-from pipar.coding.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
-from pipar.coding.sections import CODED, VERBATIM, Buffer, Reader, buffer, section, total_bytes
+from pipar.wire import halves
+from pipar.wire.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
+from pipar.wire.sections import CODED, VERBATIM, Buffer, Reader, buffer, section, total_bytes
 
 _WITH_FEEDBACK = ("int8", "topk")
 #: Rows shorter than this share a scale: four bytes for each would cost more than int8 saves.

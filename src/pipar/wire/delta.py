@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.sections import LEAST_SECTION_BYTES, Buffer, Reader, buffer, section, total_bytes
 from pipar.errors import ProtocolError
+from pipar.wire.sections import LEAST_SECTION_BYTES, Buffer, Reader, buffer, section, total_bytes
 
 Tensors = Mapping[str, NDArray[Any]]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.sections import Buffer, Reader, buffer, section
+from pipar.wire.sections import Buffer, Reader, buffer, section
 
 Bits = NDArray[Any]  # uint32 or uint64: the bit patterns of values
 

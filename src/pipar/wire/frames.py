@@ -14,19 +14,10 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pipar.coding.chunks import OVERHEAD_BYTES, chunk_sizes
-from pipar.coding.encodings import CODED
 from pipar.errors import ProtocolError, VersionError
-from pipar.protocol.messages import (
-    DTYPES,
-    ENCODINGS,
-    ITEM_BYTES,
-    Body,
-    Kind,
-    Message,
-    end_to_end,
-    tensor_bytes,
-)
+from pipar.wire.chunks import OVERHEAD_BYTES, chunk_sizes
+from pipar.wire.encodings import CODED
+from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message, end_to_end, tensor_bytes
 
 VERSION = 3
 MAGIC = b"PP"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.coding.sections import Buffer, Reader, section
 from pipar.errors import ProtocolError
+from pipar.wire.sections import Buffer, Reader, section
 
 Mask = NDArray[np.bool_]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipar.coding import encodings
 from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
-from pipar.protocol.messages import Body, Message, json_body, read_json
+from pipar.wire import encodings
+from pipar.wire.messages import Body, Message, json_body, read_json
 
 
 @dataclass(frozen=True)

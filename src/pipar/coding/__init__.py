@@ -1,1 +1,0 @@
-"""Tensors at the cut in fewer bytes: exactly, or with a loss that is counted. Pure: numpy and zstandard, no torch."""

@@ -1,1 +1,0 @@
-"""What is said between device and server, and its bytes. No socket, no torch."""
