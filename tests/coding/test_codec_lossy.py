@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipar.wire import halves
+from pipar.wire import lossy
 from pipar.wire.chunks import OVERHEAD_BYTES, chunk_sizes, row_values
 from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import LOSSY
@@ -58,15 +58,15 @@ def test_fp16_rounds_as_numpy_does() -> None:
         wanted = values.astype(np.float16)
     largest = np.copysign(np.float16(65504), wanted)
     saturated = np.where(np.isinf(wanted) & np.isfinite(values), largest, wanted)
-    given = halves.to_fp16(values).view(np.float16)
+    given = lossy.to_fp16(values).view(np.float16)
     np.testing.assert_array_equal(given, saturated)
     assert (np.signbit(given) == np.signbit(values)).all()
-    np.testing.assert_array_equal(halves.from_fp16(given.view(np.uint16)), given.astype(np.float32))
+    np.testing.assert_array_equal(lossy.from_fp16(given.view(np.uint16)), given.astype(np.float32))
 
 
 def test_bf16_rounds_to_nearest_with_ties_to_even() -> None:
     values = any_bits(20_000, 2)
-    given = halves.from_bf16(halves.to_bf16(values))
+    given = lossy.from_bf16(lossy.to_bf16(values))
     finite = np.isfinite(values)
     np.testing.assert_array_equal(np.isnan(given), np.isnan(values))
     np.testing.assert_array_equal(given[np.isinf(values)], values[np.isinf(values)])
@@ -78,7 +78,7 @@ def test_bf16_rounds_to_nearest_with_ties_to_even() -> None:
     least = np.minimum(np.abs(exact - below), np.abs(np.where(np.isfinite(above), above, np.inf) - exact))
     np.testing.assert_array_equal(np.abs(got - exact), least)
     even = np.array([0x3F80_8000, 0x3F81_8000], np.uint32).view(np.float32)
-    assert [hex(half) for half in halves.to_bf16(even)] == ["0x3f80", "0x3f82"]
+    assert [hex(half) for half in lossy.to_bf16(even)] == ["0x3f80", "0x3f82"]
 
 
 @pytest.mark.parametrize(("encoding", "most"), [("fp16", 2**-11), ("bf16", 2**-8)])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipar.errors import ProtocolError
-from pipar.wire import masks
+from pipar.wire import bitpacking
 from pipar.wire.chunks import chunk_sizes, row_values
 from pipar.wire.codec import decode, encode
 from pipar.wire.delta import decode_changes, encode_changes
@@ -128,7 +128,7 @@ def _decoded(body: Body, behind: int, kept: torch.Tensor | None) -> np.ndarray[A
 
 def not_zero(tensor: torch.Tensor) -> torch.Tensor:
     """Return where a tensor has anything but a positive zero: by its bits, as the sparse encodings see it."""
-    return torch.from_numpy(masks.not_zero(tensor.detach().contiguous().numpy()))
+    return torch.from_numpy(bitpacking.not_zero(tensor.detach().contiguous().numpy()))
 
 
 def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:

@@ -12,12 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipar.errors import ProtocolError
+from pipar.wire.bitpacking import (
+    CODED,
+    VERBATIM,
+    Buffer,
+    Mask,
+    Reader,
+    buffer,
+    gather,
+    kept_count,
+    mask_section,
+    not_zero,
+    plane_buffers,
+    read_mask,
+    read_planes,
+    scatter,
+    total_bytes,
+)
 from pipar.wire.chunks import OVERHEAD_BYTES
 from pipar.wire.encodings import LOSSY, is_sparse
 from pipar.wire.lossy import Lossy, decode_lossy, encode_lossy
-from pipar.wire.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
-from pipar.wire.planes import plane_buffers, read_planes
-from pipar.wire.sections import CODED, VERBATIM, Buffer, Reader, buffer, total_bytes
 
 
 def encode(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipar.errors import ProtocolError
-from pipar.wire.sections import LEAST_SECTION_BYTES, Buffer, Reader, buffer, section, total_bytes
+from pipar.wire.bitpacking import LEAST_SECTION_BYTES, Buffer, Reader, buffer, section, total_bytes
 
 Tensors = Mapping[str, NDArray[Any]]
 

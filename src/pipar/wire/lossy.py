@@ -4,10 +4,16 @@ fp16, bf16   a value becomes the nearest one of two bytes, ties to even. The err
 int8         It becomes a whole number of steps, -127..127; a step is a 127th of the largest magnitude of its row.
              Rounded up or down at random, so that it is right on average. Made up for.
 topk         It stays as it is if its magnitude is among the largest tenth of its chunk, else it is zero. Made up for.
+
+float32 in two bytes: IEEE's half precision and bfloat16, rounded to nearest, ties to even.
+
+A finite value that is too large becomes the largest finite one instead of infinite: receivers refuse infinite values,
+and one outlier is not to end a training. Infinities stay, NaNs stay NaNs. A float64 is rounded to float32 first.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +21,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.wire import halves
-from pipar.wire.masks import Mask, gather, kept_count, mask_section, not_zero, read_mask, scatter
-from pipar.wire.sections import CODED, VERBATIM, Buffer, Reader, buffer, section, total_bytes
+from pipar.wire.bitpacking import (
+    CODED,
+    VERBATIM,
+    Buffer,
+    Mask,
+    Reader,
+    buffer,
+    gather,
+    kept_count,
+    mask_section,
+    not_zero,
+    read_mask,
+    scatter,
+    section,
+    total_bytes,
+)
 
 _WITH_FEEDBACK = ("int8", "topk")
 #: Rows shorter than this share a scale: four bytes for each would cost more than int8 saves.
@@ -142,7 +161,7 @@ def _encode(
 
 def _half_buffers(values: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:
     """Return a form byte and the halves; if the receiver has no mask, one and no zeros where that is shorter."""
-    convert = halves.to_fp16 if encoding == "fp16" else halves.to_bf16
+    convert = to_fp16 if encoding == "fp16" else to_bf16
     plain = convert(gather(values, kept))
     if kept is None:
         nonzero = not_zero(plain)
@@ -158,7 +177,7 @@ def _read_halves(reader: Reader, encoding: str, out: NDArray[Any], kept: Mask | 
     plain = reader.array(kept_count(out.size, kept), "<u2")
     reader.end()
     with np.errstate(invalid="ignore"):  # a NaN that signals is one all the same
-        scatter(out, kept, halves.from_fp16(plain) if encoding == "fp16" else halves.from_bf16(plain))
+        scatter(out, kept, from_fp16(plain) if encoding == "fp16" else from_bf16(plain))
 
 
 # ---- int8 ----
@@ -224,3 +243,75 @@ def _read_largest(reader: Reader, out: NDArray[Any]) -> None:
     values = reader.array(kept_count(out.size, kept), out.dtype.str)
     reader.end()
     scatter(out, kept, values)
+
+
+Halves = NDArray[np.uint16]
+Singles = NDArray[np.float32]
+
+_MAGNITUDE, _INFINITE, _SIGN = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000), np.uint16(0x8000)
+
+
+def to_fp16(values: NDArray[Any]) -> Halves:
+    """Return the bits of each value in half precision, as numpy's astype does in twice the time."""
+    bits, magnitude = _bits(values)
+    # A power of two 13 places above a value's own (or above 2**-14, below which halves are subnormal) pushes the 13
+    # bits that a half does not have out of the sum: the processor's addition rounds.
+    anchor = np.maximum(magnitude & _INFINITE, np.uint32(113 << 23))
+    anchor += np.uint32(13 << 23)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = (magnitude.view(np.float32) + anchor.view(np.float32)).view(np.uint32)
+    rounded -= anchor
+    anchor -= np.uint32((13 + 113) << 23)
+    anchor >>= np.uint32(13)
+    rounded += anchor
+    halves = rounded.astype(np.uint16)
+    # 65520 is halfway between the largest half and the next, which is infinite.
+    return _with_extremes(halves, bits, magnitude, too_large=0x477F_F000, infinite=0x7C00, nan=0x7E00)
+
+
+def to_bf16(values: NDArray[Any]) -> Halves:
+    """Return the upper halves of each value's bits, rounded."""
+    bits, magnitude = _bits(values)
+    rounded = magnitude >> np.uint32(16)
+    rounded &= np.uint32(1)  # ties go to where this bit is zero
+    rounded += np.uint32(0x7FFF)
+    rounded += magnitude
+    rounded >>= np.uint32(16)
+    return _with_extremes(
+        rounded.astype(np.uint16), bits, magnitude, too_large=0x7F7F_8000, infinite=0x7F80, nan=0x7FC0
+    )
+
+
+def from_fp16(halves: Halves) -> Singles:
+    return _every_half().take(halves)
+
+
+def from_bf16(halves: Halves) -> Singles:
+    bits = halves.astype(np.uint32)
+    bits <<= np.uint32(16)
+    return bits.view(np.float32)
+
+
+@functools.cache
+def _every_half() -> Singles:
+    """Return the value of each half by its bits: looking them up is four times as fast as converting."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def _bits(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return the bits of values as float32, with and without their signs."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return bits, bits & _MAGNITUDE
+
+
+def _with_extremes(
+    halves: Halves, bits: NDArray[np.uint32], magnitude: NDArray[np.uint32], *, too_large: int, infinite: int, nan: int
+) -> Halves:
+    """Return the halves with their signs, and with what arithmetic does not give where a value is too large."""
+    if magnitude.size and magnitude.max() >= too_large:
+        halves[magnitude >= too_large] = infinite - 1
+        halves[magnitude == _INFINITE] = infinite
+        halves[magnitude > _INFINITE] = nan
+    halves |= (bits >> np.uint32(16)).astype(np.uint16) & _SIGN
+    return halves
