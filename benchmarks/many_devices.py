@@ -22,14 +22,14 @@ from torch import nn
 
 from benchmarks.record import Claim
 from pipar.assemble import Equipment, run_device
-from pipar.backoff import Backoff
 from pipar.config import Link, load_config
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadCompute
-from pipar.lifeline import Lifeline
-from pipar.link.grpc import connect
 from pipar.prepare import measured_profile
 from pipar.torchside import part_builder
+from pipar.transport.backoff import Backoff
+from pipar.transport.grpc import connect
+from pipar.transport.reconnect import Lifeline
 from pipar.workload import Workload
 
 DEVICES, FIRST = 200, 50

@@ -23,8 +23,8 @@ _RATES_MBIT = (10, 25)
 
 _OURS = """
 import asyncio, sys, time
-from pipar.link.channel import Channel
-from pipar.link.grpc import Listener, connect
+from pipar.transport.channel import Channel
+from pipar.transport.grpc import Listener, connect
 from pipar.wire.messages import Body, Kind, Message
 from pipar.execution.spans import Recorder
 rate, size = float(sys.argv[1]) * 1e6, int(sys.argv[2])

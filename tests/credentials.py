@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipar.cli import main
-from pipar.link.register import add_token
-from pipar.link.security import DeviceSecurity, ServerSecurity
+from pipar.transport.credentials import add_token
+from pipar.transport.tls import DeviceSecurity, ServerSecurity
 
 
 def certs(*words: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from enum import Enum
 
 from pipar.errors import LinkError
-from pipar.link.memory import MemoryTransport
+from pipar.transport.in_memory import MemoryTransport
 from pipar.wire.frames import Frame
 
 

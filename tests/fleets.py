@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from pipar.config import Link
-from pipar.link.shaping import Traffic
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.replanning import MeasuredLink
+from pipar.transport.shaping import Traffic
 
 LAYERS = tuple(LayerProfile(name, (0.001, 0.04), (0.002, 0.08), 25_000, 4_000) for name in "abcd")
 PROFILE = Profile("any", "float32", (1, 50), LAYERS)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from cutting import CutLink, Loss
 
 from pipar.assemble import Equipment, run_device
-from pipar.backoff import Backoff
 from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
@@ -20,9 +19,6 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.ledger import Bounds, Ledger
-from pipar.lifeline import Lifeline
-from pipar.link.channel import Channel, Transport
-from pipar.link.memory import memory_pair
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
@@ -30,6 +26,10 @@ from pipar.privacy.spending import Guard, Spending, Terms
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.in_memory import memory_pair
+from pipar.transport.reconnect import Lifeline
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, Returned
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from pipar.backoff import Backoff, Pause
 from pipar.execution.clock import run_virtually
+from pipar.transport.backoff import Backoff, Pause
 
 
 class Watch:

@@ -26,9 +26,9 @@ from server_world import (
 from pipar.errors import TrainingError, UnusableModelError
 from pipar.events import Dropped, Lost
 from pipar.execution.spans import UPLINK, Recorder
-from pipar.link.channel import Channel, Transport
-from pipar.link.limits import Rate
 from pipar.session import Session
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.limits import Rate
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import Returned
@@ -152,7 +152,7 @@ def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
 
 
 def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipar.link.channel._USELESS", Rate(at_once=5, a_second=0.1))
+    monkeypatch.setattr("pipar.transport.channel._USELESS", Rate(at_once=5, a_second=0.1))
     too_late = (Kind.ROUND, Kind.ABANDON, *(activation() for _ in range(7)))
     outcome = train([honest("a"), by_hand(*too_late)], epochs=3, round_deadline_s=10.0)
     assert outcome.failure is None

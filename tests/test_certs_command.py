@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
 from pipar.cli import main
 from pipar.errors import InputError
-from pipar.link.register import Tokens, read_serials, read_token, read_tokens
+from pipar.transport.credentials import Tokens, read_serials, read_token, read_tokens
 
 
 class Certs:

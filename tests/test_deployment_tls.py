@@ -16,8 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from programs import Place, Program, address_of, place
 from test_deployment import check_nothing_is_left, check_weights, counted, training
 
-from pipar.link.certificates import read_authority
-from pipar.link.register import add_token
+from pipar.transport.certificates import read_authority
+from pipar.transport.credentials import add_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

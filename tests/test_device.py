@@ -18,11 +18,11 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 from pipar.hollow import HollowDevicePart, HollowSamples
-from pipar.link.channel import Channel
-from pipar.link.memory import memory_pair
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import memory_pair
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, plan_body
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipar import doctor
-from pipar.addresses import why_not_listening
 from pipar.cli import main
 from pipar.config import Config, config_from
 from pipar.data.catalog import known_datasets
 from pipar.doctor import EXTRAS, Finding, Limits, TorchFacts
+from pipar.transport.addresses import why_not_listening
 
 GIB = 2**30
 

@@ -20,11 +20,11 @@ from pipar.enrolment import Listed
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import Span
-from pipar.link.grpc import Listener, connect
 from pipar.methods import Plan
 from pipar.replanning import Choose
 from pipar.run import Result, World
 from pipar.torchside import make_learner, part_builder
+from pipar.transport.grpc import Listener, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -28,7 +28,6 @@ from pipar.faults.invariants import Violation, aggregate_is_the_mean
 from pipar.faults.network import damage
 from pipar.faults.plan import KINDS, Fault, Scenario, draw_scenario
 from pipar.faults.world import Outcome, simulate
-from pipar.link.channel import Channel
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
@@ -36,6 +35,7 @@ from pipar.reception import Reception
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.session import Session
+from pipar.transport.channel import Channel
 from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body
 from pipar.wire.orders import Returned

@@ -140,7 +140,7 @@ MADE_UP = {
     ("stages", "from pipar import server"): "stages imports server, which stands below it",
     ("planner.select", "def f():\n    from pipar.virtual import run"): "planner.select imports virtual, which stands",
     ("trace", "if TYPE_CHECKING:\n    from pipar.ledger import Ledger"): "trace imports ledger, which stands below it",
-    ("nn.steps", "from pipar.link.channel import Channel"): "nn.steps imports link.channel, which stands below it",
+    ("nn.steps", "from pipar.transport.channel import Channel"): "nn.steps imports link.channel, which stands below it",
     ("nn.steps", "from pipar.link import channel"): "nn.steps imports link.channel, which stands below it",
     ("device", "from pipar.server import Server"): "device imports server, which it never may",
     ("server", "import pipar.device"): "server imports device, which it never may",

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipar.backoff import Backoff
 from pipar.errors import InputError, LinkError, PiparError, ProtocolError, SessionOverError, TrainingError, VersionError
 from pipar.events import Connected, Connecting, Event, Reconnecting
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
-from pipar.lifeline import Lifeline, resume
-from pipar.link.channel import Channel, Transport
-from pipar.link.memory import MemoryTransport, memory_pair
 from pipar.session import fault
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.in_memory import MemoryTransport, memory_pair
+from pipar.transport.reconnect import Lifeline, resume
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 

@@ -28,8 +28,8 @@ from programs import PATIENCE_S, Place, Program, address_of, place
 from test_deployment import check_nothing_is_left, training
 
 from pipar.config import config_from
-from pipar.link.register import add_token
 from pipar.prepare import measured_profile
+from pipar.transport.credentials import add_token
 from pipar.units import split_address
 from pipar.wire.frames import cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json

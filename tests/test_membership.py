@@ -44,8 +44,8 @@ from pipar.events import (
     RoundOver,
     Waiting,
 )
-from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
+from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, Returned
 

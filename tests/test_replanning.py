@@ -19,11 +19,11 @@ from pipar.errors import PlanError
 from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
-from pipar.link.shaping import Traffic
 from pipar.methods import Plan
 from pipar.nn.steps import Part
 from pipar.prepare import prepare_timing_only
 from pipar.replanning import Choose, MeasuredLink, Replanner
+from pipar.transport.shaping import Traffic
 from pipar.virtual import train_virtually, train_without_mathematics
 from pipar.workload import Own, Workload
 

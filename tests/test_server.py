@@ -27,9 +27,9 @@ from pipar import replanning
 from pipar.config import Link
 from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
-from pipar.link.channel import Channel
 from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
+from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.arrivals import Moment
-from pipar.link.channel import Channel
-from pipar.link.memory import memory_pair
-from pipar.link.shaping import Traffic
 from pipar.replanning import MeasuredLink
 from pipar.session import End, Introduction, Session
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import memory_pair
+from pipar.transport.rate_estimate import Moment
+from pipar.transport.shaping import Traffic
 from pipar.wire.messages import Kind, Message, read_json
 
 

@@ -25,8 +25,8 @@ from typing import Any
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
     "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.nn.measure",
-    "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.link.certificates",
-    "pipar.link.security", "pipar.explain", "pipar.report", "pipar.virtual", "pipar.display",
+    "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.transport.certificates",
+    "pipar.transport.tls", "pipar.explain", "pipar.report", "pipar.virtual", "pipar.display",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts

@@ -18,13 +18,13 @@ from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Reco
 from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
-from pipar.lifeline import Lifeline
-from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Guard, Spending
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.reconnect import Lifeline
 from pipar.wire.orders import Orders
 
 #: Makes lanes of these names that leave their spans with this recorder.

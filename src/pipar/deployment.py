@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from pipar.assemble import Equipment, assemble_server, run_device
-from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.choosing import Chooser
 from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
@@ -31,11 +30,6 @@ from pipar.execution.spans import SERVER, Recorder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.ledger import stale_epochs
-from pipar.lifeline import Lifeline
-from pipar.link.channel import Transport
-from pipar.link.grpc import Listener, connect
-from pipar.link.limits import Keepalive
-from pipar.link.security import DeviceSecurity, ServerSecurity
 from pipar.methods import METHODS
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
@@ -54,6 +48,12 @@ from pipar.run import started
 from pipar.silence import Silence
 from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.trackers.tracking import Tracking, tracked
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Transport
+from pipar.transport.grpc import Listener, connect
+from pipar.transport.limits import Keepalive
+from pipar.transport.reconnect import Lifeline
+from pipar.transport.tls import DeviceSecurity, ServerSecurity
 from pipar.wire.messages import EMPTY
 from pipar.workload import Own, Workload
 

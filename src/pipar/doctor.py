@@ -20,13 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pipar.addresses import why_not_listening
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
 from pipar.planner.cache import cache_folder, usable_cores
 from pipar.planner.memory import BASE_BYTES
 from pipar.results import runs_folder
 from pipar.trackers.tracker import KNOWN, is_package
+from pipar.transport.addresses import why_not_listening
 from pipar.units import format_bytes, split_address
 
 State = Literal["ok", "advice", "problem"]

@@ -28,7 +28,6 @@ from prometheus_client import (
     generate_latest,
 )
 
-from pipar.addresses import why
 from pipar.errors import InputError
 from pipar.events import (
     Away,
@@ -53,6 +52,7 @@ from pipar.events import (
     Trained,
     Waiting,
 )
+from pipar.transport.addresses import why
 from pipar.units import split_address
 
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400)

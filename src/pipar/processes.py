@@ -22,16 +22,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from pipar.addresses import check_listening
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import Span
 from pipar.job import Job
-from pipar.link.security import is_loopback
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
 from pipar.privacy.spending import Spending
+from pipar.transport.addresses import check_listening
+from pipar.transport.tls import is_loopback
 from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
@@ -378,7 +378,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
     from pipar.choosing import Chooser
     from pipar.enrolment import Listed
     from pipar.execution.lanes import ThreadCompute
-    from pipar.link.grpc import Listener
+    from pipar.transport.grpc import Listener
 
     chooser = Chooser()
     server = assemble_server(
@@ -420,8 +420,8 @@ def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str)
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
     from pipar.assemble import Equipment, run_device
     from pipar.execution.lanes import ThreadCompute
-    from pipar.link.grpc import connect
     from pipar.torchside import part_builder, seed_dropout, warm_up_device
+    from pipar.transport.grpc import connect
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples, build = workload.own_shard(name), part_builder(workload, name)

@@ -16,10 +16,10 @@ from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, igno
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
 from pipar.ledger import Ledger
-from pipar.link.channel import Channel, Transport
 from pipar.planner.profile import Profile
 from pipar.privacy.spending import Spending
 from pipar.session import Introduction, Session, fault, read_hello
+from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import Frame, body_limit, cut_message
 from pipar.wire.messages import Kind, Message, read_json
 from pipar.wire.orders import Orders

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pipar.config import Link
 from pipar.events import Observer, ReplanFailed, ignore
-from pipar.link.shaping import Traffic
 from pipar.methods import Plan
+from pipar.transport.shaping import Traffic
 from pipar.units import format_mbits
 
 #: A rate is another one when it differs by more than this from the one planned for. Plans are chosen by estimates that

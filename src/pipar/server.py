@@ -27,7 +27,6 @@ from pipar.execution.lanes import Compute, Ended, Step
 from pipar.execution.spans import DOWNLINK, SERVER, Recorder
 from pipar.execution.stages import Place, Work
 from pipar.ledger import Ledger
-from pipar.link.channel import Transport
 from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
@@ -35,6 +34,7 @@ from pipar.privacy.spending import Spending
 from pipar.reception import Doorkeeper, Reception
 from pipar.replanning import MeasuredLink, Replanner
 from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
+from pipar.transport.channel import Transport
 from pipar.turns import Turns
 from pipar.validation import Validation
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit

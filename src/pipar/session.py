@@ -13,12 +13,12 @@ from typing import Any
 from pipar.errors import ConfigError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.execution.stages import Place
-from pipar.link.arrivals import Moments, carried, read_moments, read_traffic
-from pipar.link.channel import Channel
-from pipar.link.shaping import Traffic
 from pipar.planner.profile import NetworkSizes, Profile, check_network
 from pipar.privacy.spending import Spent
 from pipar.replanning import MeasuredLink
+from pipar.transport.channel import Channel
+from pipar.transport.rate_estimate import Moments, carried, read_moments, read_traffic
+from pipar.transport.shaping import Traffic
 from pipar.wire.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 
 #: Squared errors and squared values of what was coded lossily, summed; None if all was exact.

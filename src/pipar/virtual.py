@@ -17,11 +17,11 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Span
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
-from pipar.link.memory import memory_pair
 from pipar.planner.costs import Costs
 from pipar.privacy.spending import Spending
 from pipar.replanning import Choose
 from pipar.server import Learner
+from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # a timing-only run does without torch

@@ -9,10 +9,10 @@ import pytest
 
 from pipar.execution.clock import run_virtually, sleep_until
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.arrivals import Log, Moments, carried, read_moments, read_traffic
-from pipar.link.channel import Channel
-from pipar.link.memory import MemoryTransport, memory_pair
-from pipar.link.shaping import Traffic
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import MemoryTransport, memory_pair
+from pipar.transport.rate_estimate import Log, Moments, carried, read_moments, read_traffic
+from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 

@@ -13,9 +13,9 @@ import pytest
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.channel import Channel, Transport
-from pipar.link.grpc import Listener, connect
-from pipar.link.memory import memory_pair
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.grpc import Listener, connect
+from pipar.transport.in_memory import memory_pair
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, json_body
 

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.execution.spans import Recorder
-from pipar.link.channel import Channel, Transport
-from pipar.link.grpc import Listener, connect
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.grpc import Listener, connect
 from pipar.wire.frames import cut_message, pack_frame
 from pipar.wire.messages import Kind, Message
 
@@ -130,7 +130,7 @@ def test_two_listeners_do_not_share_a_port() -> None:
 def test_a_stopped_listener_leaves_no_call_that_the_end_of_the_loop_cuts_short(
     steps: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipar.link.grpc._GRACE_S", 0.05)
+    monkeypatch.setattr("pipar.transport.grpc._GRACE_S", 0.05)
 
     async def main() -> None:
         released = asyncio.Event()
@@ -156,7 +156,7 @@ def test_a_stopped_listener_leaves_nobody_behind_who_watches_its_health(
     number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del number  # it is a race
-    monkeypatch.setattr("pipar.link.grpc._GRACE_S", 0.05)
+    monkeypatch.setattr("pipar.transport.grpc._GRACE_S", 0.05)
 
     async def main() -> None:
         listener = Listener(_nobody)

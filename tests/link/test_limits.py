@@ -14,12 +14,12 @@ import pytest
 from credentials import Folder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pipar.backoff import Backoff
 from pipar.errors import CredentialError, LinkError, ProtocolError
-from pipar.link.channel import Transport
-from pipar.link.grpc import Listener, connect
-from pipar.link.limits import Allowance, Keepalive, Limits, Rate
-from pipar.link.security import ServerSecurity
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Transport
+from pipar.transport.grpc import Listener, connect
+from pipar.transport.limits import Allowance, Keepalive, Limits, Rate
+from pipar.transport.tls import ServerSecurity
 from pipar.wire.frames import Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 import pytest
 
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.arrivals import carried, read_moments
-from pipar.link.channel import Channel, Transport
-from pipar.link.grpc import Listener, connect
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.grpc import Listener, connect
+from pipar.transport.rate_estimate import carried, read_moments
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 RATE_BPS = 8e6

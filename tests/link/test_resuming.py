@@ -14,8 +14,8 @@ from cutting import CutLink, Loss
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.channel import Channel
-from pipar.link.memory import MemoryTransport, memory_pair
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Body, Kind, Message, json_body
 

@@ -17,11 +17,11 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
-from pipar.link import certificates
-from pipar.link.channel import Transport
-from pipar.link.grpc import Listener, connect
-from pipar.link.register import add_serials, add_token
-from pipar.link.security import DeviceSecurity, Guard, ServerSecurity, check_device, check_server, is_loopback
+from pipar.transport import certificates
+from pipar.transport.channel import Transport
+from pipar.transport.credentials import add_serials, add_token
+from pipar.transport.grpc import Listener, connect
+from pipar.transport.tls import DeviceSecurity, Guard, ServerSecurity, check_device, check_server, is_loopback
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.link.channel import Channel
-from pipar.link.memory import memory_pair
-from pipar.link.shaping import Meter, Pacer, Rates, Traffic
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import memory_pair
+from pipar.transport.shaping import Meter, Pacer, Rates, Traffic
 from pipar.wire.messages import Body, Kind, Message
 
 rates = st.floats(1e3, 1e9)

@@ -25,13 +25,13 @@ from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
-from pipar.link.channel import Channel
 from pipar.logs import Narrator
 from pipar.methods import Plan
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.run import with_method
+from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message
 from pipar.wire.orders import Orders
 

@@ -44,8 +44,8 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
 
     ca.key signs certificates and stays here; the server needs server.pem, server.key, ca.pem and denied.json.
     """
-    from pipar.link.certificates import make_authority, make_server
     from pipar.private_files import refuse_existing, write_private
+    from pipar.transport.certificates import make_authority, make_server
 
     place = _Place(folder)
     refuse_existing([place.ca, place.ca_key, place.server, place.server_key], force=force)
@@ -64,8 +64,8 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
 @options(_FOLDER, _HOSTS, _DAYS, _FORCE, JSON)
 def server(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bool) -> None:
     """Make another certificate for the server: for other hosts, or because the old one expires."""
-    from pipar.link.certificates import make_server, read_authority
     from pipar.private_files import refuse_existing, write_private
+    from pipar.transport.certificates import make_server, read_authority
 
     place = _Place(folder)
     authority = read_authority(place.ca, place.ca_key)
@@ -83,9 +83,9 @@ def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: b
 
     A device needs its own two files and ca.pem.
     """
-    from pipar.link.certificates import make_device, read_authority
-    from pipar.link.register import add_serials, check_device_name
     from pipar.private_files import refuse_existing, write_private
+    from pipar.transport.certificates import make_device, read_authority
+    from pipar.transport.credentials import add_serials, check_device_name
 
     place = _Place(folder)
     for name in names:
@@ -111,7 +111,7 @@ def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: b
 @options(click.argument("name"), _FOLDER, _FORCE, JSON)
 def token(name: str, folder: Path, force: bool, as_json: bool) -> None:
     """Issue a token for a device, and show it this once: only its hash is kept, in tokens.json for the server."""
-    from pipar.link.register import add_token
+    from pipar.transport.credentials import add_token
 
     place = _Place(folder)
     issued = add_token(place.tokens, name, force=force)
@@ -127,7 +127,7 @@ def token(name: str, folder: Path, force: bool, as_json: bool) -> None:
 def revoke(name: str, folder: Path, as_json: bool) -> None:
     """Take back a device's token and certificates; a running server takes notice at the next connection."""
     from pipar.errors import InputError
-    from pipar.link.register import move_serials, remove_token
+    from pipar.transport.credentials import move_serials, remove_token
 
     place = _Place(folder)
     certificates = move_serials(place.issued, place.denied, name)

@@ -88,7 +88,7 @@ def server(
     Devices may come and go while it trains. SIGTERM and Ctrl-C save and stop; --resume goes on behind the last round.
     """
     loaded = load(config, settings)
-    from pipar.link.security import ServerSecurity, check_server
+    from pipar.transport.tls import ServerSecurity, check_server
 
     security = ServerSecurity(insecure=insecure)
     if certs is not None:
@@ -159,11 +159,11 @@ def device(
     A server that cannot be reached is tried again, for ever or for as long as --give-up-after says.
     """
     loaded = load(config, settings)
-    from pipar.link.security import DeviceSecurity, check_device
+    from pipar.transport.tls import DeviceSecurity, check_device
 
     security = DeviceSecurity(insecure=insecure, server_name=server_name)
     if certs is not None:
-        from pipar.link.register import read_token
+        from pipar.transport.credentials import read_token
 
         _check_folder(certs, "copy ca.pem and what `pipar certs issue` has made for this device into one")
         own = DeviceSecurity.from_folder(certs, name)

@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass, field
 
 from pipar.errors import InputError
-from pipar.link.security import is_loopback
+from pipar.transport.tls import is_loopback
 from pipar.units import split_address
 
 #: What is asked for on the command line in place of a token of one's own.

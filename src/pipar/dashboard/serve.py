@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipar.addresses import listen_on
 from pipar.dashboard.access import AUTO, Access, shown_host
 from pipar.dashboard.feed import Feed
 from pipar.dashboard.history import History
 from pipar.dashboard.state import LiveState
 from pipar.events import Event, Progress, Stopping
 from pipar.results import strict_json
+from pipar.transport.addresses import listen_on
 
 THREAD = "dashboard"
 #: How often browsers are told what has changed.

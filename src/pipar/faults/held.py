@@ -9,11 +9,11 @@ from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
 from pipar.execution.spans import SERVER
 from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
-from pipar.link.channel import Channel
-from pipar.link.limits import MESSAGE_BYTES
 from pipar.methods import METHODS, Plan
 from pipar.planner.profile import Profile
 from pipar.session import Session
+from pipar.transport.channel import Channel
+from pipar.transport.limits import MESSAGE_BYTES
 from pipar.wire.chunks import OVERHEAD_BYTES
 from pipar.wire.messages import LABEL_BYTES
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from pipar.assemble import Equipment, assemble_server, run_device
-from pipar.backoff import Backoff
 from pipar.checkpoint import Checkpoints, identity_of, latest
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
@@ -58,14 +57,15 @@ from pipar.faults.plan import BATCH, LAYERS, RECTIFIED, Fault, Scenario, draw_en
 from pipar.faults.watched import CountedLearner, breakable_builder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
-from pipar.lifeline import Lifeline
-from pipar.link.channel import Channel, Transport
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.torchside import repeatable
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.reconnect import Lifeline
 from pipar.wire import chunks, encodings, frames
 from pipar.wire.orders import Returned
 from pipar.workload import Own, Workload

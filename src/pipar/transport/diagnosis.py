@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from pipar.link.security import DeviceSecurity
+from pipar.transport.tls import DeviceSecurity
 from pipar.units import split_address
 
 _PATIENCE_S = 3.0

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pipar.errors import InputError
-from pipar.link.register import check_device_name
 from pipar.private_files import read_bytes
+from pipar.transport.credentials import check_device_name
 
 AUTHORITY_DAYS = 3650
 LEAF_DAYS = 365

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pipar.link.shaping import Traffic
+from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 
 #: Enough to see some bursts; more would weigh on the link that is measured.

@@ -16,9 +16,9 @@ from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
-from pipar.link.arrivals import Log
-from pipar.link.limits import MESSAGE_BYTES, Allowance, Rate
-from pipar.link.shaping import Meter, Pacer, Rates
+from pipar.transport.limits import MESSAGE_BYTES, Allowance, Rate
+from pipar.transport.rate_estimate import Log
+from pipar.transport.shaping import Meter, Pacer, Rates
 from pipar.wire.frames import Assembler, BodyLimit, Frame, check_fits, cut_message
 from pipar.wire.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 

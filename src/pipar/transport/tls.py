@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from pipar.errors import CredentialError, InputError, LinkError
-from pipar.link.register import Tokens, check_device_name, is_token, read_serials, read_tokens
 from pipar.private_files import read_bytes
+from pipar.transport.credentials import Tokens, check_device_name, is_token, read_serials, read_tokens
 from pipar.units import split_address
 
 AUTHORIZATION = "authorization"
@@ -157,7 +157,7 @@ def _check_plain(insecure: bool, address: str, verb: str, *, has_token: bool) ->
 
 
 def _material(certificate: Path | None, key: Path | None, authorities: Path | None, owner: str) -> Material:
-    from pipar.link.certificates import check_key, read_certificates
+    from pipar.transport.certificates import check_key, read_certificates
 
     own_pem = key_pem = trusted_pem = None
     for path in (certificate, key, authorities):
@@ -243,7 +243,7 @@ class Guard:
     def _name_of_certificate(self, auth: Mapping[str, Sequence[bytes]]) -> str:
         from cryptography import x509
 
-        from pipar.link.certificates import serial_of
+        from pipar.transport.certificates import serial_of
 
         names = [name.decode("utf-8", "replace") for name in auth.get("x509_common_name", ())]
         shown = list(auth.get("x509_pem_cert", ()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from pipar.backoff import Backoff, Pause
 from pipar.errors import (
     CredentialError,
     LinkError,
@@ -20,7 +19,8 @@ from pipar.errors import (
     VersionError,
 )
 from pipar.events import Connected, Connecting, Observer, Reconnecting
-from pipar.link.channel import Channel, Transport
+from pipar.transport.backoff import Backoff, Pause
+from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 

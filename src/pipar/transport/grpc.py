@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 
-from pipar.addresses import check_listening
 from pipar.errors import CredentialError, InputError, LinkError
-from pipar.link.channel import Transport
-from pipar.link.diagnosis import why_refused
-from pipar.link.limits import MESSAGE_BYTES, Allowance, Keepalive, Limits
-from pipar.link.security import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
+from pipar.transport.addresses import check_listening
+from pipar.transport.channel import Transport
+from pipar.transport.diagnosis import why_refused
+from pipar.transport.limits import MESSAGE_BYTES, Allowance, Keepalive, Limits
+from pipar.transport.tls import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
 from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
@@ -134,7 +134,7 @@ class Listener:
         refused: Refused | None = None,
         barred: Callable[[str], None] = lambda _: None,
     ) -> None:
-        from pipar.link.health import Health  # brings protobuf, which devices do without
+        from pipar.transport.health import Health  # brings protobuf, which devices do without
 
         self._accept = accept
         self._security = security or ServerSecurity()
