@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
+from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 
 LEAKS = {1: 0.9, 2: 0.6, 3: 0.5, 4: 0.2}
 

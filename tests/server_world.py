@@ -22,7 +22,7 @@ from pipar.ledger import Bounds, Ledger
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.profile import LayerProfile, Profile
-from pipar.privacy.spending import Guard, Spending, Terms
+from pipar.privacy.budget import Guard, Spending, Terms
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction

@@ -17,8 +17,8 @@ from pipar.cli.leakage import with_time_left
 from pipar.data.catalog import known_datasets
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing
+from pipar.leakage.table import LeakageTable
 from pipar.nn.models import build_model
-from pipar.privacy.leakage_file import LeakageTable
 
 Pipar = Callable[..., str]
 SMALL = ["--data", "synthetic", "--set", "data.shape=[3,16,16]", "--set", "data.samples_per_device=20", "--images", "3"]

@@ -19,7 +19,7 @@ from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
 from pipar.planner.profile import Profile
-from pipar.privacy.spending import Guard, Spending
+from pipar.privacy.budget import Guard, Spending
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault

@@ -29,6 +29,8 @@ from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
+from pipar.leakage.limit import LeakageLimit
+from pipar.leakage.table import Subject
 from pipar.ledger import stale_epochs
 from pipar.methods import METHODS
 from pipar.nn.learner import Batches, TorchLearner
@@ -38,10 +40,8 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.profile import Profile
 from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
-from pipar.privacy.leakage_file import Subject
-from pipar.privacy.leakage_limit import LeakageLimit
-from pipar.privacy.memory import Memory, held
-from pipar.privacy.spending import Cuts, Guard, terms_of
+from pipar.privacy.budget import Cuts, Guard, terms_of
+from pipar.privacy.budget_file import Memory, held
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started

@@ -28,7 +28,7 @@ from pipar.execution.schedule import cut_batch, cut_epoch, device_order
 from pipar.execution.spans import COMPUTE, Clock, Recorder, pack_trace
 from pipar.execution.stages import Place, Work
 from pipar.planner.profile import Profile
-from pipar.privacy.spending import Guard, Spent
+from pipar.privacy.budget import Guard, Spent
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import read_traffic
 from pipar.wire.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json

@@ -15,7 +15,7 @@ from pipar.planner.cache import usable_cores
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.planner.profile import Profile
-from pipar.privacy.spending import Guard, Terms, terms_of
+from pipar.privacy.budget import Guard, Terms, terms_of
 from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
 

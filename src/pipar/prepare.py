@@ -19,6 +19,8 @@ from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
 from pipar.job import Job
+from pipar.leakage.limit import LeakageLimit
+from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.planner.cache import find_profile, keep_profile
 from pipar.planner.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
@@ -27,9 +29,7 @@ from pipar.planner.memory import largest_prefix
 from pipar.planner.profile import Profile, check_network, item_bytes
 from pipar.planner.select import check_given
 from pipar.planning import planned
-from pipar.privacy.leakage_file import Subject
-from pipar.privacy.leakage_limit import LeakageLimit
-from pipar.privacy.spending import terms_of
+from pipar.privacy.budget import terms_of
 
 if TYPE_CHECKING:
     from torch import nn

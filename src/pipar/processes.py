@@ -29,7 +29,7 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.profile import Profile
 from pipar.planning import make_plans
-from pipar.privacy.spending import Spending
+from pipar.privacy.budget import Spending
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
 from pipar.workload import Own, Workload

@@ -17,7 +17,7 @@ from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
 from pipar.ledger import Ledger
 from pipar.planner.profile import Profile
-from pipar.privacy.spending import Spending
+from pipar.privacy.budget import Spending
 from pipar.session import Introduction, Session, fault, read_hello
 from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import Frame, body_limit, cut_message

@@ -23,7 +23,7 @@ from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.cache import machine_fingerprint
-from pipar.privacy.spending import Spending
+from pipar.privacy.budget import Spending
 from pipar.wire.messages import Body
 
 _PARTIAL = ".partial"

@@ -14,7 +14,7 @@ from pipar.errors import ConfigError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.execution.stages import Place
 from pipar.planner.profile import NetworkSizes, Profile, check_network
-from pipar.privacy.spending import Spent
+from pipar.privacy.budget import Spent
 from pipar.replanning import MeasuredLink
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import Moments, carried, read_moments, read_traffic

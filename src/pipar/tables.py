@@ -15,8 +15,8 @@ from rich.text import Text
 
 from pipar.config import Config
 from pipar.events import EpochResult
+from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
-from pipar.privacy.leakage_file import as_rows, how_lines, last_line
 from pipar.results import plan_from_json
 from pipar.units import format_bytes, format_percent
 from pipar.wording import privacy_text, range_text, setting_text
@@ -24,8 +24,8 @@ from pipar.wording import privacy_text, range_text, setting_text
 if TYPE_CHECKING:
     from pipar.data.catalog import DatasetInfo
     from pipar.doctor import Finding
+    from pipar.leakage.table import LeakageTable
     from pipar.planner.profile import Profile
-    from pipar.privacy.leakage_file import LeakageTable
     from pipar.run import Result
 
 _WIDEST = 110

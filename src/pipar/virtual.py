@@ -18,7 +18,7 @@ from pipar.execution.spans import Span
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
 from pipar.planner.costs import Costs
-from pipar.privacy.spending import Spending
+from pipar.privacy.budget import Spending
 from pipar.replanning import Choose
 from pipar.server import Learner
 from pipar.transport.in_memory import memory_pair

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipar.errors import DataError
-from pipar.privacy.inversion import (
+from pipar.leakage.attacks import (
     ATTACKS,
     Attacker,
     Decoder,
@@ -19,7 +19,7 @@ from pipar.privacy.inversion import (
     total_variation,
     with_noise,
 )
-from pipar.privacy.leakage import Samples, distance_correlation, measure_cuts, pixel_correlation, psnr_db
+from pipar.leakage.measures import Samples, distance_correlation, measure_cuts, pixel_correlation, psnr_db
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # two are slower than one for so little
 

@@ -11,8 +11,8 @@ from leakages import LEAKS, cut, table, written
 
 from pipar.config import Config, config_from
 from pipar.errors import ConfigError, InputError, PlanError
-from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt, Subject, as_csv, as_markdown
-from pipar.privacy.leakage_limit import LeakageLimit
+from pipar.leakage.limit import LeakageLimit
+from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt, Subject, as_csv, as_markdown
 
 LAYERS = table().layers
 

@@ -17,8 +17,8 @@ from pipar.data.shard import Disguise, Shard
 from pipar.deployment import DeviceOptions, device_workload, own_guard, take_part
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
 from pipar.privacy.accounting import cost, epsilon_after
-from pipar.privacy.memory import Memory, held
-from pipar.privacy.spending import Spent
+from pipar.privacy.budget import Spent
+from pipar.privacy.budget_file import Memory, held
 
 
 def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
 from pipar.keeper import CheckpointKeeper
+from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
-from pipar.privacy.leakage_file import CutLeakage, LeakageTable, Rebuilt
-from pipar.privacy.memory import Memory
-from pipar.privacy.spending import Cuts, Spending, Spent, terms_of
+from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
+from pipar.privacy.budget_file import Memory
 from pipar.wire.messages import EMPTY
 from pipar.workload import Workload
 

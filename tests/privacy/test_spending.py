@@ -29,7 +29,7 @@ from pipar.logs import Narrator
 from pipar.methods import Plan
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
-from pipar.privacy.spending import Cuts, Guard, Spending, Spent, Terms, terms_of
+from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.run import with_method
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message

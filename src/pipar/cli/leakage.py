@@ -17,7 +17,7 @@ from pipar.events import Observer, Preparing
 
 if TYPE_CHECKING:
     from pipar.attacking import Attacked
-    from pipar.privacy.inversion import Attack
+    from pipar.leakage.attacks import Attack
 
 #: What the attacks are called; the module that knows them brings torch.
 _NAMES = ("small", "long", "decoder")
@@ -96,7 +96,7 @@ def leakage(
     with watched(quiet=as_json) as display:
         display.observe(Preparing("Loading torch, the network and the data", 0.0))
         from pipar.attacking import attack
-        from pipar.privacy.inversion import ATTACKS
+        from pipar.leakage.attacks import ATTACKS
         from pipar.workload import Workload
 
         means: dict[str, Attack] = {name: ATTACKS[name] for name in chosen}
@@ -162,8 +162,8 @@ def _attack_names(text: str | None) -> list[str]:
 
 def _write(done: Attacked, folder: Path) -> list[Path]:
     """Write the table in three formats, and a picture if the samples are pictures; return where."""
-    from pipar.privacy.leakage_file import as_csv, as_markdown
-    from pipar.privacy.leakage_picture import can_be_drawn, draw
+    from pipar.leakage.picture import can_be_drawn, draw
+    from pipar.leakage.table import as_csv, as_markdown
 
     table = done.table
     texts = {"leakage.json": table.to_json(), "leakage.md": as_markdown(table), "leakage.csv": as_csv(table)}

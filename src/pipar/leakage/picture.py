@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pipar.privacy.leakage_file import CutLeakage, LeakageTable
+from pipar.leakage.table import CutLeakage, LeakageTable
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw, ImageFont

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError, PrivacyError
-from pipar.privacy.spending import Spent
+from pipar.privacy.budget import Spent
 from pipar.private_files import write_private
 
 FORMAT = 1

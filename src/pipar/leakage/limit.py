@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pipar.config import Config, device_specs
 from pipar.errors import ConfigError, PlanError
+from pipar.leakage.table import LeakageTable, Subject
 from pipar.methods import METHODS
-from pipar.privacy.leakage_file import LeakageTable, Subject
 
 #: A limit that holds against a weak attack alone says nothing.
 STRONGEST = "decoder"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pipar.errors import DataError
+from pipar.leakage.attacks import Attack, Attacker, with_noise
+from pipar.leakage.table import MOST_DB, CutLeakage, Rebuilt
 from pipar.nn.split import split_model
-from pipar.privacy.inversion import Attack, Attacker, with_noise
-from pipar.privacy.leakage_file import MOST_DB, CutLeakage, Rebuilt
 
 #: Told what is done now, and which share of everything is done.
 Told = Callable[[str, float], None]
