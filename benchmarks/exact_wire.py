@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from benchmarks.record import Claim
 from pipar.config import load_config
 from pipar.data.shard import Shard
+from pipar.nn.parts import Optimizer
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer
 from pipar.wire.chunks import chunk_sizes
 from pipar.wire.codec import encode
 from pipar.workload import Workload

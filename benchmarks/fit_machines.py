@@ -1,6 +1,6 @@
 """Fit the form of a machine's cost model to this one: `python -m benchmarks.fit_machines` prints rates and residuals.
 
-The named machines of `planner/machines.py` have rates in these proportions, scaled by what is published about them.
+The named machines of `profiling/machines.py` have rates in these proportions, scaled by what is published about them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from pipar.nn.count import count_layers
-from pipar.nn.measure import measure_profile
 from pipar.nn.models import build_model
-from pipar.planner.counts import Counts, PassCount
-from pipar.planner.profile import Profile
+from pipar.profiling.count import count_layers
+from pipar.profiling.counts import Counts, PassCount
+from pipar.profiling.measure import measure_profile
+from pipar.profiling.profile import Profile
 
 CASES = [
     ("vgg5", "group", (3, 32, 32)),

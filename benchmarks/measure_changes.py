@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-import pipar.planner
+import pipar.profiling
 from pipar.nn.blocks import NORMS
-from pipar.nn.crossing import changes_in_a_round, run_through
 from pipar.nn.models import NETWORKS, build_model
-from pipar.planner.counts import shares_key
+from pipar.profiling.coding_costs import changes_in_a_round, run_through
+from pipar.profiling.counts import shares_key
 
-FILE = Path(pipar.planner.__file__).with_name("changes.json")
+FILE = Path(pipar.profiling.__file__).with_name("changes.json")
 SHAPE, CLASSES, SAMPLES, STEPS = (3, 32, 32), 10, 8, 3
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import pipar.planner
+import pipar.profiling
 from pipar.data.datasets import Images, load_dataset
 from pipar.nn.blocks import NORMS
-from pipar.nn.crossing import run_through
 from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import rectified_cuts
-from pipar.planner.counts import shares_key
+from pipar.profiling.coding_costs import run_through
+from pipar.profiling.counts import shares_key
 
-FILE = Path(pipar.planner.__file__).with_name("shares.json")
+FILE = Path(pipar.profiling.__file__).with_name("shares.json")
 SHAPE, CLASSES = (3, 32, 32), 10
 BATCH, STEPS, MOST_S = 50, 60, 8.0
 Shares = list[dict[str, list[float]]]

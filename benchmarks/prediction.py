@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim, pipar
-from pipar.planner.cache import machine_fingerprint
+from pipar.profiling.cache import machine_fingerprint
 
 LINKS = ("4g", "4g+", "wifi")
 #: Split points of the sweep, and P = Q.

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipar.planner.cache import machine_fingerprint
+from pipar.profiling.cache import machine_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import pipar
 from benchmarks.record import RESULTS, Claim
-from pipar.planner.cache import machine_fingerprint
+from pipar.profiling.cache import machine_fingerprint
 from pipar.reproduce.catalog import ALL, EXPERIMENTS
 from pipar.reproduce.durations import FILE as DURATIONS
 from pipar.reproduce.experiment import LEARNING

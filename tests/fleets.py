@@ -8,7 +8,7 @@ from pipar.config import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.replanning import MeasuredLink
 from pipar.transport.shaping import Traffic
 

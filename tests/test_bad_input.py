@@ -12,9 +12,9 @@ import pytest
 
 from pipar.cli import main
 from pipar.config import Config
-from pipar.planner.cache import keep_profile
-from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
+from pipar.profiling.cache import keep_profile
+from pipar.profiling.profile import LayerProfile, Profile
 
 FACTORIES = """
 import torch

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from pipar.cli import main
 from pipar.config import Config, load_config
-from pipar.planner.cache import keep_profile
-from pipar.planner.memory import BASE_BYTES
-from pipar.planner.profile import LayerProfile, Profile
 from pipar.prepare import profile_key
+from pipar.profiling.cache import keep_profile
+from pipar.profiling.memory import BASE_BYTES
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.run import Result
 from pipar.tables import comparison_table, result_table
 

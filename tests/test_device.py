@@ -20,7 +20,7 @@ from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Rec
 from pipar.hollow import HollowDevicePart, HollowSamples
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json

@@ -18,7 +18,7 @@ from pipar.enrolment import Open
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.session import Introduction, read_profile
 from pipar.wire.messages import EMPTY
 from pipar.wire.orders import Orders

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import EXACT, SIZES, Case, largest_error, reference_data, reference_state, train_in_virtual_time
 
-from pipar.nn.steps import TorchDevicePart, TorchServerPart
+from pipar.nn.parts import TorchDevicePart, TorchServerPart
 
 ONE = SIZES[:1]
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")

@@ -16,7 +16,7 @@ from training import Case, hand_made_profile
 from pipar.events import Back, BegunAnew, Dropped, Lost, Replanned
 from pipar.methods import Plan
 from pipar.nn.rectified import rectified_cuts
-from pipar.planner.profile import CodingTimes, Profile
+from pipar.profiling.profile import CodingTimes, Profile
 from pipar.transport.channel import Channel
 from pipar.wire import chunks
 from pipar.wire.messages import Kind, Message

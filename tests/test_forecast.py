@@ -21,11 +21,11 @@ from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose
 from pipar.planner.timing import STEADY, Timing, whole_epoch
 from pipar.planning import rehearse
 from pipar.prepare import unplanned_timing_only
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.stage_times import transfer_s
 from pipar.virtual import train_without_mathematics
 from pipar.wire import encodings

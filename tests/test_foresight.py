@@ -23,9 +23,9 @@ from pipar.judge import perturbed
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.profile import Profile
 from pipar.planner.refit import Fit, Machine, Shares, about, pooled, refitted
 from pipar.prepare import config_from, prepare_timing_only
+from pipar.profiling.profile import Profile
 from pipar.virtual import train_without_mathematics
 
 

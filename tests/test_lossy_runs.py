@@ -14,7 +14,7 @@ from training import Case, hand_made_profile
 import pipar
 from pipar.methods import METHODS
 from pipar.nn.rectified import rectified_cuts
-from pipar.planner.profile import CodingTimes
+from pipar.profiling.profile import CodingTimes
 from pipar.run import Result
 from pipar.wire.encodings import LOSSY
 

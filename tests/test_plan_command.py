@@ -19,11 +19,11 @@ from pipar.explain import Option, explain, job_to_plan, with_profile
 from pipar.forecast import forecast
 from pipar.methods import Plan
 from pipar.plan_view import _why_not, signed_percent
-from pipar.planner.cache import usable_cores
-from pipar.planner.counts import LayerCount, known_counts
-from pipar.planner.memory import training_bytes
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.prepare import prepare_timing_only
+from pipar.profiling.cache import usable_cores
+from pipar.profiling.counts import LayerCount, known_counts
+from pipar.profiling.memory import training_bytes
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.run import started
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]

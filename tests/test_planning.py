@@ -16,8 +16,8 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import make_plans, plan_choice, planned, rehearse, simulation
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 LAYERS = tuple(
     LayerProfile(name, (0.01, 0.1), (0.02, 0.2), size, 400) for name, size in zip("abc", (9000, 3000, 40), strict=True)

@@ -20,9 +20,9 @@ from pipar.config import Config, RunSection, config_from, load_config, with_sett
 from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
-from pipar.planner.machines import MACHINES
-from pipar.planner.profile import Profile
 from pipar.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
+from pipar.profiling.machines import MACHINES
+from pipar.profiling.profile import Profile
 from pipar.run import with_method
 from pipar.workload import Own, Workload
 
@@ -343,7 +343,7 @@ def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pyte
             return made
         return replace(made, layers=made.layers[:2], total_layers=5)
 
-    monkeypatch.setattr("pipar.nn.measure.measure_profile", measure)
+    monkeypatch.setattr("pipar.profiling.measure.measure_profile", measure)
     assert measured_profile(workload, model, memory_bytes=2**31).whole
     assert measured_profile(workload, model, memory_bytes=2**32).whole
     assert measured_profile(workload, model).whole
@@ -363,7 +363,7 @@ def test_a_measurement_says_when_it_is_at_the_layers_and_when_behind_them(monkey
             progress(share)
         return hand_made_profile(model, (3, 32, 32), "float32")
 
-    monkeypatch.setattr("pipar.nn.measure.measure_profile", measure)
+    monkeypatch.setattr("pipar.profiling.measure.measure_profile", measure)
     measured_profile(workload, model, seen.append, fresh=True)
     layers, rest = "Measuring the layers", "Measuring loading, messages and crowded cores"
     assert seen == [Preparing(what, share) for what, share in ((layers, 0), (layers, 0.5), (rest, 0.9), (rest, 1.0))]

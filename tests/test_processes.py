@@ -24,8 +24,8 @@ from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.profile import Profile
 from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
+from pipar.profiling.profile import Profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
 

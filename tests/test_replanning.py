@@ -20,7 +20,7 @@ from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.methods import Plan
-from pipar.nn.steps import Part
+from pipar.nn.parts import Part
 from pipar.prepare import prepare_timing_only
 from pipar.replanning import Choose, MeasuredLink, Replanner
 from pipar.transport.shaping import Traffic

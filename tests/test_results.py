@@ -17,8 +17,8 @@ from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Sav
 from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.cache import machine_fingerprint
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.cache import machine_fingerprint
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
 from pipar.wire.messages import EMPTY, Body
 

@@ -28,7 +28,7 @@ from pipar.config import Link
 from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
 from pipar.methods import METHODS, Plan
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message
 

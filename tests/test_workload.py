@@ -17,7 +17,7 @@ from training import hand_made_profile
 import pipar
 from pipar.config import config_from
 from pipar.errors import DataError
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 from pipar.workload import Own, Workload, is_one_for_each
 
 #: A factory that writes down who called it for what.

@@ -22,8 +22,8 @@ from pipar.job import Job
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planning import planned
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.virtual import train_virtually
 from pipar.workload import Own, Workload
 

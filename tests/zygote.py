@@ -24,7 +24,7 @@ from typing import Any
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
-    "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.nn.measure",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.profiling.measure",
     "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.transport.certificates",
     "pipar.transport.tls", "pipar.explain", "pipar.report", "pipar.virtual", "pipar.display",
 )  # fmt: skip
@@ -97,7 +97,7 @@ def _poll(pid: int) -> int | None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end what they have started
     modules = {name: importlib.import_module(name) for name in _PRELOAD}
-    modules["pipar.nn.measure"]._PAUSE_S = 0.0
+    modules["pipar.profiling.measure"]._PAUSE_S = 0.0
     modules["pipar.prepare"].measured_profile.__kwdefaults__["budget_s"] = 0.1
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -18,8 +18,8 @@ from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Reco
 from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
-from pipar.planner.profile import Profile
 from pipar.privacy.budget import Guard, Spending
+from pipar.profiling.profile import Profile
 from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault

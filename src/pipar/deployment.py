@@ -37,11 +37,11 @@ from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.fleet import Fleet
-from pipar.planner.profile import Profile
 from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
 from pipar.privacy.budget import Cuts, Guard, terms_of
 from pipar.privacy.budget_file import Memory, held
+from pipar.profiling.profile import Profile
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started

@@ -27,8 +27,8 @@ from pipar.execution.lanes import Compute
 from pipar.execution.schedule import cut_batch, cut_epoch, device_order
 from pipar.execution.spans import COMPUTE, Clock, Recorder, pack_trace
 from pipar.execution.stages import Place, Work
-from pipar.planner.profile import Profile
 from pipar.privacy.budget import Guard, Spent
+from pipar.profiling.profile import Profile
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import read_traffic
 from pipar.wire.messages import EMPTY, Body, Kind, Message, chunk_count, json_body, read_json

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
-from pipar.planner.cache import cache_folder, usable_cores
-from pipar.planner.memory import BASE_BYTES
+from pipar.profiling.cache import cache_folder, usable_cores
+from pipar.profiling.memory import BASE_BYTES
 from pipar.results import runs_folder
 from pipar.trackers.tracker import KNOWN, is_package
 from pipar.transport.addresses import why_not_listening

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipar.execution.stages import Place
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 from pipar.wire.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 
 if TYPE_CHECKING:  # it brings numpy

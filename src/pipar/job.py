@@ -11,11 +11,11 @@ from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
-from pipar.planner.cache import usable_cores
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.planner.profile import Profile
 from pipar.privacy.budget import Guard, Terms, terms_of
+from pipar.profiling.cache import usable_cores
+from pipar.profiling.profile import Profile
 from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
 

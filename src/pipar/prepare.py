@@ -22,14 +22,14 @@ from pipar.job import Job
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
-from pipar.planner.cache import find_profile, keep_profile
-from pipar.planner.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
-from pipar.planner.machines import MACHINES, machine_profile
-from pipar.planner.memory import largest_prefix
-from pipar.planner.profile import Profile, check_network, item_bytes
 from pipar.planner.select import check_given
 from pipar.planning import planned
 from pipar.privacy.budget import terms_of
+from pipar.profiling.cache import find_profile, keep_profile
+from pipar.profiling.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
+from pipar.profiling.machines import MACHINES, machine_profile
+from pipar.profiling.memory import largest_prefix
+from pipar.profiling.profile import Profile, check_network, item_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,8 +172,8 @@ def _counts(workload: Workload, model: nn.Sequential) -> Counts:
     known, shape = _known_counts(workload), workload.input_shape
     if known is not None:
         return known
-    from pipar.nn.count import count_layers
     from pipar.nn.rectified import rectified_cuts
+    from pipar.profiling.count import count_layers
 
     return rectified_at(count_layers(model, shape, run=True), rectified_cuts(model, shape))
 
@@ -382,8 +382,8 @@ def measured_profile(
 
     If the network does not fit into `memory_bytes`, it is the profile of as many first layers as do.
     """
-    from pipar.nn.measure import measure_profile
     from pipar.nn.models import uses_batch_statistics
+    from pipar.profiling.measure import measure_profile
 
     config = workload.config
     named = workload.model_name == config.model.name

@@ -27,9 +27,9 @@ from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import Span
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.profile import Profile
 from pipar.planning import make_plans
 from pipar.privacy.budget import Spending
+from pipar.profiling.profile import Profile
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
 from pipar.workload import Own, Workload

@@ -16,8 +16,8 @@ from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, igno
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
 from pipar.ledger import Ledger
-from pipar.planner.profile import Profile
 from pipar.privacy.budget import Spending
+from pipar.profiling.profile import Profile
 from pipar.session import Introduction, Session, fault, read_hello
 from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import Frame, body_limit, cut_message

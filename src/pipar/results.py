@@ -22,8 +22,8 @@ from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Re
 from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.cache import machine_fingerprint
 from pipar.privacy.budget import Spending
+from pipar.profiling.cache import machine_fingerprint
 from pipar.wire.messages import Body
 
 _PARTIAL = ".partial"

@@ -10,7 +10,7 @@ from functools import cached_property
 from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
 from pipar.wire.messages import LABEL_BYTES
 

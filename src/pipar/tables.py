@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipar.data.catalog import DatasetInfo
     from pipar.doctor import Finding
     from pipar.leakage.table import LeakageTable
-    from pipar.planner.profile import Profile
+    from pipar.profiling.profile import Profile
     from pipar.run import Result
 
 _WIDEST = 110

@@ -13,9 +13,9 @@ from pipar.execution.schedule import cut_batch, device_order
 from pipar.job import Job
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
+from pipar.nn.parts import Piece, TorchDevicePart
 from pipar.nn.runtime import give_back_memory_of_model, one_thread
 from pipar.nn.split import split_model
-from pipar.nn.steps import Piece, TorchDevicePart
 from pipar.wire.orders import Orders
 from pipar.workload import Workload
 

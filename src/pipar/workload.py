@@ -23,7 +23,7 @@ from pipar.data.shard import Disguise, Shard
 from pipar.errors import DataError, ModelError
 from pipar.nn.learner import Batches
 from pipar.nn.models import build_model, check_fits, check_sequential
-from pipar.nn.steps import Optimizer
+from pipar.nn.parts import Optimizer
 from pipar.nn.tensors import TORCH_DTYPES
 from pipar.privacy.mechanisms import noisy
 from pipar.user_function import call_factory

@@ -21,8 +21,8 @@ from pipar.nn import aggregators
 from pipar.nn.aggregate import federated_average, weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels, krum_scores, make_aggregator
 from pipar.nn.learner import TorchLearner
+from pipar.nn.parts import Optimizer
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer
 from pipar.nn.tensors import state_body
 from pipar.wire.orders import Returned
 

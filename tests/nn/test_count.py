@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipar.nn.count import count_layers
 from pipar.nn.models import build_model
-from pipar.planner.counts import LayerCount, PassCount, known_counts, network_sizes
+from pipar.profiling.count import count_layers
+from pipar.profiling.counts import LayerCount, PassCount, known_counts, network_sizes
 
 SHAPE = (3, 8, 8)
 

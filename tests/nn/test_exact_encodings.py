@@ -10,9 +10,9 @@ from torch import nn
 
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.models import build_model
+from pipar.nn.parts import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Body, Kind, Message

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipar.errors import ProtocolError, UnusableModelError
 from pipar.nn.learner import TorchLearner
-from pipar.nn.steps import Optimizer
+from pipar.nn.parts import Optimizer
 from pipar.nn.tensors import read_state
 from pipar.wire.messages import Body
 from pipar.wire.orders import Returned

@@ -19,13 +19,13 @@ from torch.nn import functional
 from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
-from pipar.nn.measure import _Batch, _training_pass, measure_profile
+from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
-from pipar.nn.steps import TorchDevicePart
-from pipar.planner.cache import machine_fingerprint
-from pipar.planner.memory import training_bytes
-from pipar.planner.profile import Profile, batch_sizes
 from pipar.privacy.mechanisms import clip_and_noise
+from pipar.profiling.cache import machine_fingerprint
+from pipar.profiling.measure import _Batch, _training_pass, measure_profile
+from pipar.profiling.memory import training_bytes
+from pipar.profiling.profile import Profile, batch_sizes
 from pipar.wire.encodings import ALL
 
 SHAPE = (3, 8, 8)
@@ -119,7 +119,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
     for name in calls.values():
         monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
     monkeypatch.setattr(TorchLearner, "aggregate", _slowed(TorchLearner.aggregate))
-    monkeypatch.setattr("pipar.nn.measure.clip_and_noise", _slowed(clip_and_noise))
+    monkeypatch.setattr("pipar.profiling.measure.clip_and_noise", _slowed(clip_and_noise))
     model = small_network()
     profile = measure(model)
     assert all(getattr(profile, f"{kind}_s") > _SLOWED_S / 2 for kind in calls)
@@ -309,7 +309,7 @@ def test_a_machine_too_small_for_the_first_layer_is_told_so_in_one_sentence() ->
 UNDER_A_LIMIT = """
 import resource, torch
 from torch import nn
-from pipar.nn.measure import measure_profile
+from pipar.profiling.measure import measure_profile
 
 layers = [nn.Sequential(nn.Conv2d(wide, 64, 3, padding=1), nn.ReLU()) for wide in (3, 64, 64, 64)]
 model = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5)))

@@ -15,9 +15,9 @@ from torch import nn
 from pipar.errors import InputError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.learner import TorchLearner
+from pipar.nn.parts import Optimizer, TorchDevicePart, cut_pieces
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer, TorchDevicePart, cut_pieces
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body
 from pipar.wire.orders import Returned

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import ProtocolError
+from pipar.nn.parts import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
 

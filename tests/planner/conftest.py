@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.profile import LayerProfile, Profile
 
 MakeProfile = Callable[..., Profile]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipar.planner.cache import cache_folder, find_profile, keep_profile, machine_fingerprint
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.cache import cache_folder, find_profile, keep_profile, machine_fingerprint
+from pipar.profiling.profile import LayerProfile, Profile
 
 KEPT = Profile("small", "float32", (1,), (LayerProfile("a", (0.1,), (0.2,), 4, 8),))
 KEY = {"model": "small", "input_shape": [3, 8, 8], "batch_size": 8, "dtype": "float32", "norm": "none"}
@@ -43,7 +43,7 @@ def test_the_order_of_the_key_does_not_matter(tmp_path: Path) -> None:
 
 def test_another_machine_measures_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_profile(KEY, KEPT, tmp_path)
-    monkeypatch.setattr("pipar.planner.cache.machine_fingerprint", lambda: "another machine")
+    monkeypatch.setattr("pipar.profiling.cache.machine_fingerprint", lambda: "another machine")
     assert find_profile(KEY, tmp_path) is None
 
 

@@ -16,8 +16,8 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.memory import BASE_BYTES, training_bytes
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.memory import BASE_BYTES, training_bytes
+from pipar.profiling.profile import LayerProfile, Profile
 
 LAYER = LayerProfile("a", (0.1, 0.7), (0.2, 1.4), 4000, 100, saved_bytes=1000, working_bytes=100)
 PROFILE = Profile("any", "float32", (1, 12), (LAYER,) * 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipar.execution.stages import Work
 from pipar.planner.costs import Costs, interpolate
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 PROFILE = Profile(
     model="hand",

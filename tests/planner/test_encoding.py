@@ -16,8 +16,8 @@ from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.encoding import recoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
 from pipar.planner.select import choose_by_estimate
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message
 from pipar.wire.messages import Kind, Message

@@ -19,7 +19,7 @@ from pipar.planner.estimate import (
     iteration_s,
     stage_times,
 )
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 
 MakeProfile = Callable[..., Profile]
 SLOW = Link(up_bps=8000.0, down_bps=16000.0)

@@ -11,7 +11,7 @@ from pipar.methods import METHODS
 from pipar.planner.candidates import allowed_plans, needed_bytes
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 LAYERS = tuple(LayerProfile(name, (0.1,), (0.2,), 1000, 40_000_000) for name in "ab")
 #: Changes are half of a model's bytes, and take 4 + 2 ns a byte to find; half a byte is 4 bits.

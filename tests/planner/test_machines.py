@@ -9,11 +9,11 @@ import pytest
 from pipar.config import MODELS, config_from
 from pipar.job import Job
 from pipar.methods import Plan
-from pipar.planner.counts import Counts, known_changes_share, known_counts
-from pipar.planner.machines import MACHINES, machine_profile, pass_s
-from pipar.planner.memory import training_bytes
-from pipar.planner.profile import Profile, batch_sizes
 from pipar.prepare import unplanned_timing_only
+from pipar.profiling.counts import Counts, known_changes_share, known_counts
+from pipar.profiling.machines import MACHINES, machine_profile, pass_s
+from pipar.profiling.memory import training_bytes
+from pipar.profiling.profile import Profile, batch_sizes
 
 PI, I7 = MACHINES["raspberry-pi-3b"], MACHINES["i7-11850h"]
 

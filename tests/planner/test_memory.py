@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipar.methods import Plan
-from pipar.planner.memory import BASE_BYTES, fitting_window, largest_prefix, training_bytes
-from pipar.planner.profile import LayerProfile, Profile
+from pipar.profiling.memory import BASE_BYTES, fitting_window, largest_prefix, training_bytes
+from pipar.profiling.profile import LayerProfile, Profile
 
 
 def layer(name: str, parameters: int, saved: int, working: int) -> LayerProfile:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.planner.profile import FORMAT, CodingTimes, LayerProfile, NetworkSizes, Profile, check_network
+from pipar.profiling.profile import FORMAT, CodingTimes, LayerProfile, NetworkSizes, Profile, check_network
 
 PROFILE = Profile(
     model="vgg5",

@@ -23,11 +23,11 @@ from pipar.planner.costs import Costs
 from pipar.planner.estimate import iteration_s, stage_times
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.memory import BASE_BYTES, training_bytes
-from pipar.planner.profile import LayerProfile, Profile
 from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
 from pipar.planner.timing import STEADY, Timing, steady_epoch_s, whole_epoch
 from pipar.prepare import unplanned_timing_only
+from pipar.profiling.memory import BASE_BYTES, training_bytes
+from pipar.profiling.profile import LayerProfile, Profile
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]

@@ -20,10 +20,10 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
 from pipar.keeper import CheckpointKeeper
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
-from pipar.planner.profile import LayerProfile, Profile
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
 from pipar.privacy.budget_file import Memory
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.wire.messages import EMPTY
 from pipar.workload import Workload
 

@@ -19,7 +19,7 @@ from training import EXACT, Case, largest_error, make_job, reference_data, refer
 
 from pipar import random_streams
 from pipar.nn.models import uses_batch_statistics
-from pipar.nn.steps import Optimizer, TorchDevicePart
+from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
 from pipar.torchside import make_learner, measure_test_accuracy
 

@@ -1,1 +1,6 @@
-"""Images: where they lie, how they are read, who gets which, and what a batch of them is."""
+"""Datasets and shards.
+
+Reading order: `catalog` (what is known of each dataset), `fetch` (downloads with checksums), `formats` (file
+formats), `datasets` (reading), `partition` (which device gets which samples), `shard` (batches of one device's
+samples).
+"""

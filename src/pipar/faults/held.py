@@ -10,7 +10,7 @@ from pipar.execution.spans import SERVER
 from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
 from pipar.methods import METHODS, Plan
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 from pipar.session import Session
 from pipar.transport.channel import Channel
 from pipar.transport.limits import MESSAGE_BYTES

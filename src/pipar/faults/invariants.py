@@ -16,8 +16,8 @@ from pipar.checkpoint import latest, read
 from pipar.data.shard import Shard
 from pipar.errors import CheckpointError, PiparError, ProtocolError, TrainingError
 from pipar.faults.plan import BATCH
+from pipar.nn.parts import Optimizer
 from pipar.nn.snapshot import Snapshot
-from pipar.nn.steps import Optimizer
 
 State = Mapping[str, torch.Tensor]
 #: Rounding in float64, relative to the largest weight, and nothing else.

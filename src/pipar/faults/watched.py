@@ -9,8 +9,8 @@ import torch
 
 from pipar.execution.spans import SERVER
 from pipar.nn.learner import TorchLearner
+from pipar.nn.parts import TorchDevicePart, TorchServerPart
 from pipar.nn.split import split_model
-from pipar.nn.steps import TorchDevicePart, TorchServerPart
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, Returned

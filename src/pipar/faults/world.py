@@ -59,7 +59,7 @@ from pipar.job import Job
 from pipar.keeper import CheckpointKeeper
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.results import RunFolder
 from pipar.server import Server
 from pipar.torchside import repeatable

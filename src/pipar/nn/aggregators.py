@@ -1,6 +1,6 @@
 """The aggregators: from the global model and what the devices trained of it to the next global model.
 
-FedAvg and FedProx (whose term is in `nn/steps.py`) take the mean by samples. Server optimisers take the way from the
+FedAvg and FedProx (whose term is in `nn/parts.py`) take the mean by samples. Server optimisers take the way from the
 global model to that mean for a gradient. Robust ones bear some devices that bring back anything at all: there every
 device counts the same, because a device could say any number of samples.
 

@@ -15,10 +15,10 @@ from pipar import random_streams
 from pipar.errors import InputError, ProtocolError, UnusableModelError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.nn.parts import Optimizer, TorchServerPart
 from pipar.nn.runtime import give_back_memory_of_model
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
-from pipar.nn.steps import Optimizer, TorchServerPart
 from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
 from pipar.wire.messages import Body
 from pipar.wire.orders import Returned

@@ -13,7 +13,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import with_encodings
 from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.memory import BASE_BYTES, fitting_window, training_bytes
+from pipar.profiling.memory import BASE_BYTES, fitting_window, training_bytes
 
 #: Whether a {P, N} is looked at.
 Allow = Callable[[int, int], bool]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipar.execution.stages import Work
-from pipar.planner.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 
 _FORWARD = ("fc", "fs", "validate")

@@ -13,7 +13,7 @@ from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.methods import Plan, check_plan
 from pipar.planner.costs import Costs
-from pipar.planner.profile import Profile
+from pipar.profiling.profile import Profile
 
 
 @dataclass(frozen=True)

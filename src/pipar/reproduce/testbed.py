@@ -1,6 +1,6 @@
 """The paper's testbed: 100 Raspberry Pi 3B, one i7-11850H, three links, six networks on four datasets.
 
-The machines are the named ones of `planner/machines.py`, each times one factor. The two factors were fitted once to
+The machines are the named ones of `profiling/machines.py`, each times one factor. The two factors were fitted once to
 what the paper prints of VGG-5, and hold for every other network, dataset, link and method; `fitted_speeds` finds them
 again. docs/explanation/reproduction-testbed.md shows the fit, and where the paper contradicts its hardware.
 """

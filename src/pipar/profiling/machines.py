@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipar.planner.counts import Counts, LayerCount, PassCount
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes, item_bytes
+from pipar.profiling.counts import Counts, LayerCount, PassCount
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes, item_bytes
 
 _GIB = 2**30
 

@@ -26,20 +26,20 @@ from torch.nn import functional
 from pipar import random_streams
 from pipar.errors import ConfigError, PlanError
 from pipar.methods import Plan
-from pipar.nn.count import count_layers
-from pipar.nn.crossing import changes_in_a_round, coding_times, line, run_through
-from pipar.nn.crowding import measure_crowding
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics
+from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import give_back_freed_memory, give_back_memory_of_model, keep_freed_memory, one_thread
 from pipar.nn.split import split_model
-from pipar.nn.steps import Optimizer, TorchDevicePart
 from pipar.nn.tensors import read_tensor, tensor_body
-from pipar.planner.cache import machine_fingerprint, usable_cores
-from pipar.planner.memory import largest_prefix, training_bytes
-from pipar.planner.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.privacy.mechanisms import clip_and_noise
+from pipar.profiling.cache import machine_fingerprint, usable_cores
+from pipar.profiling.coding_costs import changes_in_a_round, coding_times, line, run_through
+from pipar.profiling.contention import measure_crowding
+from pipar.profiling.count import count_layers
+from pipar.profiling.memory import largest_prefix, training_bytes
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.units import format_bytes
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import Returned

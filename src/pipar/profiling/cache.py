@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pipar.errors import ConfigError
-from pipar.planner.profile import FORMAT, Profile
+from pipar.profiling.profile import FORMAT, Profile
 
 
 def cache_folder() -> Path:

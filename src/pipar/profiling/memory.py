@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pipar.execution.schedule import cut_batch
 from pipar.methods import Plan
-from pipar.planner.profile import SHARES, Profile
+from pipar.profiling.profile import SHARES, Profile
 
 #: A device's process without its network: Python, torch with its kernels, grpc, and torch's compiler, which an
 #: optimiser imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB behind the

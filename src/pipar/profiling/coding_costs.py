@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipar.planner.profile import CodingTimes
+from pipar.profiling.profile import CodingTimes
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
 from pipar.wire.chunks import chunk_sizes, row_values

@@ -1,6 +1,6 @@
 """What each layer of a network does to one sample, counted: multiply-adds, elements, operator calls, memory.
 
-`nn/count.py` counts; this module holds the records, and the counts of the known networks for the images of the known
+`profiling/count.py` counts; this module holds the records, and the counts of the known networks for the images of the known
 datasets (`networks.json`), so that planning for them needs no torch. What encodings leave of their activations and
 gradients was measured (`shares.json`), and what a round's changes are of their weights (`changes.json`).
 """
@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from pipar.planner.profile import NetworkSizes, item_bytes
+from pipar.profiling.profile import NetworkSizes, item_bytes
 
 #: Operators of one element each are counted for so many classes; everything between them is on a line.
 FEW_CLASSES, MANY_CLASSES = 2, 1002
@@ -163,6 +163,6 @@ def _short(number: float) -> int | float:
 
 @cache
 def _file(name: str) -> dict[str, Any]:
-    text = resources.files("pipar.planner").joinpath(name).read_text("utf-8")
+    text = resources.files("pipar.profiling").joinpath(name).read_text("utf-8")
     tree: dict[str, Any] = json.loads(text)
     return tree
