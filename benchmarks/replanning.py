@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.record import Claim
 from pipar.config import config_from
-from pipar.forecast import predict_s
+from pipar.planner.simulator import predict_s
 from pipar.prepare import prepare_timing_only
 from pipar.reproduce.replanned import replanned
 

@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
 from pipar.config import Link, config_from
-from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import Beforehand, Judged, judged
 from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
@@ -43,8 +43,8 @@ EPOCHS = 5
 KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
-    "planner", "coding", "protocol", "forecast.py", "stage_times.py", "busy.py", "cutoff.py", "foresight.py",
-    "judge.py", "choosing.py", "replanning.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
+    "planner", "coding", "protocol", "planner/simulator.py", "planner/stage_times.py", "planner/busy.py", "planner/pruning.py", "planner/predictor.py",
+    "judge.py", "planner/background_search.py", "planner/replanner.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
     "prepare.py", "job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
 )  # fmt: skip
 

@@ -21,9 +21,9 @@ from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.ledger import Bounds, Ledger
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
+from pipar.planner.replanner import Choose, Replanner
 from pipar.privacy.budget import Guard, Spending, Terms
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Server, Training
 from pipar.session import Introduction
 from pipar.transport.backoff import Backoff

@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 from fleets import LINK, PROFILE, fleet, measured, plans
 
-from pipar.busy import busy_s
-from pipar.choosing import Choices, Chooser, _are_new, _had_by_kind, chosen
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import simulate
-from pipar.foresight import Foresight
 from pipar.methods import METHODS, Plan
+from pipar.planner.background_search import Choices, Chooser, _are_new, _had_by_kind, chosen
+from pipar.planner.busy import busy_s
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for
-from pipar.planner.select import AT_LEISURE, QUICK, Effort
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.predictor import Foresight
+from pipar.planner.search import AT_LEISURE, QUICK, Effort
+from pipar.planner.simulator import simulate
+from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
 from pipar.reproduce.judged import learn
-from pipar.stage_times import move_s
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
@@ -105,7 +105,9 @@ def test_nothing_is_tried_that_takes_long_to_move(
 ) -> None:
     here = fleet(speed=0.35)
     best = chosen(here, plans(here), NOT_TRYING)
-    monkeypatch.setattr("pipar.choosing.move_s", lambda *_: share / 2 * steady_epoch_s(simulate, here, best))
+    monkeypatch.setattr(
+        "pipar.planner.background_search.move_s", lambda *_: share / 2 * steady_epoch_s(simulate, here, best)
+    )
     begun = had(here, *{plan.split_point for plan in best.values()})
     assert (chosen(begun, best, TRYING) != best) is is_tried
 

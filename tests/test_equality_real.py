@@ -13,7 +13,6 @@ import torch
 from training import EXACT, Case, Trained, hand_made_profile, largest_error, make_job, reference_state
 
 import pipar
-from pipar import replanning
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.config import Link
 from pipar.enrolment import Listed
@@ -21,7 +20,8 @@ from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import Span
 from pipar.methods import Plan
-from pipar.replanning import Choose
+from pipar.planner import replanner
+from pipar.planner.replanner import Choose
 from pipar.run import Result, World
 from pipar.torchside import make_learner, part_builder
 from pipar.transport.grpc import Listener, connect
@@ -109,7 +109,7 @@ def test_weights_over_grpc_are_those_of_the_definition(case: Case) -> None:
 def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
     momentum: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanning, "NOTICED", -1.0)  # every round's links count as changed
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)  # every round's links count as changed
     case = Case("pipar", (2,), (7,), epochs=4, momentum=momentum, weight_decay=0.1, norm="group", even=True)
     # On unlimited links only a script can tell when: each device has one that is measured.
     case = MeasuredCase(**case.__dict__)

@@ -164,7 +164,7 @@ def test_a_round_that_begins_anew(method: str, sent: Sent) -> None:
 
 @pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
 def test_layers_that_change_sides(momentum: str, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipar.replanning.NOTICED", -1.0)
+    monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)
     moving = case(split_points=(2,), epochs=6, momentum=momentum)
     plans = {
         "raw": [Plan(1, 2), Plan(4, 3), Plan(4, 2), Plan(2, 1), Plan(5, 1)],

@@ -14,16 +14,16 @@ from fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.busy import busy_layers, busy_s
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
-from pipar.forecast import predict_s
-from pipar.foresight import Foresight
 from pipar.judge import perturbed
 from pipar.methods import Plan
+from pipar.planner.busy import busy_layers, busy_s
+from pipar.planner.calibration import Fit, Machine, Shares, about, pooled, refitted
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.refit import Fit, Machine, Shares, about, pooled, refitted
+from pipar.planner.predictor import Foresight
+from pipar.planner.simulator import predict_s
 from pipar.prepare import config_from, prepare_timing_only
 from pipar.profiling.profile import Profile
 from pipar.virtual import train_without_mathematics

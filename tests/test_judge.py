@@ -8,10 +8,10 @@ import pytest
 from fleets import PROFILE, fleet, plans
 
 from pipar.config import config_from
-from pipar.forecast import forecast, simulate
 from pipar.judge import JITTER, PERTURBATION, judging, perturbed
 from pipar.planner.exhaustive import search_all
-from pipar.planner.select import choose
+from pipar.planner.search import choose
+from pipar.planner.simulator import forecast, simulate
 from pipar.planner.timing import steady_epoch_s
 from pipar.prepare import unplanned_timing_only
 

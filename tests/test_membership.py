@@ -27,7 +27,6 @@ from server_world import (
     until,
 )  # fmt: skip
 
-from pipar import replanning
 from pipar.config import Link
 from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableModelError
 from pipar.events import (
@@ -45,6 +44,7 @@ from pipar.events import (
     Waiting,
 )
 from pipar.methods import METHODS, Plan
+from pipar.planner import replanner
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, Returned
@@ -543,7 +543,7 @@ def test_a_round_that_begins_anew_is_trained_with_who_was_too_late_for_it() -> N
 @pytest.fixture
 def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's links count as changed."""
-    monkeypatch.setattr(replanning, "NOTICED", -1.0)
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
 
 
 @pytest.mark.usefixtures("every_round")

@@ -21,7 +21,7 @@ from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, pr
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.estimate import StageTimes, closed_form_s, iteration_s, stage_times
+from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times
 from pipar.profiling.counts import known_counts
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.profile import LayerProfile, Profile

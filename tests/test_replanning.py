@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from training import EXACT, Case, Trained, largest_error, make_job, reference_state
 
-from pipar import replanning
 from pipar.config import Link, config_from
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Event, ReplanFailed, Replanned
@@ -21,8 +20,9 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.methods import Plan
 from pipar.nn.parts import Part
+from pipar.planner import replanner
+from pipar.planner.replanner import Choose, MeasuredLink, Replanner
 from pipar.prepare import prepare_timing_only
-from pipar.replanning import Choose, MeasuredLink, Replanner
 from pipar.transport.shaping import Traffic
 from pipar.virtual import train_virtually, train_without_mathematics
 from pipar.workload import Own, Workload
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's links count as changed."""
-    monkeypatch.setattr(replanning, "NOTICED", -1.0)
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
 
 
 def scripted(names: Sequence[str], script: Sequence[Sequence[Plan]]) -> Choose:
@@ -311,7 +311,7 @@ def test_a_link_that_changes_every_minute_is_noticed_within_a_round() -> None:
         made = [(at, link) for at, link in watched.made if minute * 60 < at < minute * 60 + 2 * longest_s]
         rates = made[-1][1].up_bps, made[-1][1].down_bps
         # In a round in which it changes, a link is measured as partly the one and partly the other.
-        assert rates == pytest.approx(cycle[minute % 3], rel=replanning.NOTICED)
+        assert rates == pytest.approx(cycle[minute % 3], rel=replanner.NOTICED)
     # The round in which it changes may be measured at a rate in between; otherwise there is one choice a change.
     assert len(watched.made) <= 2 * (total_s // 60)
     assert not any(0 <= at <= 60 for at, _ in watched.made)
@@ -460,11 +460,11 @@ def test_new_plans_say_what_has_changed() -> None:
 def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
     before = {name: Link(up_bps=1e6, down_bps=5e6) for name in "bcdef"}
     now = {name: Link(up_bps=2e6, down_bps=None) for name in "abcd"}
-    assert replanning.what_changed(before, before) == ""
-    assert replanning.what_changed(before, now) == "a joined, e left, f left, and 6 more"
+    assert replanner.what_changed(before, before) == ""
+    assert replanner.what_changed(before, now) == "a joined, e left, f left, and 6 more"
     few = {"b": Link(up_bps=1.3619e9, down_bps=None)}
     said = "b up from 1 to 1360 Mbit/s, b down from 5 to unlimited Mbit/s"
-    assert replanning.what_changed({"b": before["b"]}, few) == said
+    assert replanner.what_changed({"b": before["b"]}, few) == said
 
 
 def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:

@@ -237,7 +237,7 @@ def test_a_straggler_counts_in_the_rounds_that_it_was_ready_for(momentum: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
 def test_plans_may_change_while_devices_are_lost_and_late(momentum: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipar.replanning.NOTICED", -1.0)
+    monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)
     case = Case("pipar", (2,), (3,), epochs=5, momentum=momentum)
     slowest_s = max(result.seconds for result in roam(replace(case, split_points=(4,)), {}).results)
     roamed = roam(

@@ -107,7 +107,7 @@ def test_another_line_in_the_planner_is_another_planner(
 ) -> None:
     for folder in ("planner", "reproduce"):
         (tmp_path / folder).mkdir()
-    for name in ("planner/select.py", *(source for source in selection.SOURCES if source.endswith(".py"))):
+    for name in ("planner/search.py", *(source for source in selection.SOURCES if source.endswith(".py"))):
         (tmp_path / name).write_text("pass\n", "utf-8")
     monkeypatch.setattr("pipar.__file__", str(tmp_path / "__init__.py"))
     before = selection.sources_hash(selection.SOURCES)

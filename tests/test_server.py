@@ -23,11 +23,11 @@ from server_world import (
     until,
 )  # fmt: skip
 
-from pipar import replanning
 from pipar.config import Link
 from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
 from pipar.methods import METHODS, Plan
+from pipar.planner import replanner
 from pipar.profiling.profile import Profile
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message
@@ -233,7 +233,7 @@ async def to_the_whole_network(_: Mapping[str, Link]) -> Mapping[str, Plan]:
 @pytest.fixture
 def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's links count as changed."""
-    monkeypatch.setattr(replanning, "NOTICED", -1.0)
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
 
 
 STATE = Message(Kind.STATE, 1, body=Body(16, encoding="safetensors"))

@@ -6,7 +6,7 @@ import pytest
 
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.replanning import MeasuredLink
+from pipar.planner.replanner import MeasuredLink
 from pipar.session import End, Introduction, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair

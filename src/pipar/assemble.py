@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from pipar.choosing import Choices, Recodings, Search, search_by_estimate
 from pipar.config import Link, device_names
 from pipar.device import Device, DevicePart, Samples
 from pipar.enrolment import Listed, Open
 from pipar.events import EpochResult, Observer
 from pipar.execution.lanes import Compute
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
-from pipar.foresight import Foresight
 from pipar.job import Job
 from pipar.ledger import Ledger
+from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
+from pipar.planner.predictor import Foresight
+from pipar.planner.replanner import Choose, Replanner
 from pipar.privacy.budget import Guard, Spending
 from pipar.profiling.profile import Profile
-from pipar.replanning import Choose, Replanner
 from pipar.server import Keeper, Learner, Server, Training
 from pipar.session import fault
 from pipar.transport.channel import Channel, Transport

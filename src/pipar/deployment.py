@@ -18,7 +18,6 @@ from torch import nn
 
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
-from pipar.choosing import Chooser
 from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
@@ -36,6 +35,7 @@ from pipar.methods import METHODS
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
+from pipar.planner.background_search import Chooser
 from pipar.planner.fleet import Fleet
 from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting

@@ -11,7 +11,7 @@ from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
-from pipar.planner.select import choose_by_estimate
+from pipar.planner.search import choose_by_estimate
 from pipar.planning import make_plans
 from pipar.profiling.profile import Profile
 from pipar.session import Introduction

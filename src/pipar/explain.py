@@ -10,23 +10,23 @@ from math import prod
 from typing import Any
 
 from pipar.assemble import can_replan
-from pipar.choosing import chosen as plans_again
 from pipar.config import Config, Link, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
-from pipar.forecast import timeline
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.background_search import chosen as plans_again
 from pipar.planner.candidates import candidates, needed_bytes
 from pipar.planner.encoding import recoded
 from pipar.planner.exhaustive import Best, search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import everybodys, from_sample, plans_in_common
+from pipar.planner.search import everybodys, from_sample, plans_in_common
+from pipar.planner.simulator import timeline
+from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
 from pipar.planning import plan_choice, plans_by_estimate, simulation
 from pipar.results import plans_as_json
-from pipar.stage_times import lane_s
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
 _GRIDS = (

@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from pipar import random_streams
-from pipar.forecast import Disturb, forecast, forecast_within
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
+from pipar.planner.simulator import Disturb, forecast, forecast_within
+from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, SimulateWithin, Timing
-from pipar.stage_times import BatchTimes
 
 #: How far a layer's time may lie from its profile, either way.
 PERTURBATION = 0.15

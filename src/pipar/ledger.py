@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pipar.config import Link
 from pipar.events import EpochResult
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
-from pipar.foresight import Foresight, since
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.replanning import MeasuredLink
+from pipar.planner.predictor import Foresight, since
+from pipar.planner.replanner import MeasuredLink
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipar.assemble import can_replan
 from pipar.chart import Chart
 from pipar.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
 from pipar.planner.fleet import Member
-from pipar.planner.select import TIE
+from pipar.planner.search import TIE
 from pipar.planner.timing import LANES
 from pipar.tables import new_table, percent
 from pipar.wording import guess_text, link_text, ruled_out_text

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Observer, Preparing, ignore
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
-from pipar.forecast import simulate, simulate_within
 from pipar.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for
-from pipar.planner.select import Choice, choose_by_estimate, everybodys
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.search import Choice, choose_by_estimate, everybodys
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
 
 #: What counts as a lane's work: the stages of the iterations, and models on the links.

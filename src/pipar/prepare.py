@@ -22,7 +22,7 @@ from pipar.job import Job
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
-from pipar.planner.select import check_given
+from pipar.planner.search import check_given
 from pipar.planning import planned
 from pipar.privacy.budget import terms_of
 from pipar.profiling.cache import find_profile, keep_profile

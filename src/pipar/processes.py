@@ -375,9 +375,9 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
 
 async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
     from pipar.assemble import assemble_server
-    from pipar.choosing import Chooser
     from pipar.enrolment import Listed
     from pipar.execution.lanes import ThreadCompute
+    from pipar.planner.background_search import Chooser
     from pipar.transport.grpc import Listener
 
     chooser = Chooser()

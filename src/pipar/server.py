@@ -29,10 +29,10 @@ from pipar.execution.stages import Place, Work
 from pipar.ledger import Ledger
 from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
+from pipar.planner.replanner import MeasuredLink, Replanner
 from pipar.privacy.budget import Spending
 from pipar.profiling.profile import Profile
 from pipar.reception import Doorkeeper, Reception
-from pipar.replanning import MeasuredLink, Replanner
 from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
 from pipar.transport.channel import Transport
 from pipar.turns import Turns

@@ -13,9 +13,9 @@ from typing import Any
 from pipar.errors import ConfigError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.execution.stages import Place
+from pipar.planner.replanner import MeasuredLink
 from pipar.privacy.budget import Spent
 from pipar.profiling.profile import NetworkSizes, Profile, check_network
-from pipar.replanning import MeasuredLink
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import Moments, carried, read_moments, read_traffic
 from pipar.transport.shaping import Traffic

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
-from pipar.choosing import Search, search_at_once
 from pipar.device import DevicePart, Samples
 from pipar.enrolment import Listed
 from pipar.events import EpochResult, Observer
@@ -17,9 +16,10 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Span
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job import Job, shared_costs
+from pipar.planner.background_search import Search, search_at_once
 from pipar.planner.costs import Costs
+from pipar.planner.replanner import Choose
 from pipar.privacy.budget import Spending
-from pipar.replanning import Choose
 from pipar.server import Learner
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders

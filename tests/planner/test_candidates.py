@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.errors import PlanError, TooLittleMemoryError
-from pipar.forecast import forecast
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.simulator import forecast
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.choosing import Recodings, chosen
 from pipar.config import Link
 from pipar.execution.stages import Work
 from pipar.hollow import HollowServerPart
 from pipar.methods import METHODS, Plan
+from pipar.planner.background_search import Recodings, chosen
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.encoding import recoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import choose_by_estimate
+from pipar.planner.search import choose_by_estimate
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message

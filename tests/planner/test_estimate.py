@@ -12,7 +12,7 @@ from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.execution.stages import Stage, end_times
 from pipar.methods import Plan
-from pipar.planner.estimate import (
+from pipar.planner.paper_estimate import (
     StageTimes,
     batches_to_fill_idle_time,
     closed_form_s,

@@ -10,14 +10,14 @@ from itertools import product
 import pytest
 from fleets import fleet_of_two_kinds
 
-from pipar.forecast import forecast
 from pipar.judge import JITTER, judging, judging_within
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
+from pipar.planner.simulator import forecast
+from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, Timing, steady_epoch_s
-from pipar.stage_times import BatchTimes
 
 SOME_N = (1, 2, 4, 7, 12)
 SLACK = 0.1

@@ -9,13 +9,13 @@ import pytest
 
 from pipar.config import Link, config_from
 from pipar.errors import TooLittleMemoryError
-from pipar.forecast import simulate, simulate_within
 from pipar.methods import Plan
-from pipar.planner import select
+from pipar.planner import search
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for, merged
-from pipar.planner.select import choose
+from pipar.planner.large_fleets import choose_for, merged
+from pipar.planner.search import choose
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 from pipar.prepare import unplanned_timing_only
 
@@ -112,13 +112,13 @@ def test_who_has_too_little_memory_is_named() -> None:
 def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
 
-    def counted(*arguments: object) -> list[select.Candidate]:
+    def counted(*arguments: object) -> list[search.Candidate]:
         searched.append(arguments[1])
         return original(*arguments)  # type: ignore[arg-type]
 
-    original = select.candidates
-    monkeypatch.setattr(select, "candidates", counted)
-    choose_for(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, effort=select.QUICK)
+    original = search.candidates
+    monkeypatch.setattr(search, "candidates", counted)
+    choose_for(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, effort=search.QUICK)
     assert 2 < len(searched) <= 2 + 8
 
 

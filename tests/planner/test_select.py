@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from pipar.config import Link, config_from
 from pipar.errors import PlanError
-from pipar.forecast import simulate, simulate_within
 from pipar.methods import METHODS, Method, Plan
-from pipar.planner import select
+from pipar.planner import search
 from pipar.planner.candidates import Allow, Candidate, candidates
 from pipar.planner.costs import Costs
-from pipar.planner.estimate import iteration_s, stage_times
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
+from pipar.planner.paper_estimate import iteration_s, stage_times
+from pipar.planner.search import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import STEADY, Timing, steady_epoch_s, whole_epoch
 from pipar.prepare import unplanned_timing_only
 from pipar.profiling.memory import BASE_BYTES, training_bytes
@@ -394,7 +394,7 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
         called.append(member.name)
         return candidates(fleet, member, only)
 
-    monkeypatch.setattr(select, "candidates", counted)
+    monkeypatch.setattr(search, "candidates", counted)
     asked = []
     for count in (1, 5, 20):
         members = tuple(Member(f"d{n:02}", costs, WIFI, 24) for n in range(count))

@@ -433,7 +433,7 @@ def test_a_server_does_not_talk_a_device_into_another_cut(split_point: int, laye
 
 
 def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipar.replanning.NOTICED", -1.0)  # every round gets a new plan
+    monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)  # every round gets a new plan
     late = Cuts(2, frozenset([1]), "there it leaks too much")
 
     async def choose(_: Any) -> dict[str, Plan]:

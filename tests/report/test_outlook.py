@@ -14,8 +14,8 @@ from small_runs import SETTINGS
 
 from pipar.config import load_config
 from pipar.explain import explain
-from pipar.foresight import Foresight
 from pipar.job import Job
+from pipar.planner.predictor import Foresight
 from pipar.planning import planned
 from pipar.prepare import unplanned_timing_only
 from pipar.report.outlook import outlook

@@ -11,9 +11,9 @@ from made_up_cells import TINY, outcomes, timing
 
 from pipar.config import config_from
 from pipar.errors import InputError, PlanError
-from pipar.forecast import simulate
 from pipar.methods import Plan
-from pipar.planner.select import choose
+from pipar.planner.search import choose
+from pipar.planner.simulator import simulate
 from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.bandwidth import BANDWIDTH
 from pipar.reproduce.beyond import EXACT_WIRE, TODAY

@@ -61,12 +61,12 @@ def test_libraries_have_their_versions() -> None:
 def test_an_edited_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "pipar"
     (package / "reproduce").mkdir(parents=True)
-    for name in ("__init__.py", "forecast.py", "reproduce/cells.py", "reproduce/tables.py"):
+    for name in ("__init__.py", "planner/simulator.py", "reproduce/cells.py", "reproduce/tables.py"):
         (package / name).write_text("before = 1")
     monkeypatch.setattr(pipar, "__file__", os.fspath(package / "__init__.py"))
     now = sources._sources_on_disk()
     monkeypatch.setattr(sources, "counted_sources", lambda: now)
     (package / "reproduce" / "tables.py").write_text("behind = 2")
     assert not sources.have_sources_changed(), "tables compute nothing"
-    (package / "forecast.py").write_text("behind = 2")
+    (package / "planner/simulator.py").write_text("behind = 2")
     assert sources.have_sources_changed()

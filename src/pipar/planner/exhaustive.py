@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipar.planner.candidates import Candidate, LowerBound, candidates
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import ByKind, everybodys
+from pipar.planner.search import ByKind, everybodys
 from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, steady_epoch_within_s
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import simulate
 from pipar.job import Job
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for
-from pipar.planner.select import Effort
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.search import Effort
+from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST, LANES, STEADY, Timing, steady_epoch_s
 from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipar.planner.select import TIE
+from pipar.planner.search import TIE
 from pipar.reproduce.experiment import Cell, Compared, Experiment, Found, Outcome, Row
 from pipar.reproduce.plots import plot_if_possible
 from pipar.reproduce.published import Statement, published

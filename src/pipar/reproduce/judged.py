@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipar.busy import busy_s
-from pipar.choosing import chosen
-from pipar.forecast import simulate, simulate_within
-from pipar.foresight import Foresight
 from pipar.judge import JITTER, judging, judging_within, perturbed
 from pipar.methods import Plan
+from pipar.planner.background_search import chosen
+from pipar.planner.busy import busy_s
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import AT_LEISURE, ByKind, Choice, choose, choose_by_estimate, everybodys
+from pipar.planner.predictor import Foresight
+from pipar.planner.search import AT_LEISURE, ByKind, Choice, choose, choose_by_estimate, everybodys
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 
 

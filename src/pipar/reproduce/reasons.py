@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipar.planner.select import TIE
+from pipar.planner.search import TIE
 from pipar.reproduce.experiment import Row
 from pipar.reproduce.published import Statement, published
 

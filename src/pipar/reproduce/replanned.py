@@ -6,12 +6,12 @@ import gc
 import time
 from collections.abc import Mapping
 
-from pipar.choosing import chosen
 from pipar.events import Event, Replanned
 from pipar.job import Job
 from pipar.methods import Plan
+from pipar.planner.background_search import chosen
 from pipar.planner.fleet import Fleet
-from pipar.planner.select import Effort
+from pipar.planner.search import Effort
 from pipar.virtual import train_without_mathematics
 
 

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from pipar.config import config_from
-from pipar.forecast import simulate
+from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
 from pipar.planning import make_plans
 from pipar.prepare import unplanned_timing_only

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, product
 
-from pipar.planner.select import TIE
+from pipar.planner.search import TIE
 from pipar.reproduce.efficiency import (
     METHODS,
     TIME_NOTES,

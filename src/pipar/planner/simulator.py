@@ -19,14 +19,22 @@ from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 
-from pipar.cutoff import Cutoff
 from pipar.execution.schedule import device_order
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.pruning import Cutoff
+from pipar.planner.stage_times import (
+    BatchTimes,
+    batch_times,
+    decoding,
+    model_s,
+    protect_s,
+    transfer_s,
+    work_key,
+)
 from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
-from pipar.stage_times import BatchTimes, batch_times, decoding, model_s, protect_s, transfer_s, work_key
 
 #: Devices of a prediction in the middle of a training, which the server's messages wait for.
 _FEW = 32

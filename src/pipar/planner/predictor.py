@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from pipar.busy import Busy, busy_layers, crowding
 from pipar.config import Link
-from pipar.forecast import predict_s
 from pipar.methods import Plan
+from pipar.planner.busy import Busy, busy_layers, crowding
+from pipar.planner.calibration import Fit, Machine, refitted
 from pipar.planner.fleet import Fleet
-from pipar.planner.refit import Fit, Machine, refitted
-from pipar.replanning import MeasuredLink, differs
+from pipar.planner.replanner import MeasuredLink, differs
+from pipar.planner.simulator import predict_s
 
 T = TypeVar("T")
 

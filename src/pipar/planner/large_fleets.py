@@ -13,7 +13,17 @@ from pipar.methods import Plan
 from pipar.planner.candidates import Allow, allowed_plans
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.select import COARSE, THOROUGH, ByKind, Choice, Effort, choose, everybodys, extended, from_sample
+from pipar.planner.search import (
+    COARSE,
+    THOROUGH,
+    ByKind,
+    Choice,
+    Effort,
+    choose,
+    everybodys,
+    extended,
+    from_sample,
+)
 from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, whole_epoch
 
 #: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.

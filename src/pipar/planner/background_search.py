@@ -21,17 +21,17 @@ from typing import BinaryIO
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.forecast import simulate, simulate_within
-from pipar.foresight import Foresight
 from pipar.methods import Plan
+from pipar.planner.calibration import about
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.groups import choose_for
-from pipar.planner.refit import about
-from pipar.planner.select import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, from_sample
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.predictor import Foresight
+from pipar.planner.replanner import differs
+from pipar.planner.search import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, from_sample
+from pipar.planner.simulator import simulate, simulate_within
+from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
-from pipar.replanning import differs
-from pipar.stage_times import move_s
 
 #: Returns the best plans of a fleet, given those in force, with so much effort.
 Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]
@@ -163,7 +163,12 @@ class Chooser:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pipar.choosing"),  # -P: not what lies in the user's folder
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "pipar.planner.background_search",
+                ),  # -P: not what lies in the user's folder
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_ANSWER,

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pipar.methods import Plan
 from pipar.planner.exchange import Exchange
 from pipar.planner.fleet import Fleet, Member
-from pipar.stage_times import BatchTimes
+from pipar.planner.stage_times import BatchTimes
 
 #: Sums of the same numbers in another order differ by less.
 _ROUNDING = 1e-9

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipar.execution.stages import Work
-from pipar.forecast import forecast
 from pipar.methods import Plan
+from pipar.planner.calibration import Shares
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.refit import Shares
-from pipar.stage_times import batch_times, decoding, protect_s, work_key
+from pipar.planner.simulator import forecast
+from pipar.planner.stage_times import batch_times, decoding, protect_s, work_key
 
 
 def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:

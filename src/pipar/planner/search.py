@@ -18,8 +18,8 @@ from random import Random
 from pipar.errors import PlanError
 from pipar.methods import Method, Plan, check_plan
 from pipar.planner.candidates import Allow, Candidate, LowerBound, allowed_plans, candidates
-from pipar.planner.estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.fleet import Auto, Fleet, Member
+from pipar.planner.paper_estimate import StageTimes, closed_form_s, full_batch_times
 from pipar.planner.timing import (
     FEWEST,
     STEADY,
