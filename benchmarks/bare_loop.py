@@ -19,7 +19,7 @@ _BARE = """
 import json, sys, time, torch
 from torch.nn import functional as F
 from pipar.config import load_config
-from pipar.workload import Workload
+from pipar.job.workload import Workload
 torch.set_num_threads(1)
 workload = Workload(load_config(None, sys.argv[1:]))
 shard = workload.own_shard(workload.names[0])

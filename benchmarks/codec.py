@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from benchmarks.exact_wire import Crossing, crossings, train
 from benchmarks.record import Claim
 from pipar.config import load_config
+from pipar.job.workload import Workload
 from pipar.nn.runtime import one_thread
 from pipar.wire.bitpacking import not_zero
 from pipar.wire.chunks import chunk_sizes
 from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import EXACT, is_sparse
-from pipar.workload import Workload
 
 _IMAGES = 1000
 _EPOCHS = 3

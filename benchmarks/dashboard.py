@@ -33,12 +33,12 @@ from pipar.config import device_specs, load_config
 from pipar.dashboard.serve import THREAD
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadCompute
-from pipar.prepare import measured_profile
-from pipar.torchside import part_builder
+from pipar.job.prepare import measured_profile
+from pipar.job.torch_setup import part_builder
+from pipar.job.workload import Workload
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
 from pipar.transport.reconnect import Lifeline
-from pipar.workload import Workload
 
 DEVICES, EPOCHS, TURNS, HANGING = 20, 4, 5, 8
 ADDRESS, PAGE = "127.0.0.1:50392", ("127.0.0.1", 50393)

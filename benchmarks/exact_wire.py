@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from benchmarks.record import Claim
 from pipar.config import load_config
 from pipar.data.shard import Shard
+from pipar.job.workload import Workload
 from pipar.nn.parts import Optimizer
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.nn.split import split_model
 from pipar.wire.chunks import chunk_sizes
 from pipar.wire.codec import encode
-from pipar.workload import Workload
 
 BATCH, MICRO_BATCH = 100, 10
 EPOCHS = (1, 10)

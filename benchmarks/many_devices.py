@@ -25,12 +25,12 @@ from pipar.assemble import Equipment, run_device
 from pipar.config import Link, load_config
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadCompute
-from pipar.prepare import measured_profile
-from pipar.torchside import part_builder
+from pipar.job.prepare import measured_profile
+from pipar.job.torch_setup import part_builder
+from pipar.job.workload import Workload
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
 from pipar.transport.reconnect import Lifeline
-from pipar.workload import Workload
 
 DEVICES, FIRST = 200, 50
 ADDRESS = "127.0.0.1:50391"

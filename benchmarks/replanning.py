@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.record import Claim
 from pipar.config import config_from
+from pipar.job.prepare import prepare_timing_only
 from pipar.planner.simulator import predict_s
-from pipar.prepare import prepare_timing_only
 from pipar.reproduce.replanned import replanned
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")

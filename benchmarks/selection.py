@@ -23,11 +23,11 @@ from typing import Any
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
 from pipar.config import Link, config_from
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.prepare import unplanned_timing_only
 from pipar.planner.fleet import Fleet
 from pipar.planner.large_fleets import choose_for
 from pipar.planner.simulator import simulate, simulate_within
-from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import Beforehand, Judged, judged
 from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
 
@@ -45,7 +45,7 @@ KEPT = RESULTS / "selection.rows.jsonl"
 SOURCES = (
     "planner", "coding", "protocol", "planner/simulator.py", "planner/stage_times.py", "planner/busy.py", "planner/pruning.py", "planner/predictor.py",
     "judge.py", "planner/background_search.py", "planner/replanner.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
-    "prepare.py", "job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
+    "job/prepare.py", "job/job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
 )  # fmt: skip
 
 #: (fleet, network, dataset, link, seed of the world) of one training.

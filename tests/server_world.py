@@ -18,14 +18,14 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
-from pipar.ledger import Bounds, Ledger
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner
 from pipar.privacy.budget import Guard, Spending, Terms
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.server import Keeper, Server, Training
-from pipar.session import Introduction
+from pipar.server.epoch_results import Bounds, Ledger
+from pipar.server.program import Keeper, Server, Training
+from pipar.server.session import Introduction
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.in_memory import memory_pair

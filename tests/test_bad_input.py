@@ -12,7 +12,7 @@ import pytest
 
 from pipar.cli import main
 from pipar.config import Config
-from pipar.prepare import profile_key
+from pipar.job.prepare import profile_key
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.profile import LayerProfile, Profile
 

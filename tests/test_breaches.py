@@ -26,7 +26,7 @@ from server_world import (
 from pipar.errors import TrainingError, UnusableModelError
 from pipar.events import Dropped, Lost
 from pipar.execution.spans import UPLINK, Recorder
-from pipar.session import Session
+from pipar.server.session import Session
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.limits import Rate
 from pipar.wire.frames import Frame

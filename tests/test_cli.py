@@ -20,7 +20,7 @@ from rich.console import Console
 
 from pipar.cli import main
 from pipar.config import Config, load_config
-from pipar.prepare import profile_key
+from pipar.job.prepare import profile_key
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.memory import BASE_BYTES
 from pipar.profiling.profile import LayerProfile, Profile

@@ -23,7 +23,7 @@ from training import EXACT, largest_error
 
 from pipar.config import config_from
 from pipar.deployment import why_over
-from pipar.workload import Workload
+from pipar.job.workload import Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

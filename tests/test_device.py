@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipar.device import Device
+from pipar.device.program import Device
 from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError, TrainingError
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from pipar.checkpoint import Checkpoint
 from pipar.config import DeviceSpec, Link, config_from
-from pipar.enrolment import Open
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.session import Introduction, read_profile
+from pipar.server.enrolment import Open
+from pipar.server.session import Introduction, read_profile
 from pipar.wire.messages import EMPTY
 from pipar.wire.orders import Orders
 
@@ -162,7 +162,7 @@ def test_the_one_device_that_planning_fails_for_is_named(monkeypatch: pytest.Mon
             raise OverflowError("too large")
         return dict.fromkeys(job.sizes, Plan(1, 1))
 
-    monkeypatch.setattr("pipar.enrolment.make_plans", fails)
+    monkeypatch.setattr("pipar.server.enrolment.make_plans", fails)
     everybody = [Introduction(name, 100, WHOLE) for name in ("a", "wild")]
     with pytest.raises(UnusableProfileError, match="too large") as refused:
         asyncio.run(opened().begin(everybody))
@@ -176,7 +176,7 @@ def test_a_failure_that_no_device_brings_about_alone_is_nobodys(monkeypatch: pyt
             raise ValueError("of both")
         return {}
 
-    monkeypatch.setattr("pipar.enrolment.make_plans", fails_together)
+    monkeypatch.setattr("pipar.server.enrolment.make_plans", fails_together)
     with pytest.raises(ValueError, match="of both"):
         asyncio.run(opened().begin([Introduction(name, 100, WHOLE) for name in "ab"]))
 

@@ -15,15 +15,15 @@ from training import EXACT, Case, Trained, hand_made_profile, largest_error, mak
 import pipar
 from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.config import Link
-from pipar.enrolment import Listed
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import Span
+from pipar.job.torch_setup import make_learner, part_builder
 from pipar.methods import Plan
 from pipar.planner import replanner
 from pipar.planner.replanner import Choose
 from pipar.run import Result, World
-from pipar.torchside import make_learner, part_builder
+from pipar.server.enrolment import Listed
 from pipar.transport.grpc import Listener, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipar.config import load_config
-from pipar.explain import explain, job_to_plan
+from pipar.job.explain import explain, job_to_plan
 from pipar.nn.aggregate import federated_average
 from pipar.nn.aggregators import DeviceModel, make_aggregator
 

@@ -31,10 +31,10 @@ from pipar.faults.world import Outcome, simulate
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
-from pipar.reception import Reception
 from pipar.results import RunFolder
-from pipar.server import Server
-from pipar.session import Session
+from pipar.server.membership import Reception
+from pipar.server.program import Server
+from pipar.server.session import Session
 from pipar.transport.channel import Channel
 from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body
@@ -302,8 +302,8 @@ def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeyp
             raise ProtocolError(f"{message} is not {kind}.")
 
     monkeypatch.setattr(Session, "abandon", abandon)
-    monkeypatch.setattr("pipar.server.expect", expect)
-    monkeypatch.setattr("pipar.session.expect", expect)
+    monkeypatch.setattr("pipar.server.program.expect", expect)
+    monkeypatch.setattr("pipar.server.session.expect", expect)
 
     def slow_federated(scenario: Scenario) -> Scenario:
         return replace(one_is_late(scenario), method="fl", plans=dict.fromkeys(scenario.names, Plan(3, 1)))

@@ -15,7 +15,9 @@ from pipar.events import EpochResult, ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.execution.stages import Work
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import rehearse
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
 from pipar.planner.busy import busy_s
 from pipar.planner.costs import Costs
@@ -24,8 +26,6 @@ from pipar.planner.search import choose
 from pipar.planner.simulator import forecast, simulate, timeline
 from pipar.planner.stage_times import transfer_s
 from pipar.planner.timing import STEADY, Timing, whole_epoch
-from pipar.planning import rehearse
-from pipar.prepare import unplanned_timing_only
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.virtual import train_without_mathematics
 from pipar.wire import encodings

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
+from pipar.job.prepare import config_from, prepare_timing_only
 from pipar.judge import perturbed
 from pipar.methods import Plan
 from pipar.planner.busy import busy_layers, busy_s
@@ -24,7 +25,6 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Foresight
 from pipar.planner.simulator import predict_s
-from pipar.prepare import config_from, prepare_timing_only
 from pipar.profiling.profile import Profile
 from pipar.virtual import train_without_mathematics
 

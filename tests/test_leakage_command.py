@@ -11,12 +11,12 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from pipar.attacking import checked_cuts
 from pipar.cli import main
 from pipar.cli.leakage import with_time_left
 from pipar.data.catalog import known_datasets
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing
+from pipar.job.leakage_audit import checked_cuts
 from pipar.leakage.table import LeakageTable
 from pipar.nn.models import build_model
 

@@ -13,7 +13,7 @@ from pipar.errors import InputError, LinkError, PiparError, ProtocolError, Sessi
 from pipar.events import Connected, Connecting, Event, Reconnecting
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
-from pipar.session import fault
+from pipar.server.session import fault
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.in_memory import MemoryTransport, memory_pair

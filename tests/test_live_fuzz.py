@@ -28,12 +28,12 @@ from programs import PATIENCE_S, Place, Program, address_of, place
 from test_deployment import check_nothing_is_left, training
 
 from pipar.config import config_from
-from pipar.prepare import measured_profile
+from pipar.job.prepare import measured_profile
+from pipar.job.workload import Workload
 from pipar.transport.credentials import add_token
 from pipar.units import split_address
 from pipar.wire.frames import cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
-from pipar.workload import Workload
 
 FRAMES = int(os.environ.get("PIPAR_FUZZ_FRAMES", "5000"))  # on streams that the server has taken
 LAST_EPOCHS = 10  # are trained when all garbage is sent

@@ -15,11 +15,11 @@ from leakages import written
 
 from pipar.cli import main
 from pipar.config import load_config
-from pipar.explain import Option, explain, job_to_plan, with_profile
+from pipar.job.explain import Option, explain, job_to_plan, with_profile
+from pipar.job.prepare import prepare_timing_only
 from pipar.methods import Plan
 from pipar.plan_view import _why_not, signed_percent
 from pipar.planner.simulator import forecast
-from pipar.prepare import prepare_timing_only
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.counts import LayerCount, known_counts
 from pipar.profiling.memory import training_bytes

@@ -10,13 +10,13 @@ import pytest
 from pipar.config import Link, config_from, device_specs
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
-from pipar.job import Job, shared_costs
+from pipar.job.job import Job, shared_costs
+from pipar.job.plans import make_plans, plan_choice, planned, rehearse, simulation
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import forecast
-from pipar.planning import make_plans, plan_choice, planned, rehearse, simulation
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 LAYERS = tuple(

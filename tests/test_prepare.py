@@ -20,11 +20,11 @@ from pipar.config import Config, RunSection, config_from, load_config, with_sett
 from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
-from pipar.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
+from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
+from pipar.job.workload import Own, Workload
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.profile import Profile
 from pipar.run import with_method
-from pipar.workload import Own, Workload
 
 
 @pytest.fixture(autouse=True)
@@ -195,8 +195,8 @@ def test_a_wrong_file_is_refused_before_this_machine_is_measured(
     def measure(*_: object, **__: object) -> Profile:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("pipar.prepare.measured_profile", measure)
-    monkeypatch.setattr("pipar.prepare.find_profile", lambda _: None)
+    monkeypatch.setattr("pipar.job.prepare.measured_profile", measure)
+    monkeypatch.setattr("pipar.job.prepare.find_profile", lambda _: None)
     settings = ["model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2"]
     config = load_config(None, [*settings, f'devices.profile="{profile}"'])  # the server is this machine
     with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
@@ -310,7 +310,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from pipar.config import load_config
-from pipar.prepare import prepare_timing_only
+from pipar.job.prepare import prepare_timing_only
 
 job = prepare_timing_only(load_config(None, sys.argv[1:]))
 print(job.cores, len(job.specs), len(job.server_profile.layers))

@@ -22,7 +22,7 @@ import pipar
 from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
 from pipar.profiling.profile import Profile

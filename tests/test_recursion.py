@@ -18,7 +18,7 @@ from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
 from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times

@@ -15,7 +15,7 @@ from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
 from pipar.execution.spans import Span
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.profile import LayerProfile, Profile

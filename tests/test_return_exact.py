@@ -16,21 +16,21 @@ from training import EXACT, Case, largest_error, make_job, reference_data
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.config import config_from
-from pipar.enrolment import Listed
 from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
-from pipar.job import shared_costs
+from pipar.job.job import shared_costs
+from pipar.job.torch_setup import make_learner, part_builder, repeatable
+from pipar.job.workload import Own, Workload
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
-from pipar.torchside import make_learner, part_builder, repeatable
+from pipar.server.enrolment import Listed
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.in_memory import memory_pair
 from pipar.transport.reconnect import Lifeline
 from pipar.wire.messages import Body
-from pipar.workload import Own, Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ import pytest
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.planner.replanner import MeasuredLink
-from pipar.session import End, Introduction, Session
+from pipar.server.session import End, Introduction, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
 from pipar.transport.rate_estimate import Moment

@@ -11,7 +11,7 @@ from server_world import LINK, Named, World, _equipment, honest, train
 
 from pipar.assemble import run_device
 from pipar.events import Event, Heard, Silent, ignore
-from pipar.silence import PATIENCE_S, Silence
+from pipar.server.liveness import PATIENCE_S, Silence
 from pipar.transport.channel import Transport
 from pipar.wire.frames import Frame
 

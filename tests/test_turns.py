@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.execution.clock import run_virtually
-from pipar.turns import Turns
+from pipar.server.turn_order import Turns
 
 
 def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[tuple[int, str]]:

@@ -17,8 +17,8 @@ from training import hand_made_profile
 import pipar
 from pipar.config import config_from
 from pipar.errors import DataError
+from pipar.job.workload import Own, Workload, is_one_for_each
 from pipar.profiling.profile import Profile
-from pipar.workload import Own, Workload, is_one_for_each
 
 #: A factory that writes down who called it for what.
 FACTORY = """
@@ -79,7 +79,7 @@ def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(workload: Workload, model: nn.Sequential, _: object) -> Profile:
         return hand_made_profile(model, workload.input_shape, workload.config.model.dtype)
 
-    monkeypatch.setattr("pipar.prepare.measured_profile", made)
+    monkeypatch.setattr("pipar.job.prepare.measured_profile", made)
 
 
 def calls(place: Path) -> dict[str, list[str]]:

@@ -18,14 +18,14 @@ from pipar.config import config_from, device_specs
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import planned
+from pipar.job.workload import Own, Workload
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
-from pipar.planning import planned
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.virtual import train_virtually
-from pipar.workload import Own, Workload
 
 BATCH = 100
 SIZES = (230, 100, 57)  # a short last batch, a single full one, and less than one

@@ -24,9 +24,9 @@ from typing import Any
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
-    "pipar.cli.deploy", "pipar.cli.train", "pipar.workload", "pipar.torchside", "pipar.prepare", "pipar.profiling.measure",
-    "pipar.results", "pipar.keeper", "pipar.enrolment", "pipar.logs", "pipar.monitor", "pipar.transport.certificates",
-    "pipar.transport.tls", "pipar.explain", "pipar.report", "pipar.virtual", "pipar.display",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.job.workload", "pipar.job.torch_setup", "pipar.job.prepare", "pipar.profiling.measure",
+    "pipar.results", "pipar.keeper", "pipar.server.enrolment", "pipar.logs", "pipar.monitor", "pipar.transport.certificates",
+    "pipar.transport.tls", "pipar.job.explain", "pipar.report", "pipar.virtual", "pipar.display",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts
@@ -98,7 +98,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end what they have started
     modules = {name: importlib.import_module(name) for name in _PRELOAD}
     modules["pipar.profiling.measure"]._PAUSE_S = 0.0
-    modules["pipar.prepare"].measured_profile.__kwdefaults__["budget_s"] = 0.1
+    modules["pipar.job.prepare"].measured_profile.__kwdefaults__["budget_s"] = 0.1
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)

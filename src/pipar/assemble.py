@@ -9,20 +9,20 @@ from operator import attrgetter
 from typing import Any
 
 from pipar.config import Link, device_names
-from pipar.device import Device, DevicePart, Samples
-from pipar.enrolment import Listed, Open
+from pipar.device.program import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.lanes import Compute
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
-from pipar.job import Job
-from pipar.ledger import Ledger
+from pipar.job.job import Job
 from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
 from pipar.planner.predictor import Foresight
 from pipar.planner.replanner import Choose, Replanner
 from pipar.privacy.budget import Guard, Spending
 from pipar.profiling.profile import Profile
-from pipar.server import Keeper, Learner, Server, Training
-from pipar.session import fault
+from pipar.server.enrolment import Listed, Open
+from pipar.server.epoch_results import Ledger
+from pipar.server.program import Keeper, Learner, Server, Training
+from pipar.server.session import fault
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.reconnect import Lifeline
 from pipar.wire.orders import Orders

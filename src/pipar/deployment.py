@@ -21,23 +21,23 @@ from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refus
 from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
-from pipar.enrolment import Open
 from pipar.errors import ConfigError, DataError, InputError, PlanError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import SERVER, Recorder
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.prepare import check_given_plans, measured_profile, sample_bytes
+from pipar.job.torch_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
+from pipar.job.workload import Own, Workload
 from pipar.keeper import CheckpointKeeper
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
-from pipar.ledger import stale_epochs
 from pipar.methods import METHODS
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.background_search import Chooser
 from pipar.planner.fleet import Fleet
-from pipar.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.privacy import accounting
 from pipar.privacy.budget import Cuts, Guard, terms_of
 from pipar.privacy.budget_file import Memory, held
@@ -45,8 +45,9 @@ from pipar.profiling.profile import Profile
 from pipar.report import leave_report
 from pipar.results import RunFolder, run_name, runs_folder, uninterrupted
 from pipar.run import started
-from pipar.silence import Silence
-from pipar.torchside import make_learner, measure_test_accuracy, part_builder, seed_dropout
+from pipar.server.enrolment import Open
+from pipar.server.epoch_results import stale_epochs
+from pipar.server.liveness import Silence
 from pipar.trackers.tracking import Tracking, tracked
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
@@ -55,7 +56,6 @@ from pipar.transport.limits import Keepalive
 from pipar.transport.reconnect import Lifeline
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 from pipar.wire.messages import EMPTY
-from pipar.workload import Own, Workload
 
 _NO_LINK = Link()
 #: A server that has not answered for so long is tried anew.

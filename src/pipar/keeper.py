@@ -13,7 +13,7 @@ from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
 from pipar.execution.lanes import Compute
 from pipar.execution.stages import Work
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.results import RunFolder
 from pipar.wire.messages import Body
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipar.assemble import can_replan
 from pipar.chart import Chart
-from pipar.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
+from pipar.job.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES

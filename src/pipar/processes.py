@@ -25,18 +25,18 @@ from typing import Any
 from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import Span
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import make_plans
+from pipar.job.workload import Own, Workload
 from pipar.methods import Plan
-from pipar.planning import make_plans
 from pipar.privacy.budget import Spending
 from pipar.profiling.profile import Profile
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
-from pipar.workload import Own, Workload
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
 #: of a process imports torch._dynamo, for more than a second.
-_PRELOAD = ["torch", "torch._dynamo", "pipar.workload", "pipar.torchside", "pipar.assemble", "pipar.results"]
+_PRELOAD = ["torch", "torch._dynamo", "pipar.job.workload", "pipar.job.torch_setup", "pipar.assemble", "pipar.results"]
 _PROGRESS_EVERY_S = 0.2
 _GRACE_S = 20.0
 _LAST_WORDS_S = 1.0
@@ -355,8 +355,8 @@ class Termination:
 
 
 def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
+    from pipar.job.torch_setup import make_learner, measure_test_accuracy, seed_dropout, warm_up
     from pipar.results import RunFolder
-    from pipar.torchside import make_learner, measure_test_accuracy, seed_dropout, warm_up
 
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
@@ -375,9 +375,9 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
 
 async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
     from pipar.assemble import assemble_server
-    from pipar.enrolment import Listed
     from pipar.execution.lanes import ThreadCompute
     from pipar.planner.background_search import Chooser
+    from pipar.server.enrolment import Listed
     from pipar.transport.grpc import Listener
 
     chooser = Chooser()
@@ -420,7 +420,7 @@ def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str)
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
     from pipar.assemble import Equipment, run_device
     from pipar.execution.lanes import ThreadCompute
-    from pipar.torchside import part_builder, seed_dropout, warm_up_device
+    from pipar.job.torch_setup import part_builder, seed_dropout, warm_up_device
     from pipar.transport.grpc import connect
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)

@@ -20,7 +20,7 @@ from pipar.config import Config, dump_config
 from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.execution.spans import Span, chrome_events, excerpt
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.privacy.budget import Spending
 from pipar.profiling.cache import machine_fingerprint

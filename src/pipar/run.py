@@ -16,8 +16,8 @@ from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
-from pipar.job import Job
-from pipar.prepare import prepare, prepare_timing_only
+from pipar.job.job import Job
+from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.results import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.trackers.tracking import tracked
 from pipar.wording import guess_text, ruled_out_text
@@ -25,7 +25,7 @@ from pipar.wording import guess_text, ruled_out_text
 if TYPE_CHECKING:
     import torch
 
-    from pipar.workload import Own
+    from pipar.job.workload import Own
 
 World = Literal["real", "virtual", "timing-only"]
 WORLDS = ("real", "virtual", "timing-only")
@@ -108,7 +108,7 @@ def _train(config: Config, world: World, own: tuple[Any, ...], told: Told) -> Re
         job = prepare_timing_only(config, told.observe)
         if job is not None:
             return _run_timing_only(job, told)
-    from pipar.workload import Own
+    from pipar.job.workload import Own
 
     return _run_with_torch(config, Own.of(config, *own), world, told)
 
@@ -151,7 +151,7 @@ def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Confi
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
     """Return a [[devices]] section with a device for each dataset; nothing if there is one dataset for all."""
-    from pipar.workload import is_one_for_each
+    from pipar.job.workload import is_one_for_each
 
     if isinstance(datasets, Mapping):
         return {"devices": [{"name": name} for name in datasets]}
@@ -187,7 +187,7 @@ def _run_timing_only(job: Job, told: Told) -> Result:
 
 
 def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Result:
-    from pipar.workload import Workload
+    from pipar.job.workload import Workload
 
     if world == "real":
         _check_real_world(config)
@@ -201,7 +201,7 @@ def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Resul
 
 
 def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
-    from pipar.torchside import make_learner, measure_test_accuracy
+    from pipar.job.torch_setup import make_learner, measure_test_accuracy
     from pipar.virtual import train_virtually
 
     learner = make_learner(job, workload)

@@ -8,25 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
-from pipar.device import DevicePart, Samples
-from pipar.enrolment import Listed
+from pipar.device.program import DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Span
 from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
-from pipar.job import Job, shared_costs
+from pipar.job.job import Job, shared_costs
 from pipar.planner.background_search import Search, search_at_once
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose
 from pipar.privacy.budget import Spending
-from pipar.server import Learner
+from pipar.server.enrolment import Listed
+from pipar.server.program import Learner
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # a timing-only run does without torch
+    from pipar.job.workload import Workload
     from pipar.nn.learner import TorchLearner
-    from pipar.workload import Workload
 
 Emit = Callable[[EpochResult, list[Span]], None]
 
@@ -46,7 +46,7 @@ def train_virtually(
     Who passes the learner in has the model as far as it came, even if the training is interrupted. `choose` makes new
     plans when links change; it may take no virtual time. `spending` is where what the devices send is counted.
     """
-    from pipar.torchside import make_learner, part_builder, repeatable
+    from pipar.job.torch_setup import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
     build = partial(part_builder, workload)

@@ -13,7 +13,7 @@ from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.nn.tensors import read_labels, read_tensor, tensor_body
-from pipar.session import Answer, Introduction, Session
+from pipar.server.session import Answer, Introduction, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.wire.frames import Frame

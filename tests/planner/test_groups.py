@@ -9,6 +9,7 @@ import pytest
 
 from pipar.config import Link, config_from
 from pipar.errors import TooLittleMemoryError
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
 from pipar.planner import search
 from pipar.planner.candidates import allowed_plans
@@ -17,7 +18,6 @@ from pipar.planner.large_fleets import choose_for, merged
 from pipar.planner.search import choose
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
-from pipar.prepare import unplanned_timing_only
 
 MIB = 2**20
 

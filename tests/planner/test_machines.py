@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pipar.config import MODELS, config_from
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
-from pipar.prepare import unplanned_timing_only
 from pipar.profiling.counts import Counts, known_changes_share, known_counts
 from pipar.profiling.machines import MACHINES, machine_profile, pass_s
 from pipar.profiling.memory import training_bytes

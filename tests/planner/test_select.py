@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pipar.config import Link, config_from
 from pipar.errors import PlanError
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import search
 from pipar.planner.candidates import Allow, Candidate, candidates
@@ -25,7 +26,6 @@ from pipar.planner.paper_estimate import iteration_s, stage_times
 from pipar.planner.search import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import STEADY, Timing, steady_epoch_s, whole_epoch
-from pipar.prepare import unplanned_timing_only
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
 

@@ -18,6 +18,7 @@ from pipar.events import ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
+from pipar.job.workload import Workload
 from pipar.keeper import CheckpointKeeper
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
@@ -25,7 +26,6 @@ from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
 from pipar.privacy.budget_file import Memory
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.wire.messages import EMPTY
-from pipar.workload import Workload
 
 
 def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> None:

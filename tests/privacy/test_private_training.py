@@ -18,10 +18,10 @@ from torch import nn
 from training import EXACT, Case, largest_error, make_job, reference_data, reference_state, train_in_virtual_time
 
 from pipar import random_streams
+from pipar.job.torch_setup import make_learner, measure_test_accuracy
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
-from pipar.torchside import make_learner, measure_test_accuracy
 
 CLASSIC = (("clip", 0.02), ("noise_multiplier", 0.8))
 #: The norms of the devices' updates in the cases below lie on both sides of 0.02, so some are clipped and some are not.

@@ -13,11 +13,11 @@ from fleets import measured
 from small_runs import SETTINGS
 
 from pipar.config import load_config
-from pipar.explain import explain
-from pipar.job import Job
+from pipar.job.explain import explain
+from pipar.job.job import Job
+from pipar.job.plans import planned
+from pipar.job.prepare import unplanned_timing_only
 from pipar.planner.predictor import Foresight
-from pipar.planning import planned
-from pipar.prepare import unplanned_timing_only
 from pipar.report.outlook import outlook
 
 

@@ -11,10 +11,10 @@ from made_up_cells import TINY, outcomes, timing
 
 from pipar.config import config_from
 from pipar.errors import InputError, PlanError
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
 from pipar.planner.search import choose
 from pipar.planner.simulator import simulate
-from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.bandwidth import BANDWIDTH
 from pipar.reproduce.beyond import EXACT_WIRE, TODAY
 from pipar.reproduce.catalog import EXPERIMENTS, experiments

@@ -16,7 +16,7 @@ from pipar.errors import InputError
 from pipar.events import Observer, Preparing
 
 if TYPE_CHECKING:
-    from pipar.attacking import Attacked
+    from pipar.job.leakage_audit import Attacked
     from pipar.leakage.attacks import Attack
 
 #: What the attacks are called; the module that knows them brings torch.
@@ -95,9 +95,9 @@ def leakage(
         raise InputError(f"Cannot write to the folder {output}: {error.strerror}; give another one.") from None
     with watched(quiet=as_json) as display:
         display.observe(Preparing("Loading torch, the network and the data", 0.0))
-        from pipar.attacking import attack
+        from pipar.job.leakage_audit import attack
+        from pipar.job.workload import Workload
         from pipar.leakage.attacks import ATTACKS
-        from pipar.workload import Workload
 
         means: dict[str, Attack] = {name: ATTACKS[name] for name in chosen}
         told = with_time_left(display.observe)

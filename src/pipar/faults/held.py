@@ -11,7 +11,7 @@ from pipar.faults.invariants import Held
 from pipar.faults.plan import BATCH, LAYERS, Scenario
 from pipar.methods import METHODS, Plan
 from pipar.profiling.profile import Profile
-from pipar.session import Session
+from pipar.server.session import Session
 from pipar.transport.channel import Channel
 from pipar.transport.limits import MESSAGE_BYTES
 from pipar.wire.chunks import OVERHEAD_BYTES

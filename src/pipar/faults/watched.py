@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from pipar.execution.spans import SERVER
+from pipar.job.workload import Workload
 from pipar.nn.learner import TorchLearner
 from pipar.nn.parts import TorchDevicePart, TorchServerPart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, Returned
-from pipar.workload import Workload
 
 
 class CountedPart:

@@ -24,7 +24,6 @@ from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.checkpoint import Checkpoints, identity_of, latest
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
-from pipar.enrolment import Open
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
 from pipar.execution.clock import VirtualTimeLoop, run_virtually
@@ -55,20 +54,21 @@ from pipar.faults.invariants import (
 from pipar.faults.network import DOWN, UP, Network
 from pipar.faults.plan import BATCH, LAYERS, RECTIFIED, Fault, Scenario, draw_encodings, draw_plans
 from pipar.faults.watched import CountedLearner, breakable_builder
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.torch_setup import repeatable
+from pipar.job.workload import Own, Workload
 from pipar.keeper import CheckpointKeeper
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.results import RunFolder
-from pipar.server import Server
-from pipar.torchside import repeatable
+from pipar.server.enrolment import Open
+from pipar.server.program import Server
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.reconnect import Lifeline
 from pipar.wire import chunks, encodings, frames
 from pipar.wire.orders import Returned
-from pipar.workload import Own, Workload
 
 #: Everything that broke is whole again and has had time to find each other, many times over.
 _LIMIT_S = 900.0

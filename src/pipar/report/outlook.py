@@ -10,7 +10,8 @@ from typing import Any
 
 from pipar.config import Link
 from pipar.errors import PlanError
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import plans_by_estimate
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet
@@ -18,7 +19,6 @@ from pipar.planner.large_fleets import choose_for
 from pipar.planner.search import Effort
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST, LANES, STEADY, Timing, steady_epoch_s
-from pipar.planning import plans_by_estimate
 from pipar.wording import plans_text
 
 Plans = Mapping[str, Plan]

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipar.config import Config
 from pipar.errors import InputError, PiparError
 from pipar.events import Observer, ReportFailed, ReportWritten
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.planner.fleet import Fleet
 from pipar.report.content import content
 from pipar.report.outlook import outlook

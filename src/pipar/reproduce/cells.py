@@ -14,7 +14,9 @@ from typing import Any
 from pipar.config import Config, config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import planned
+from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
@@ -23,8 +25,6 @@ from pipar.planner.search import choose, everybodys
 from pipar.planner.simulator import predict_s, simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
-from pipar.planning import planned
-from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.judged import Beforehand, judged
 from pipar.reproduce.replanned import replanned
 from pipar.results import plan_from_json

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from pipar.events import Event, Replanned
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.background_search import chosen
 from pipar.planner.fleet import Fleet

@@ -14,10 +14,10 @@ from itertools import product
 from typing import Any
 
 from pipar.config import config_from
+from pipar.job.plans import make_plans
+from pipar.job.prepare import unplanned_timing_only
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
-from pipar.planning import make_plans
-from pipar.prepare import unplanned_timing_only
 from pipar.reproduce.published import published
 
 SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")

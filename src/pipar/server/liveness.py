@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipar.events import Heard, Observer, Silent
-from pipar.session import Session
+from pipar.server.session import Session
 
 #: Who is waited for is silent after so long, which a page shows within two seconds,
 PATIENCE_S = 1.5

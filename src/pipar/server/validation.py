@@ -10,7 +10,7 @@ from typing import Any
 from pipar.errors import TrainingError
 from pipar.execution.lanes import Compute
 from pipar.execution.stages import Work
-from pipar.ledger import Ledger
+from pipar.server.epoch_results import Ledger
 
 #: Gives the summed loss and the right answers of a batch for the model as it was when this was made.
 Evaluate = Callable[[Any], tuple[float, int]]

@@ -10,14 +10,14 @@ import torch
 
 from pipar import random_streams
 from pipar.execution.schedule import cut_batch, device_order
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.workload import Workload
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
 from pipar.nn.parts import Piece, TorchDevicePart
 from pipar.nn.runtime import give_back_memory_of_model, one_thread
 from pipar.nn.split import split_model
 from pipar.wire.orders import Orders
-from pipar.workload import Workload
 
 
 def make_learner(job: Job, workload: Workload) -> TorchLearner:

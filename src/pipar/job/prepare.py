@@ -18,12 +18,12 @@ from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, Request, check_re
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import planned
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.planner.search import check_given
-from pipar.planning import planned
 from pipar.privacy.budget import terms_of
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
@@ -34,7 +34,7 @@ from pipar.profiling.profile import Profile, check_network, item_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipar.workload import Workload
+    from pipar.job.workload import Workload
 
 #: A measurement's progress behind its layers.
 _LAYERS_SHARE = 0.9
@@ -153,7 +153,7 @@ def _counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Co
 
 
 def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Workload:
-    from pipar.workload import Workload
+    from pipar.job.workload import Workload
 
     tree = config.model_dump()
     tree["data"] |= {

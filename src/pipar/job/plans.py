@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Observer, Preparing, ignore
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
-from pipar.job import Job
+from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.encoding import recoded

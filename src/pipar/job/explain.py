@@ -14,7 +14,8 @@ from pipar.config import Config, Link, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import plan_choice, plans_by_estimate, simulation
 from pipar.methods import Plan
 from pipar.planner.background_search import chosen as plans_again
 from pipar.planner.candidates import candidates, needed_bytes
@@ -25,7 +26,6 @@ from pipar.planner.search import everybodys, from_sample, plans_in_common
 from pipar.planner.simulator import timeline
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
-from pipar.planning import plan_choice, plans_by_estimate, simulation
 from pipar.results import plans_as_json
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
@@ -288,11 +288,11 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
     """Return the job of a configuration, as the training itself would; torch is needed if something must be measured
     or a factory called.
     """
-    from pipar.prepare import unplanned, unplanned_timing_only
+    from pipar.job.prepare import unplanned, unplanned_timing_only
 
     job = unplanned_timing_only(config, observe)
     if job is None:
-        from pipar.workload import Workload
+        from pipar.job.workload import Workload
 
         job = unplanned(Workload(config), observe)
     return job

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from pipar.config import DeviceSpec, Link
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
-from pipar.job import Job
+from pipar.job.job import Job
+from pipar.job.plans import make_plans
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.search import choose_by_estimate
-from pipar.planning import make_plans
 from pipar.profiling.profile import Profile
-from pipar.session import Introduction
+from pipar.server.session import Introduction
 from pipar.wire.orders import Orders
 
 #: Returns every device's plan for the profiles that the devices brought with them.

@@ -9,13 +9,13 @@ from functools import cached_property
 
 from pipar.config import Config, DeviceSpec, Link, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
-from pipar.ledger import Bounds
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import Guard, Terms, terms_of
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.profile import Profile
+from pipar.server.epoch_results import Bounds
 from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
 

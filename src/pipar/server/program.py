@@ -26,17 +26,26 @@ from pipar.events import BegunAnew, BudgetSpent, Dropped, Observer, Progress, Re
 from pipar.execution.lanes import Compute, Ended, Step
 from pipar.execution.spans import DOWNLINK, SERVER, Recorder
 from pipar.execution.stages import Place, Work
-from pipar.ledger import Ledger
 from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.replanner import MeasuredLink, Replanner
 from pipar.privacy.budget import Spending
 from pipar.profiling.profile import Profile
-from pipar.reception import Doorkeeper, Reception
-from pipar.session import Answer, Introduction, Pieces, Session, SquaredError, added_errors, expect, read_end
+from pipar.server.epoch_results import Ledger
+from pipar.server.membership import Doorkeeper, Reception
+from pipar.server.session import (
+    Answer,
+    Introduction,
+    Pieces,
+    Session,
+    SquaredError,
+    added_errors,
+    expect,
+    read_end,
+)
+from pipar.server.turn_order import Turns
+from pipar.server.validation import Validation
 from pipar.transport.channel import Transport
-from pipar.turns import Turns
-from pipar.validation import Validation
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit
 from pipar.wire.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
 from pipar.wire.orders import Orders, Returned, plan_body

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from pipar import random_streams
 from pipar.data.datasets import Images
 from pipar.errors import DataError, InputError, PlanError
+from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack
 from pipar.leakage.measures import LEAST_COMPARED, Measured, Samples, Told, measure_cuts
 from pipar.leakage.table import LeakageTable, Subject
-from pipar.workload import Workload
 
 #: The distance correlation is of so many samples of a device: more take longer and change little.
 _COMPARED = 256

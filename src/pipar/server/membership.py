@@ -15,10 +15,10 @@ from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
-from pipar.ledger import Ledger
 from pipar.privacy.budget import Spending
 from pipar.profiling.profile import Profile
-from pipar.session import Introduction, Session, fault, read_hello
+from pipar.server.epoch_results import Ledger
+from pipar.server.session import Introduction, Session, fault, read_hello
 from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import Frame, body_limit, cut_message
 from pipar.wire.messages import Kind, Message, read_json
