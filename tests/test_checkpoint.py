@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
-from pipar.checkpoint import (
+from pipar.config import config_from
+from pipar.errors import CheckpointError, ConfigError, InputError
+from pipar.methods import Plan
+from pipar.storage.checkpoint import (
     VERSION,
     Checkpoint,
     Checkpoints,
@@ -27,9 +30,6 @@ from pipar.checkpoint import (
     read,
     refuse_to_overwrite,
 )
-from pipar.config import config_from
-from pipar.errors import CheckpointError, ConfigError, InputError
-from pipar.methods import Plan
 from pipar.wire.messages import Body
 
 IDENTITY = identity_of(config_from({}))
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_opened_is_passed_over(tmp_path: Path) -> None:
 
 def test_content_that_says_something_else_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"[]", b"{", b"{}", b'{"round": 1}', json.dumps({"plans": {"a": 1}}).encode(), b"\xff"):
-        monkeypatch.setattr("pipar.checkpoint._content", lambda _, content=content: content)
+        monkeypatch.setattr("pipar.storage.checkpoint._content", lambda _, content=content: content)
         path = Checkpoints(tmp_path).save(checkpoint(1))
         with pytest.raises(CheckpointError, match="does not say what this version of pipar writes"):
             read(path)

@@ -329,7 +329,7 @@ def test_a_failure_is_one_line_and_exit_code_1(
 def test_ctrl_c_in_virtual_time_saves_what_there_is(
     world: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from pipar.results import RunFolder
+    from pipar.storage.run_folder import RunFolder
 
     add = RunFolder.add_epoch
 

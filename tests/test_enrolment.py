@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.checkpoint import Checkpoint
 from pipar.config import DeviceSpec, Link, config_from
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
@@ -20,6 +19,7 @@ from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.enrolment import Open
 from pipar.server.session import Introduction, read_profile
+from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import EMPTY
 from pipar.wire.orders import Orders
 

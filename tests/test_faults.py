@@ -17,7 +17,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipar.checkpoint import Checkpoint, Checkpoints, Disk, _content
 from pipar.cli import cli
 from pipar.errors import CheckpointError, LinkError, ProtocolError
 from pipar.events import Away
@@ -31,10 +30,11 @@ from pipar.faults.world import Outcome, simulate
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
-from pipar.results import RunFolder
 from pipar.server.membership import Reception
 from pipar.server.program import Server
 from pipar.server.session import Session
+from pipar.storage.checkpoint import Checkpoint, Checkpoints, Disk, _content
+from pipar.storage.run_folder import RunFolder
 from pipar.transport.channel import Channel
 from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipar.checkpoint import Checkpoint
 from pipar.config import config_from, device_specs, load_config
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
@@ -19,7 +18,15 @@ from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.results import RunFolder, new_folder, run_name, uninterrupted, versions, write_atomically
+from pipar.storage.checkpoint import Checkpoint
+from pipar.storage.run_folder import (
+    RunFolder,
+    new_folder,
+    run_name,
+    uninterrupted,
+    versions,
+    write_atomically,
+)
 from pipar.wire.messages import EMPTY, Body
 
 CONFIG = config_from(

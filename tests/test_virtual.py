@@ -145,7 +145,7 @@ def test_a_run_that_fails_before_its_first_epoch_is_over_leaves_no_folder(
     def fail(*_: object) -> None:
         raise TrainingError("no more")
 
-    monkeypatch.setattr("pipar.results.RunFolder.add_epoch", fail)
+    monkeypatch.setattr("pipar.storage.run_folder.RunFolder.add_epoch", fail)
     with pytest.raises(TrainingError, match="no more"):
         run(world=world)
     assert list((tmp_path / "runs").iterdir()) == []

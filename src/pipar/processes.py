@@ -36,7 +36,14 @@ from pipar.transport.tls import is_loopback
 
 #: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
 #: of a process imports torch._dynamo, for more than a second.
-_PRELOAD = ["torch", "torch._dynamo", "pipar.job.workload", "pipar.job.torch_setup", "pipar.assemble", "pipar.results"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "pipar.job.workload",
+    "pipar.job.torch_setup",
+    "pipar.assemble",
+    "pipar.storage.run_folder",
+]
 _PROGRESS_EVERY_S = 0.2
 _GRACE_S = 20.0
 _LAST_WORDS_S = 1.0
@@ -356,7 +363,7 @@ class Termination:
 
 def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
     from pipar.job.torch_setup import make_learner, measure_test_accuracy, seed_dropout, warm_up
-    from pipar.results import RunFolder
+    from pipar.storage.run_folder import RunFolder
 
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)

@@ -10,7 +10,6 @@ import pytest
 from programs import address_of, place
 from test_deployment import training
 
-from pipar.checkpoint import Checkpoints, identity_of, latest
 from pipar.config import config_from
 from pipar.deployment import discreet, own_cuts, own_guard
 from pipar.errors import TrainingError
@@ -19,12 +18,13 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
-from pipar.keeper import CheckpointKeeper
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
 from pipar.privacy.budget_file import Memory
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.storage.checkpoint import Checkpoints, identity_of, latest
+from pipar.storage.checkpoint_writer import CheckpointKeeper
 from pipar.wire.messages import EMPTY
 
 

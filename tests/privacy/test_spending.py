@@ -20,7 +20,6 @@ from server_world import Outcome, end_epoch, hello, honest, roaming, scripted, t
 from small_runs import SETTINGS
 
 import pipar
-from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
@@ -31,6 +30,7 @@ from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of
 from pipar.run import with_method
+from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message
 from pipar.wire.orders import Orders

@@ -17,7 +17,7 @@ from pipar.report.critical import Window, critical_path
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
-from pipar.results import strict_json
+from pipar.storage.run_folder import strict_json
 
 
 def events_of(folder: Path) -> set[tuple[Any, ...]]:

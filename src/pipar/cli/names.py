@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from pipar.aggregation import AGGREGATORS
 from pipar.config import NAMED_LINKS, Config, DeviceSection
 from pipar.profiling.machines import MACHINES
-from pipar.results import runs_folder
+from pipar.storage.run_folder import runs_folder
 
 #: What click asks for candidates: the command so far, the parameter, and what was typed of its value.
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]

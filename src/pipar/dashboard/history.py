@@ -11,7 +11,7 @@ from pipar.events import EpochResult, Event, Pictured, Replanned, Started
 from pipar.methods import Plan
 from pipar.report.content import content
 from pipar.report.record import RunRecord
-from pipar.results import plans_as_json, replan_as_json
+from pipar.storage.run_folder import plans_as_json, replan_as_json
 
 
 @dataclass

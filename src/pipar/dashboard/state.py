@@ -35,7 +35,7 @@ from pipar.gauges import Gauges
 from pipar.logs import Narrator, level_of, one_line
 from pipar.methods import METHODS, Plan
 from pipar.pace import Pace
-from pipar.results import strict_json
+from pipar.storage.run_folder import strict_json
 
 #: A page with more rows would be no easier to read, and dearer several times a second.
 MOST_ROWS = 100

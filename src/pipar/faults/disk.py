@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from pipar.checkpoint import Disk
+from pipar.storage.checkpoint import Disk
 
 
 class PowerLossError(BaseException):

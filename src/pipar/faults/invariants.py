@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipar.checkpoint import latest, read
 from pipar.data.shard import Shard
 from pipar.errors import CheckpointError, PiparError, ProtocolError, TrainingError
 from pipar.faults.plan import BATCH
 from pipar.nn.parts import Optimizer
 from pipar.nn.snapshot import Snapshot
+from pipar.storage.checkpoint import latest, read
 
 State = Mapping[str, torch.Tensor]
 #: Rounding in float64, relative to the largest weight, and nothing else.

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from pipar.assemble import Equipment, assemble_server, run_device
-from pipar.checkpoint import Checkpoints, identity_of, latest
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
 from pipar.errors import PiparError, ProtocolError
@@ -57,13 +56,14 @@ from pipar.faults.watched import CountedLearner, breakable_builder
 from pipar.job.job import Job
 from pipar.job.torch_setup import repeatable
 from pipar.job.workload import Own, Workload
-from pipar.keeper import CheckpointKeeper
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.results import RunFolder
 from pipar.server.enrolment import Open
 from pipar.server.program import Server
+from pipar.storage.checkpoint import Checkpoints, identity_of, latest
+from pipar.storage.checkpoint_writer import CheckpointKeeper
+from pipar.storage.run_folder import RunFolder
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.reconnect import Lifeline

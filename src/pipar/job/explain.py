@@ -26,7 +26,7 @@ from pipar.planner.search import everybodys, from_sample, plans_in_common
 from pipar.planner.simulator import timeline
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
-from pipar.results import plans_as_json
+from pipar.storage.run_folder import plans_as_json
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
 _GRIDS = (

@@ -14,7 +14,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
-from pipar.results import plan_from_json
+from pipar.storage.run_folder import plan_from_json
 from pipar.wording import link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: of one run, and of each of several that are compared.

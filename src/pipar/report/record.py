@@ -15,7 +15,7 @@ from pipar.config import Config, config_from, device_names, device_specs
 from pipar.errors import InputError
 from pipar.execution.spans import Span
 from pipar.methods import METHODS, Plan
-from pipar.results import plans_as_json, rows_on_disk
+from pipar.storage.run_folder import plans_as_json, rows_on_disk
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")
 _EPOCH = re.compile(rb'"epoch": ?(\d+)')

@@ -15,7 +15,13 @@ from pipar.report.content import content
 from pipar.report.outlook import outlook
 from pipar.report.page import render
 from pipar.report.record import RunRecord
-from pipar.results import comparison_name, new_folder, plan_from_json, strict_json, write_atomically
+from pipar.storage.run_folder import (
+    comparison_name,
+    new_folder,
+    plan_from_json,
+    strict_json,
+    write_atomically,
+)
 
 REPORT = "report.html"
 

@@ -27,7 +27,7 @@ from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
 from pipar.reproduce.judged import Beforehand, judged
 from pipar.reproduce.replanned import replanned
-from pipar.results import plan_from_json
+from pipar.storage.run_folder import plan_from_json
 from pipar.virtual import train_without_mathematics
 from pipar.wording import plans_text
 

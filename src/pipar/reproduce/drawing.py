@@ -16,7 +16,7 @@ from pipar.config import DATASETS, MODELS, NAMED_LINKS
 from pipar.errors import InputError
 from pipar.methods import METHODS
 from pipar.reproduce.testbed import BOARD, DEVICES, SERVER_SPEED
-from pipar.results import write_atomically
+from pipar.storage.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

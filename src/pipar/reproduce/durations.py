@@ -15,7 +15,7 @@ from typing import Any
 
 from pipar.errors import InputError
 from pipar.reproduce.experiment import Experiment, Outcome
-from pipar.results import write_atomically
+from pipar.storage.run_folder import write_atomically
 
 FILE = "durations.json"
 

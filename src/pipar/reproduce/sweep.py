@@ -19,7 +19,7 @@ from pipar.errors import InputError
 from pipar.reproduce.cells import run_cell
 from pipar.reproduce.experiment import Cell, Outcome
 from pipar.reproduce.sources import have_sources_changed
-from pipar.results import strict_json, write_atomically
+from pipar.storage.run_folder import strict_json, write_atomically
 
 
 def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generator[Outcome, None, None]:

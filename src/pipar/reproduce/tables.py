@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipar.errors import InputError
 from pipar.reproduce.experiment import UNSAID, Compared, Experiment, Found, Row
 from pipar.reproduce.published import Statement
-from pipar.results import write_atomically
+from pipar.storage.run_folder import write_atomically
 
 #: Shown in place of what a row does not have.
 _NOTHING = "-"

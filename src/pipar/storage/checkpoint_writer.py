@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pipar.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
 from pipar.config import Config
 from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
 from pipar.execution.lanes import Compute
 from pipar.execution.stages import Work
 from pipar.job.job import Job
-from pipar.results import RunFolder
+from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
+from pipar.storage.run_folder import RunFolder
 from pipar.wire.messages import Body
 
 

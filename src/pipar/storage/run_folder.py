@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.checkpoint import Checkpoint
 from pipar.config import Config, dump_config
 from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
@@ -24,6 +23,7 @@ from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.privacy.budget import Spending
 from pipar.profiling.cache import machine_fingerprint
+from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import Body
 
 _PARTIAL = ".partial"
