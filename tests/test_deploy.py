@@ -21,8 +21,8 @@ from pipar.cli import main
 from pipar.config import Config, device_names, load_config
 from pipar.deployment import DeviceOptions, ServerOptions, device_workload
 from pipar.events import EpochResult, Event
-from pipar.logs import level_of
-from pipar.monitor import Monitor
+from pipar.monitoring.logs import level_of
+from pipar.monitoring.metrics import Monitor
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 
 ROOT = Path(__file__).parents[1]

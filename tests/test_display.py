@@ -26,7 +26,7 @@ from pipar.events import (
     Starting,
     TrackerFailed,
 )
-from pipar.gauges import Gauges
+from pipar.monitoring.progress import Gauges
 from pipar.tables import epoch_header, epoch_line
 from pipar.wording import plans_text, setting_text
 

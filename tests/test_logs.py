@@ -52,7 +52,7 @@ from pipar.events import (
     Welcomed,
     tell_all,
 )
-from pipar.logs import LogFormat, Narrator, log_observer, logged
+from pipar.monitoring.logs import LogFormat, Narrator, log_observer, logged
 
 STARTED = Started(
     folder="runs/x",

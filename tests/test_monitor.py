@@ -36,7 +36,7 @@ from pipar.events import (
     Trained,
     Waiting,
 )
-from pipar.monitor import Endpoint, Monitor, monitored
+from pipar.monitoring.metrics import Endpoint, Monitor, monitored
 
 STARTED = Started("runs/x", "pipar", 9, 2, {}, {"pi-1": 100, "pi-2": 100}, {"pi-1": 4, "pi-2": 4})
 

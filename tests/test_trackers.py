@@ -25,9 +25,17 @@ from pipar.cli import main
 from pipar.config import Config, config_from, load_config
 from pipar.errors import ConfigError, InputError
 from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
-from pipar.trackers import tracker as trackers
-from pipar.trackers.tracker import KNOWN, RunDescription, Tracker, check_installed, describe, make_tracker, scalars
-from pipar.trackers.tracking import TrackerThread, Tracking, tracked
+from pipar.monitoring import tracker as trackers
+from pipar.monitoring.tracker import (
+    KNOWN,
+    RunDescription,
+    Tracker,
+    check_installed,
+    describe,
+    make_tracker,
+    scalars,
+)
+from pipar.monitoring.tracking import TrackerThread, Tracking, tracked
 
 ROOT = Path(__file__).parents[1]
 EPOCH = EpochResult(
@@ -359,7 +367,7 @@ def test_a_command_leaves_event_files_with_the_numbers_of_metrics_jsonl_and_impo
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_reads_the_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    from pipar.trackers.mlflow import store_of
+    from pipar.monitoring.mlflow import store_of
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     _track("mlflow", tmp_path, _epoch(1), _epoch(2, train_loss=1.5))

@@ -25,7 +25,7 @@ from typing import Any
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
     "pipar.cli.deploy", "pipar.cli.train", "pipar.job.workload", "pipar.job.torch_setup", "pipar.job.prepare", "pipar.profiling.measure",
-    "pipar.storage.run_folder", "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.logs", "pipar.monitor", "pipar.transport.certificates",
+    "pipar.storage.run_folder", "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics", "pipar.transport.certificates",
     "pipar.transport.tls", "pipar.job.explain", "pipar.report", "pipar.virtual", "pipar.display",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000

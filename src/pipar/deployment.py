@@ -31,6 +31,7 @@ from pipar.job.workload import Own, Workload
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.monitoring.tracking import Tracking, tracked
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
@@ -48,7 +49,6 @@ from pipar.server.liveness import Silence
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointKeeper
 from pipar.storage.run_folder import RunFolder, run_name, runs_folder, uninterrupted
-from pipar.trackers.tracking import Tracking, tracked
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.grpc import Listener, connect

@@ -27,10 +27,9 @@ from pipar.events import (
     Starting,
     TrackerFailed,
 )
-from pipar.gauges import Gauges
-from pipar.logs import one_line, starting_text
 from pipar.methods import METHODS, Plan
-from pipar.pace import Pace
+from pipar.monitoring.logs import one_line, starting_text
+from pipar.monitoring.progress import Gauges, Pace
 from pipar.tables import epoch_header, epoch_line, percent
 from pipar.wording import plans_text
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
+from pipar.monitoring.tracker import KNOWN, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
 from pipar.storage.run_folder import runs_folder
-from pipar.trackers.tracker import KNOWN, is_package
 from pipar.transport.addresses import why_not_listening
 from pipar.units import format_bytes, split_address
 

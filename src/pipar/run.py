@@ -18,8 +18,8 @@ from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
+from pipar.monitoring.tracking import tracked
 from pipar.storage.run_folder import RunFolder, drop_unused, new_folder, run_name, uninterrupted
-from pipar.trackers.tracking import tracked
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:

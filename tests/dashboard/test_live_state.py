@@ -30,7 +30,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
-from pipar.pace import Pace
+from pipar.monitoring.progress import Pace
 
 
 def started(*names: str, epochs: int = 4, iterations: int = 10) -> Started:

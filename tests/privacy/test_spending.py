@@ -24,8 +24,8 @@ from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
-from pipar.logs import Narrator
 from pipar.methods import Plan
+from pipar.monitoring.logs import Narrator
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of

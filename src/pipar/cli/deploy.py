@@ -28,7 +28,7 @@ from pipar.cli.options import (
 )
 from pipar.errors import ConfigError, CredentialError, InputError, PiparError
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
-from pipar.logs import LOGGER
+from pipar.monitoring.logs import LOGGER
 from pipar.units import parse_duration, split_address
 from pipar.wording import training_text
 
@@ -202,8 +202,8 @@ def _place_text(address: str) -> str:
 @contextmanager
 def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
     """Give an observer that logs and counts; a failure is logged, too, before the command ends with it."""
-    from pipar.logs import LogFormat, logged
-    from pipar.monitor import monitored
+    from pipar.monitoring.logs import LogFormat, logged
+    from pipar.monitoring.metrics import monitored
 
     with logged(cast(LogFormat, log_format)) as log, monitored(metrics) as monitor, _ended_by_sigterm():
         observe = tell_all(log, monitor.observe)

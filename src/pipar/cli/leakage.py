@@ -115,7 +115,7 @@ def leakage(
 def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
     """Return what is told of a long preparation and adds to its words how long it will take."""
     from pipar.display import clock_text
-    from pipar.pace import Pace
+    from pipar.monitoring.progress import Pace
 
     pace = Pace()
     pace.begin(0.0, clock())

@@ -31,10 +31,9 @@ from pipar.events import (
     Welcomed,
 )
 from pipar.execution.spans import COMPUTE, SERVER, UPLINK
-from pipar.gauges import Gauges
-from pipar.logs import Narrator, level_of, one_line
 from pipar.methods import METHODS, Plan
-from pipar.pace import Pace
+from pipar.monitoring.logs import Narrator, level_of, one_line
+from pipar.monitoring.progress import Gauges, Pace
 from pipar.storage.run_folder import strict_json
 
 #: A page with more rows would be no easier to read, and dearer several times a second.

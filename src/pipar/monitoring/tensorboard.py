@@ -16,7 +16,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from pipar.trackers.tracker import RunDescription, Setting, scalars
+from pipar.monitoring.tracker import RunDescription, Setting, scalars
 
 FOLDER = "tensorboard"
 #: The tag by which TensorBoard's own hyper-parameter plugin finds what a run was told.

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.events import EpochResult, Event, Observer, Started, TrackerFailed
-from pipar.trackers.tracker import RunDescription, Tracker, check_installed, describe, make_tracker
+from pipar.monitoring.tracker import RunDescription, Tracker, check_installed, describe, make_tracker
 
 #: How long the end of a run waits for trackers that have not written everything down yet.
 PATIENCE_S = 60.0

@@ -14,7 +14,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from pipar.trackers.tracker import RunDescription, scalars
+from pipar.monitoring.tracker import RunDescription, scalars
 
 FOLDER = "mlruns"
 EXPERIMENT = "pipar"

@@ -60,7 +60,7 @@ _TEXT = "text/plain; charset=utf-8"
 #: The text format that every Prometheus reads, whatever this version of its client calls the latest.
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
-_log = logging.getLogger("pipar.monitor")
+_log = logging.getLogger("pipar.monitoring.metrics")
 
 
 class Health:

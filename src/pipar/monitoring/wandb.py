@@ -11,7 +11,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
 
-from pipar.trackers.tracker import RunDescription, scalars
+from pipar.monitoring.tracker import RunDescription, scalars
 
 PROJECT = "pipar"
 
