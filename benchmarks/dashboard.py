@@ -28,7 +28,6 @@ from torch import nn
 
 from benchmarks.many_devices import ServerLog
 from benchmarks.record import Claim
-from pipar.assemble import Equipment, run_device
 from pipar.config import device_specs, load_config
 from pipar.dashboard.serve import THREAD
 from pipar.events import ignore
@@ -36,6 +35,7 @@ from pipar.execution.lanes import ThreadCompute
 from pipar.job.prepare import measured_profile
 from pipar.job.torch_setup import part_builder
 from pipar.job.workload import Workload
+from pipar.launch.assemble import Equipment, run_device
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
 from pipar.transport.reconnect import Lifeline

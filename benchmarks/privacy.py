@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.privacy_picture import picture
 from benchmarks.record import RESULTS, Claim, pipar
-from pipar import run
+from pipar.launch import run
 
 NETWORKS = {"vgg5": "VGG-5", "resnet18": "ResNet-18", "mobilenetv3_small": "MobileNetV3-Small"}
 LINKS = ("4g", "4g+", "wifi")

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from cutting import CutLink, Loss
 
-from pipar.assemble import Equipment, run_device
 from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
-from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.config import Config, DeviceSection, Link, config_from, device_specs, dump_config, load_config, with_settings
-from pipar.deployment import server_workload
 from pipar.errors import ConfigError
+from pipar.launch.deployment import server_workload
 
 
 def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_by_pipar() -> None:

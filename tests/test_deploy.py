@@ -19,8 +19,8 @@ from credentials import Folder
 
 from pipar.cli import main
 from pipar.config import Config, device_names, load_config
-from pipar.deployment import DeviceOptions, ServerOptions, device_workload
 from pipar.events import EpochResult, Event
+from pipar.launch.deployment import DeviceOptions, ServerOptions, device_workload
 from pipar.monitoring.logs import level_of
 from pipar.monitoring.metrics import Monitor
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
@@ -161,8 +161,8 @@ def test_what_units_and_images_run_takes_the_certificates_and_has_samples(
         given.append((config, options))
         return 0
 
-    monkeypatch.setattr("pipar.deployment.serve", take)
-    monkeypatch.setattr("pipar.deployment.take_part", take)
+    monkeypatch.setattr("pipar.launch.deployment.serve", take)
+    monkeypatch.setattr("pipar.launch.deployment.take_part", take)
     _, *words = command_of(name, command)
     places = {"/etc/pipar/certs": str(folder), f"/etc/pipar/{command}.toml": str(DEPLOY / f"{command}.toml")}
     with pytest.raises(SystemExit) as ended:

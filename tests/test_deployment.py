@@ -22,8 +22,8 @@ from reference import Rules, State, average, step
 from training import EXACT, largest_error
 
 from pipar.config import config_from
-from pipar.deployment import why_over
 from pipar.job.workload import Workload
+from pipar.launch.deployment import why_over
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError,
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
-from pipar.hollow import HollowDevicePart, HollowSamples
+from pipar.launch.sizes_only import HollowDevicePart, HollowSamples
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import LayerProfile, Profile

@@ -18,6 +18,7 @@ from pipar.execution.stages import Work
 from pipar.job.job import Job
 from pipar.job.plans import rehearse
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.busy import busy_s
 from pipar.planner.costs import Costs
@@ -27,7 +28,6 @@ from pipar.planner.simulator import forecast, simulate, timeline
 from pipar.planner.stage_times import transfer_s
 from pipar.planner.timing import STEADY, Timing, whole_epoch
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.virtual import train_without_mathematics
 from pipar.wire import encodings
 
 SAME = 1e-9  # relative: sums of the same numbers in another order

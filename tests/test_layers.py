@@ -138,7 +138,10 @@ MADE_UP = {
     ("stages", "import pipar.server.program"): "stages imports server, which stands below it",
     ("nn.steps", "import pipar"): "nn.steps imports __init__, which stands below it",
     ("stages", "from pipar import server"): "stages imports server, which stands below it",
-    ("planner.select", "def f():\n    from pipar.virtual import run"): "planner.select imports virtual, which stands",
+    (
+        "planner.select",
+        "def f():\n    from pipar.launch.virtual import run",
+    ): "planner.select imports virtual, which stands",
     (
         "trace",
         "if TYPE_CHECKING:\n    from pipar.server.epoch_results import Ledger",
@@ -167,7 +170,7 @@ def test_a_type_only_import_of_torch_is_no_breach() -> None:
     assert breaches("trace", "if TYPE_CHECKING:\n    import torch", set(ALL)) == []
 
 
-@pytest.mark.parametrize("module", ["pipar", "pipar.virtual", "pipar.job.prepare"])
+@pytest.mark.parametrize("module", ["pipar", "pipar.launch.virtual", "pipar.job.prepare"])
 def test_importing_does_not_import_torch_or_grpc(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'grpc') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -17,6 +17,7 @@ from pipar.cli import main
 from pipar.config import load_config
 from pipar.job.explain import Option, explain, job_to_plan, with_profile
 from pipar.job.prepare import prepare_timing_only
+from pipar.launch.run import started
 from pipar.methods import Plan
 from pipar.plan_view import _why_not, signed_percent
 from pipar.planner.simulator import forecast
@@ -24,7 +25,6 @@ from pipar.profiling.cache import usable_cores
 from pipar.profiling.counts import LayerCount, known_counts
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.run import started
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}

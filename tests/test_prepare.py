@@ -22,9 +22,9 @@ from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
 from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
 from pipar.job.workload import Own, Workload
+from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.profile import Profile
-from pipar.run import with_method
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from pipar.errors import DataError, InputError, LinkError, ProtocolError, Traini
 from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
+from pipar.launch.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
 from pipar.methods import Plan
-from pipar.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
 from pipar.profiling.profile import Profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
@@ -158,7 +158,7 @@ def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.
         planned_for.append(for_job)
         return {}
 
-    monkeypatch.setattr("pipar.processes.make_plans", plan)
+    monkeypatch.setattr("pipar.launch.processes.make_plans", plan)
     slower = {name: replace(profile, machine="slower") for name, profile in again.items() if name != "phone-b"}
     assert plans_of_joined(job, slower) == {}
     found = planned_for[0].device_profiles

@@ -19,13 +19,13 @@ from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
 from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
 from pipar.job.job import Job
+from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times
 from pipar.profiling.counts import known_counts
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.virtual import train_without_mathematics
 from pipar.wire.frames import CHUNK_BYTES, cut_message, pack_frame
 from pipar.wire.messages import LABEL_BYTES, Kind, Message
 

@@ -20,12 +20,12 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.job.prepare import prepare_timing_only
 from pipar.job.workload import Own, Workload
+from pipar.launch.virtual import train_virtually, train_without_mathematics
 from pipar.methods import Plan
 from pipar.nn.parts import Part
 from pipar.planner import replanner
 from pipar.planner.replanner import Choose, MeasuredLink, Replanner
 from pipar.transport.shaping import Traffic
-from pipar.virtual import train_virtually, train_without_mathematics
 
 Q = 5  # layers of VGG-5
 VISIBLE = 1e-6

@@ -14,7 +14,6 @@ from reference import State
 from torch import nn
 from training import EXACT, Case, largest_error, make_job, reference_data
 
-from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.config import config_from
 from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
 from pipar.execution.clock import run_virtually
@@ -22,6 +21,7 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.job.job import shared_costs
 from pipar.job.torch_setup import make_learner, part_builder, repeatable
 from pipar.job.workload import Own, Workload
+from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs

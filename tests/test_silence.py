@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 from server_world import LINK, Named, World, _equipment, honest, train
 
-from pipar.assemble import run_device
 from pipar.events import Event, Heard, Silent, ignore
+from pipar.launch.assemble import run_device
 from pipar.server.liveness import PATIENCE_S, Silence
 from pipar.transport.channel import Transport
 from pipar.wire.frames import Frame

@@ -21,7 +21,7 @@ import pipar
 from pipar.errors import TrainingError
 from pipar.events import EpochResult, Event
 from pipar.execution.clock import run_virtually
-from pipar.run import Result, World
+from pipar.launch.run import Result, World
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from training import Case, hand_made_profile
 
 import pipar
-from pipar.run import Result, World
+from pipar.launch.run import Result, World
 
 MEASURED = {"run": {"epochs": 1, "batch_size": 20}, "data": {"samples_per_device": 20}, "devices": [{"count": 2}]}
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")

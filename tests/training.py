@@ -21,11 +21,11 @@ from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import planned
 from pipar.job.workload import Own, Workload
+from pipar.launch.virtual import train_virtually
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.virtual import train_virtually
 
 BATCH = 100
 SIZES = (230, 100, 57)  # a short last batch, a single full one, and less than one

@@ -2,7 +2,7 @@
 
 from pipar.config import Config, load_config
 from pipar.errors import PiparError
-from pipar.run import Result, compare, run
+from pipar.launch.run import Result, compare, run
 
 __version__ = "0.1.0"
 __all__ = ["Config", "PiparError", "Result", "compare", "load_config", "run"]

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipar.assemble import can_replan
 from pipar.chart import Chart
 from pipar.job.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
+from pipar.launch.assemble import can_replan
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES

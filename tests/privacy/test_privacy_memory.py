@@ -14,8 +14,8 @@ import torch
 from pipar.config import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import Disguise, Shard
-from pipar.deployment import DeviceOptions, device_workload, own_guard, take_part
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
+from pipar.launch.deployment import DeviceOptions, device_workload, own_guard, take_part
 from pipar.privacy.accounting import cost, epsilon_after
 from pipar.privacy.budget import Spent
 from pipar.privacy.budget_file import Memory, held

@@ -11,13 +11,13 @@ from programs import address_of, place
 from test_deployment import training
 
 from pipar.config import config_from
-from pipar.deployment import discreet, own_cuts, own_guard
 from pipar.errors import TrainingError
 from pipar.events import ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
+from pipar.launch.deployment import discreet, own_cuts, own_guard
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import Cuts, Spending, Spent, terms_of

@@ -24,12 +24,12 @@ from pipar.config import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
+from pipar.launch.run import with_method
 from pipar.methods import Plan
 from pipar.monitoring.logs import Narrator
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of
-from pipar.run import with_method
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message
@@ -448,7 +448,7 @@ def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPa
 # --- a run
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[pipar.run.Result, list[Event]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[pipar.launch.run.Result, list[Event]]:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     events: list[Event] = []
     result = pipar.run(None, world="timing-only", settings=[*SETTINGS, *more], observe=events.append)

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from small_runs import SETTINGS
 
 import pipar
-from pipar import virtual
 from pipar.cli import cli, main
 from pipar.config import load_config
 from pipar.events import Event, ReportFailed, ReportWritten
+from pipar.launch import virtual
 from pipar.report import leave_comparison, writing
 
 #: A method with nothing to plan.

@@ -33,7 +33,7 @@ from pipar.wording import training_text
 
 if TYPE_CHECKING:
     from pipar.config import Config
-    from pipar.run import Result, World
+    from pipar.launch.run import Result, World
 
 _WORLDS = [
     click.option("--virtual", is_flag=True, help="Virtual time: the real mathematics, exact times of the cost model."),
@@ -62,7 +62,7 @@ def run(
     world, loaded = _world(virtual, timing_only), load(config, settings)
     starting = Starting("run", f"{training_text(loaded)} by {loaded.run.method}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
-        from pipar.run import run as train
+        from pipar.launch.run import run as train
 
         result = train(loaded, world=world, command=command_line(), report=True, **watching)
     if as_json:
@@ -105,8 +105,8 @@ def compare(
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
     starting = Starting("compare", f"{training_text(loaded)} by {', '.join(names)}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
+        from pipar.launch.run import compare as train
         from pipar.report import leave_comparison
-        from pipar.run import compare as train
 
         results = train(loaded, methods=names, world=world, command=command_line(), report=True, **watching)
         page = leave_comparison([result.folder for result in results.values()], loaded, watching["observe"])

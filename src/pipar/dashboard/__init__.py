@@ -1,1 +1,5 @@
-"""The live page: what a browser shows while a training goes on."""
+"""The live page.
+
+Reading order: `state` (what the page shows), `history`, `feed` (server-sent events), `access` (tokens), `web`
+(HTTP), `serve` (starting it).
+"""

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.config import Config, DeviceSpec, Link, config_from
 from pipar.data.datasets import Images
 from pipar.errors import PiparError, ProtocolError
@@ -56,6 +55,7 @@ from pipar.faults.watched import CountedLearner, breakable_builder
 from pipar.job.job import Job
 from pipar.job.torch_setup import repeatable
 from pipar.job.workload import Own, Workload
+from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile

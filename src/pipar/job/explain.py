@@ -9,13 +9,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from pipar.assemble import can_replan
 from pipar.config import Config, Link, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import plan_choice, plans_by_estimate, simulation
+from pipar.launch.assemble import can_replan
 from pipar.methods import Plan
 from pipar.planner.background_search import chosen as plans_again
 from pipar.planner.candidates import candidates, needed_bytes

@@ -111,7 +111,7 @@ def _with_fleet(job: Job, fleet: Fleet, plans: Mapping[str, Plan]) -> Job:
 
 def rehearse(job: Job, iterations: int | None) -> Timing:
     """Return the timing of a job's first iterations, from the virtual world itself, without the mathematics."""
-    from pipar.virtual import train_without_mathematics
+    from pipar.launch.virtual import train_without_mathematics
 
     fleet, run = job.fleet(), job.config.run
     update = {"epochs": 1, "patience": None, "trace": "full"}

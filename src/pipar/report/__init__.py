@@ -1,4 +1,8 @@
-"""The page that a run leaves behind: what it was, where its time went, and what would make it faster."""
+"""The page of a run.
+
+Reading order: `record` (a run's folder, read back), `critical` (the critical path of an iteration), `timeline`,
+`outlook` (what would be faster), `content` (everything as JSON), `page` (one HTML file), `writing`.
+"""
 
 from pipar.report.page import render
 from pipar.report.record import RunRecord

@@ -17,6 +17,7 @@ from pipar.events import EpochResult, ignore
 from pipar.job.job import Job
 from pipar.job.plans import planned
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
@@ -28,7 +29,6 @@ from pipar.planner.timing import steady_epoch_s
 from pipar.reproduce.judged import Beforehand, judged
 from pipar.reproduce.replanned import replanned
 from pipar.storage.run_folder import plan_from_json
-from pipar.virtual import train_without_mathematics
 from pipar.wording import plans_text
 
 Result = dict[str, Any]
@@ -160,7 +160,7 @@ def _replan(config: Config, options: Mapping[str, Any]) -> Result:
 
 def _train(config: Config, options: Mapping[str, Any]) -> Result:
     """Train with the mathematics in virtual time; return losses and accuracies, epoch by epoch."""
-    from pipar.run import run
+    from pipar.launch.run import run
 
     del options
     with TemporaryDirectory() as folder, _runs_in(folder):
@@ -176,7 +176,7 @@ def _train(config: Config, options: Mapping[str, Any]) -> Result:
 
 def _alike(config: Config, options: Mapping[str, Any]) -> Result:
     """Train by several methods; return how far apart their weights are, over the largest weight."""
-    from pipar.run import run, with_method
+    from pipar.launch.run import run, with_method
 
     with TemporaryDirectory() as folder, _runs_in(folder):
         results = [run(with_method(config, method), world="virtual") for method in options["methods"]]

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from pipar.events import Event, Replanned
 from pipar.job.job import Job
+from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.background_search import chosen
 from pipar.planner.fleet import Fleet
 from pipar.planner.search import Effort
-from pipar.virtual import train_without_mathematics
 
 
 def replanned(job: Job) -> dict[str, float | int]:

@@ -14,7 +14,7 @@ from pipar.data.catalog import data_folder, dataset_info, find
 #: What no number of a virtual testbed depends on: what people see and operate, faults, and, of this package,
 #: everything but what runs cells: the rest is lists of them, and tables.
 _NEVER = (
-    "cli", "dashboard", "deployment.py", "display.py", "doctor.py", "faults", "monitoring/logs.py", "monitoring/metrics.py", "plan_view.py",
+    "cli", "dashboard", "launch/deployment.py", "display.py", "doctor.py", "faults", "monitoring/logs.py", "monitoring/metrics.py", "plan_view.py",
     "report", "reproduce", "tables.py", "trackers",
 )  # fmt: skip
 _YET = ("reproduce/cells.py", "reproduce/judged.py", "reproduce/replanned.py")

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipar.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.device.program import DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Span
-from pipar.hollow import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.job.job import Job, shared_costs
+from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
+from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.planner.background_search import Search, search_at_once
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose

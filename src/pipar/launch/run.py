@@ -173,7 +173,7 @@ class Told:
 
 
 def _run_timing_only(job: Job, told: Told) -> Result:
-    from pipar.virtual import train_without_mathematics
+    from pipar.launch.virtual import train_without_mathematics
 
     with _open_folder(job, told, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=told.command)
@@ -202,7 +202,7 @@ def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Resul
 
 def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
     from pipar.job.torch_setup import make_learner, measure_test_accuracy
-    from pipar.virtual import train_virtually
+    from pipar.launch.virtual import train_virtually
 
     learner = make_learner(job, workload)
     with _open_folder(job, told, "virtual") as path:
@@ -217,7 +217,7 @@ def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
 
 
 def _run_real(job: Job, own: Own, told: Told) -> Result:
-    from pipar.processes import train_in_processes
+    from pipar.launch.processes import train_in_processes
 
     with _open_folder(job, told, "real") as folder:
         train_in_processes(job, own, folder, told.command, told.observe, pictures=told.pictures)
@@ -226,7 +226,7 @@ def _run_real(job: Job, own: Own, told: Told) -> Result:
 
 def _check_real_world(config: Config) -> None:
     """Raise if real processes cannot be what the configuration says: a device's speed, the server's port."""
-    from pipar.processes import check_address
+    from pipar.launch.processes import check_address
 
     fast = [spec.name for spec in device_specs(config) if spec.speed > 1]
     fast += ["the server"] if config.server.speed > 1 else []

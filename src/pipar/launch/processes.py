@@ -41,7 +41,7 @@ _PRELOAD = [
     "torch._dynamo",
     "pipar.job.workload",
     "pipar.job.torch_setup",
-    "pipar.assemble",
+    "pipar.launch.assemble",
     "pipar.storage.run_folder",
 ]
 _PROGRESS_EVERY_S = 0.2
@@ -381,8 +381,8 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
 
 
 async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
-    from pipar.assemble import assemble_server
     from pipar.execution.lanes import ThreadCompute
+    from pipar.launch.assemble import assemble_server
     from pipar.planner.background_search import Chooser
     from pipar.server.enrolment import Listed
     from pipar.transport.grpc import Listener
@@ -425,9 +425,9 @@ def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str)
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
-    from pipar.assemble import Equipment, run_device
     from pipar.execution.lanes import ThreadCompute
     from pipar.job.torch_setup import part_builder, seed_dropout, warm_up_device
+    from pipar.launch.assemble import Equipment, run_device
     from pipar.transport.grpc import connect
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.assemble import Equipment, assemble_server, run_device
 from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
@@ -28,6 +27,8 @@ from pipar.job.job import Job
 from pipar.job.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.job.torch_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.job.workload import Own, Workload
+from pipar.launch.assemble import Equipment, assemble_server, run_device
+from pipar.launch.run import started
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
@@ -42,7 +43,6 @@ from pipar.privacy.budget import Cuts, Guard, terms_of
 from pipar.privacy.budget_file import Memory, held
 from pipar.profiling.profile import Profile
 from pipar.report import leave_report
-from pipar.run import started
 from pipar.server.enrolment import Open
 from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import Silence
