@@ -19,13 +19,13 @@ import pytest
 from rich.console import Console
 
 from pipar.cli import main
+from pipar.cli.tables import comparison_table, result_table
 from pipar.config import Config, load_config
 from pipar.job.prepare import profile_key
 from pipar.launch.run import Result
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.memory import BASE_BYTES
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.tables import comparison_table, result_table
 
 COMMANDS = ["", "run", "compare", "plan", "profile", "leakage", "data", "data list", "data get", "certs", "doctor"]
 COMMANDS += ["completion", "reproduce"]

@@ -11,8 +11,9 @@ import pytest
 from interleaving import has_step
 from rich.console import Console
 
+from pipar.cli.display import Display, clock_text, is_live
+from pipar.cli.tables import epoch_header, epoch_line
 from pipar.config import config_from
-from pipar.display import Display, clock_text, is_live
 from pipar.events import (
     BudgetSpent,
     EpochResult,
@@ -27,7 +28,6 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.monitoring.progress import Gauges
-from pipar.tables import epoch_header, epoch_line
 from pipar.wording import plans_text, setting_text
 
 STARTED = Started(
@@ -228,7 +228,7 @@ def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing
 
 def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))  # a second passes with each look at the clock
-    monkeypatch.setattr("pipar.display.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("pipar.cli.display.time", SimpleNamespace(monotonic=lambda: next(now)))
     events = [Preparing(f"Trying every plan: {n} of at most 30 combinations", n / 30) for n in range(1, 31)]
     lines = _shown(*events, terminal=False).splitlines()
     assert 2 <= len(lines) <= 3

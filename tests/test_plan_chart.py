@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipar.chart import Block, Chart, axis, blocks
+from pipar.cli.timeline_text import Block, Chart, axis, blocks
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
 
 

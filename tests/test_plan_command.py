@@ -14,12 +14,12 @@ import pytest
 from leakages import written
 
 from pipar.cli import main
+from pipar.cli.plan_view import _why_not, signed_percent
 from pipar.config import load_config
 from pipar.job.explain import Option, explain, job_to_plan, with_profile
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.run import started
 from pipar.methods import Plan
-from pipar.plan_view import _why_not, signed_percent
 from pipar.planner.simulator import forecast
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.counts import LayerCount, known_counts

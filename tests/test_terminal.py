@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 #: Draws everything that a run can show, of 300 devices with long names, and ends without clearing it away.
 _DRAW = """
 import os
-from pipar.display import Display
+from pipar.cli.display import Display
 from pipar.events import EpochResult, Preparing, Progress, ReplanFailed, Replanned, Started, TrackerFailed
-from pipar.tables import console
+from pipar.cli.tables import console
 
 names = [f"a-device-with-a-name-of-many-letters-in-a-building-far-away-{n:03d}" for n in range(300)]
 plans = {name: f"P={1 + n % 17} N={1 + n % 41} 1f1b(12) sparse-planes/planes" for n, name in enumerate(names)}

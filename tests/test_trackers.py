@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 from interleaving import has_step
 
-from pipar import doctor
-from pipar.cli import main
+from pipar.cli import machine_checks, main
 from pipar.config import Config, config_from, load_config
 from pipar.errors import ConfigError, InputError
 from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
@@ -250,7 +249,7 @@ def test_a_folder_with_the_name_of_a_tracker_is_no_package(tmp_path: Path, monke
     monkeypatch.setitem(trackers.KNOWN, "wandb", trackers.Known(("json", "folder_of_runs"), "wandb", "WandbTracker"))
     with pytest.raises(InputError, match=r"^The tracker wandb is asked for, but folder_of_runs is not installed"):
         check_installed(["wandb"])
-    assert doctor.installed("folder-of-runs") is None
+    assert machine_checks.installed("folder-of-runs") is None
 
 
 def test_a_tracker_needs_all_packages_of_its_extra() -> None:

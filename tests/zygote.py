@@ -26,7 +26,7 @@ _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
     "pipar.cli.deploy", "pipar.cli.train", "pipar.job.workload", "pipar.job.torch_setup", "pipar.job.prepare", "pipar.profiling.measure",
     "pipar.storage.run_folder", "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics", "pipar.transport.certificates",
-    "pipar.transport.tls", "pipar.job.explain", "pipar.report", "pipar.launch.virtual", "pipar.display",
+    "pipar.transport.tls", "pipar.job.explain", "pipar.report", "pipar.launch.virtual", "pipar.cli.display",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts

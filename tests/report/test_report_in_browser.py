@@ -12,8 +12,8 @@ from browser import DESKTOP, PHONE, Open, Seen, at_the_middle_of, chromium, mark
 from small_runs import SETTINGS
 
 import pipar
+from pipar.cli.tables import percent
 from pipar.report import write_comparison
-from pipar.tables import percent
 
 pytestmark = pytest.mark.slow
 

@@ -66,7 +66,7 @@ def test_an_edited_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pipar, "__file__", os.fspath(package / "__init__.py"))
     now = sources._sources_on_disk()
     monkeypatch.setattr(sources, "counted_sources", lambda: now)
-    (package / "reproduce" / "tables.py").write_text("behind = 2")
+    (package / "reproduce" / "cli/tables.py").write_text("behind = 2")
     assert not sources.have_sources_changed(), "tables compute nothing"
     (package / "planner/simulator.py").write_text("behind = 2")
     assert sources.have_sources_changed()

@@ -1,6 +1,8 @@
-"""The command line. Bad input is one sentence and exit code 2, a failure one line and 1, Ctrl-C saves and gives 130.
+"""Commands and the terminal.
 
-What needs torch or grpc is imported by the command that needs it: help and mistakes come at once.
+`options` and `names` are shared; one module a command: `train`, `deploy`, `plan`, `profile`, `leakage`, `report`,
+`certs`, `data`, `doctor`, `completion`. What a person sees: `display`, `tables`, `plan_view`, `timeline_text`,
+`machine_checks`.
 """
 
 from __future__ import annotations

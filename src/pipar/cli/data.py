@@ -37,7 +37,7 @@ def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> 
     if as_json:
         print_json([{**asdict(info), "builtin": info.builtin, "found": _text(info.found)} for info in known])
         return
-    from pipar.tables import console, datasets_table
+    from pipar.cli.tables import console, datasets_table
 
     console().print(datasets_table(known))
 

@@ -21,13 +21,13 @@ def doctor(config: Path | None, settings: Sequence[str], as_json: bool) -> int:
     CONFIG is a TOML file, whose data and port are checked, too. The exit code is 0 if pipar can work, else 1.
     """
     loaded = load(config, settings)
-    from pipar import doctor as checks
+    from pipar.cli import machine_checks as checks
 
     findings = checks.examine(loaded)
     if as_json:
         print_json(checks.as_json(findings))
     else:
-        from pipar.tables import console, findings_table
+        from pipar.cli.tables import console, findings_table
 
         console().print(findings_table(findings))
     return 0 if checks.is_usable(findings) else 1

@@ -99,8 +99,8 @@ def _rows(reports: Sequence[Report]) -> list[dict[str, object]]:
 def _try_all(seeds: range, devices: int, rounds: int, processes: int, *, quiet: bool) -> list[Report]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from pipar.cli.tables import console
     from pipar.faults.campaign import try_seeds
-    from pipar.tables import console
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     reports = []

@@ -106,7 +106,7 @@ def leakage(
     if as_json:
         click.echo(done.table.to_json(), nl=False)
         return
-    from pipar.tables import console, leakage_table
+    from pipar.cli.tables import console, leakage_table
 
     console().print(leakage_table(done.table))
     click.echo(f"Written to {', '.join(map(str, written))}")
@@ -114,7 +114,7 @@ def leakage(
 
 def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
     """Return what is told of a long preparation and adds to its words how long it will take."""
-    from pipar.display import clock_text
+    from pipar.cli.display import clock_text
     from pipar.monitoring.progress import Pace
 
     pace = Pace()

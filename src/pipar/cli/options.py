@@ -20,7 +20,7 @@ from pipar.errors import InputError
 from pipar.methods import METHODS
 
 if TYPE_CHECKING:
-    from pipar.display import Display
+    from pipar.cli.display import Display
     from pipar.events import Event, Observer
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -273,8 +273,8 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 @contextlib.contextmanager
 def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     """Give the display that watches a run; an interruption, also by SIGTERM, names the folders that were saved."""
-    from pipar.display import Display
-    from pipar.tables import console
+    from pipar.cli.display import Display
+    from pipar.cli.tables import console
     from pipar.wording import setting_text
 
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")

@@ -67,7 +67,7 @@ def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: 
     if as_json:
         print_json(explained.to_dict())
         return
-    from pipar.plan_view import plan_view
-    from pipar.tables import console
+    from pipar.cli.plan_view import plan_view
+    from pipar.cli.tables import console
 
     console().print(plan_view(explained))

@@ -68,7 +68,7 @@ def profile(
     if as_json:
         click.echo(measured.to_json(), nl=False)
         return
-    from pipar.tables import console, profile_table
+    from pipar.cli.tables import console, profile_table
 
     console().print(profile_table(measured))
     click.echo(f"Took {time.monotonic() - started:.0f} s, with {budget:g} s for passes over the layers (--budget).")

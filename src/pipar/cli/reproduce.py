@@ -108,8 +108,8 @@ _SIZES = {"quick": True, "full": False}
 
 def _list(experiments: Sequence[Experiment], *, as_json: bool) -> None:
     """Print every experiment with its cells, quick and full, and how long one core was measured to take for them."""
+    from pipar.cli.tables import console, new_table
     from pipar.reproduce.durations import cpu_s
-    from pipar.tables import console, new_table
 
     cells = {one.name: {size: len(one.cells(quick)) for size, quick in _SIZES.items()} for one in experiments}
     taken = {one.name: {size: cpu_s(one, quick=quick) for size, quick in _SIZES.items()} for one in experiments}
@@ -266,8 +266,8 @@ class _Shown:
 
 @contextmanager
 def _shown(experiments: Sequence[Experiment], folder: Path, *, quick: bool, quiet: bool) -> Iterator[_Shown]:
-    from pipar.display import is_live
-    from pipar.tables import console
+    from pipar.cli.display import is_live
+    from pipar.cli.tables import console
 
     where = console(stderr=True)
     total = sum(len(experiment.cells(quick)) for experiment in experiments)

@@ -68,7 +68,7 @@ def run(
     if as_json:
         print_json(_as_json(result))
         return
-    from pipar.tables import console, result_table
+    from pipar.cli.tables import console, result_table
 
     console().print(result_table(result, loaded))
     _say_where(result.report)
@@ -113,7 +113,7 @@ def compare(
     if as_json:
         print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
         return
-    from pipar.tables import comparison_table, console
+    from pipar.cli.tables import comparison_table, console
 
     console().print(comparison_table(results, loaded))
     _say_where(page)
@@ -124,7 +124,7 @@ def _say_where(page: Path | None) -> None:
     if page is not None:
         from rich.text import Text
 
-        from pipar.tables import console
+        from pipar.cli.tables import console
 
         console().print(Text(f"Report: {page}", overflow="fold"))
 

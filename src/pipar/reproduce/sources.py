@@ -14,8 +14,8 @@ from pipar.data.catalog import data_folder, dataset_info, find
 #: What no number of a virtual testbed depends on: what people see and operate, faults, and, of this package,
 #: everything but what runs cells: the rest is lists of them, and tables.
 _NEVER = (
-    "cli", "dashboard", "launch/deployment.py", "display.py", "doctor.py", "faults", "monitoring/logs.py", "monitoring/metrics.py", "plan_view.py",
-    "report", "reproduce", "tables.py", "trackers",
+    "cli", "dashboard", "launch/deployment.py", "cli/display.py", "cli/machine_checks.py", "faults", "monitoring/logs.py", "monitoring/metrics.py", "cli/plan_view.py",
+    "report", "reproduce", "cli/tables.py", "trackers",
 )  # fmt: skip
 _YET = ("reproduce/cells.py", "reproduce/judged.py", "reproduce/replanned.py")
 

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipar.cli.tables import epoch_header, epoch_line, percent
 from pipar.events import (
     BudgetSpent,
     EpochResult,
@@ -30,7 +31,6 @@ from pipar.events import (
 from pipar.methods import METHODS, Plan
 from pipar.monitoring.logs import one_line, starting_text
 from pipar.monitoring.progress import Gauges, Pace
-from pipar.tables import epoch_header, epoch_line, percent
 from pipar.wording import plans_text
 
 #: How often the live part is drawn; more is a cost without a gain.

@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipar.chart import Chart
+from pipar.cli.tables import new_table, percent
+from pipar.cli.timeline_text import Chart
 from pipar.job.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
 from pipar.launch.assemble import can_replan
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES
-from pipar.tables import new_table, percent
 from pipar.wording import guess_text, link_text, ruled_out_text
 
 _BAR = 30
