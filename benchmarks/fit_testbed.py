@@ -1,11 +1,11 @@
 """Fit the paper's testbed to what it prints of VGG-5: `python -m benchmarks.fit_testbed` prints speeds and residuals.
 
-`pipar.reproduce.testbed` has the two factors, and says what is fitted.
+`reproduction.testbed` has the two factors, and says what is fitted.
 """
 
 from __future__ import annotations
 
-from pipar.reproduce.testbed import BOARD, SERVER, error, fitted_speeds, printed_epochs
+from reproduction.testbed import BOARD, SERVER, error, fitted_speeds, printed_epochs
 
 
 def main() -> None:

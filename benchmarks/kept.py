@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipar.reproduce.sources import sources_hash
+from reproduction.sources import sources_hash
 
 __all__ = ["Kept", "sources_hash"]
 

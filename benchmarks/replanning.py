@@ -14,7 +14,7 @@ from benchmarks.record import Claim
 from pipar.config import config_from
 from pipar.job.prepare import prepare_timing_only
 from pipar.planner.simulator import predict_s
-from pipar.reproduce.replanned import replanned
+from reproduction.replanned import replanned
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")
 TRAINING_S = 600.0

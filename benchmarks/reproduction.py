@@ -1,6 +1,6 @@
 """The paper's evaluation, run and checked in: `results/reproduction` has tables, comparisons, figures and every cell.
 
-`python -m benchmarks reproduction` runs `pipar reproduce all --quick` from nothing, for minutes.
+`python -m benchmarks reproduction` runs `python -m reproduction all --quick` from nothing, for minutes.
 `python -m benchmarks reproduction_full` runs every experiment without --quick, for hours, in the folder `reproduction`:
 after an interruption it goes on from there. Its tables take the place of quick ones, and no quick run takes them away
 again. `python -m benchmarks.reproduction time-small --quick` renews one experiment.
@@ -26,14 +26,14 @@ from typing import Any
 import pipar
 from benchmarks.record import RESULTS, Claim
 from pipar.profiling.cache import machine_fingerprint
-from pipar.reproduce.catalog import ALL, EXPERIMENTS
-from pipar.reproduce.durations import FILE as DURATIONS
-from pipar.reproduce.experiment import LEARNING
-from pipar.reproduce.learning import EQUAL
+from reproduction.catalog import ALL, EXPERIMENTS
+from reproduction.durations import FILE as DURATIONS
+from reproduction.experiment import LEARNING
+from reproduction.learning import EQUAL
 
 PLACE = RESULTS / "reproduction"
 #: Where long ones are run, and go on.
-KEPT = Path("reproduction")
+KEPT = Path("runs/reproduction")
 #: Seconds that everything quick may take on two cores, and the full set of what is timed.
 MOST_QUICK_S, MOST_TIMING_S = 20 * 60.0, 3 * 3600.0
 _CORES = 2
@@ -47,7 +47,9 @@ Told = dict[str, Any]
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     """Run everything quickly, from nothing; check it in."""
     seconds = {ALL: _timed_s([ALL, "--quick"], folder)}
-    took = Claim(f"pipar reproduce all --quick, {os.cpu_count()} processes", seconds[ALL], "s", most=MOST_QUICK_S)
+    took = Claim(
+        f"python -m reproduction all --quick, {os.cpu_count()} processes", seconds[ALL], "s", most=MOST_QUICK_S
+    )
     told = _told([ALL, "--quick"], folder)
     publish(told, folder)
     return [took, *claims(told, PLACE)], {"seconds": seconds, "experiments": _tallies(told)}
@@ -95,7 +97,7 @@ def _told(words: Sequence[str], folder: Path) -> Told:
 
 
 def _command(words: Sequence[str], folder: Path) -> list[str]:
-    return [sys.executable, "-m", "pipar", "reproduce", *words, "-o", str(folder)]
+    return [sys.executable, "-m", "reproduction", *words, "-o", str(folder)]
 
 
 # --- what is claimed of it
@@ -170,7 +172,7 @@ class Checked:
 
     @property
     def command(self) -> str:
-        return f"pipar reproduce {self.name}{' --quick' if self.is_quick else ''}"
+        return f"python -m reproduction {self.name}{' --quick' if self.is_quick else ''}"
 
     def lines(self) -> Iterator[str]:
         """Yield its part of the page."""
@@ -251,12 +253,12 @@ def missing(place: Path = PLACE) -> list[str]:
 
 
 def page(place: Path) -> str:
-    """Return the page that shows everything, in the order of `pipar reproduce list`."""
+    """Return the page that shows everything, in the order of `python -m reproduction list`."""
     found = [Checked(**_json(place / name / ABOUT)) for name in EXPERIMENTS if (place / name / ABOUT).exists()]
     head = [
         "# Results of the paper's evaluation",
         "",
-        "Tables, comparisons and figures of `pipar reproduce`, written by `python -m benchmarks reproduction` (quick) "
+        "Tables, comparisons and figures of `python -m reproduction`, written by `python -m benchmarks reproduction` (quick) "
         "and `python -m benchmarks reproduction_full`. Every row of a table and every line of a comparison "
         "names its runs: folders in `cells/` with configuration and result. "
         "[How to run the evaluation](../../../docs/reproduction.md) explains the columns.",
@@ -277,7 +279,7 @@ def _count(of: Checked, *verdicts: str) -> int:
 
 
 def _keep_durations(measured: Told) -> None:
-    """Note the times in the package, from where `pipar reproduce list` tells them."""
+    """Note the times in the package, from where `python -m reproduction list` tells them."""
     file = Path(pipar.__file__).parent / "reproduce" / DURATIONS
     noted = _json(file)
     merged = {name: {**noted.get(name, {}), **measured.get(name, {})} for name in {**noted, **measured}}

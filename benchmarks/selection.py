@@ -28,8 +28,8 @@ from pipar.job.prepare import unplanned_timing_only
 from pipar.planner.fleet import Fleet
 from pipar.planner.large_fleets import choose_for
 from pipar.planner.simulator import simulate, simulate_within
-from pipar.reproduce.judged import Beforehand, Judged, judged
-from pipar.reproduce.testbed import DATASETS, LINKS, SAMPLES
+from reproduction.judged import Beforehand, Judged, judged
+from reproduction.testbed import DATASETS, LINKS, SAMPLES
 
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
 #: Two kinds of devices have the product of their plans: of each, every P with these N.
@@ -44,8 +44,8 @@ KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
     "planner", "coding", "protocol", "planner/simulator.py", "planner/stage_times.py", "planner/busy.py", "planner/pruning.py", "planner/predictor.py",
-    "judge.py", "planner/background_search.py", "planner/replanner.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
-    "job/prepare.py", "job/job.py", "random_streams.py", "units.py", "reproduce/judged.py", "reproduce/testbed.py",
+    "reproduction/perturbed_world.py", "planner/background_search.py", "planner/replanner.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
+    "job/prepare.py", "job/job.py", "random_streams.py", "units.py", "reproduction/judged.py", "reproduction/testbed.py",
 )  # fmt: skip
 
 #: (fleet, network, dataset, link, seed of the world) of one training.

@@ -22,7 +22,7 @@ from pipar.planner.search import AT_LEISURE, QUICK, Effort
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
-from pipar.reproduce.judged import learn
+from reproduction.judged import learn
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 

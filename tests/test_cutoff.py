@@ -9,12 +9,12 @@ import pytest
 from fleets import fleet as crowded_fleet
 from fleets import fleet_of_two_kinds
 
-from pipar.judge import jitter
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
 from pipar.planner.simulator import forecast, forecast_within
 from pipar.planner.timing import STEADY
+from reproduction.perturbed_world import jitter
 
 
 def some_plans(fleet: Fleet, seed: int) -> Iterator[dict[str, Plan]]:

@@ -21,12 +21,6 @@ from pipar.cli import cli
 from pipar.errors import CheckpointError, LinkError, ProtocolError
 from pipar.events import Away
 from pipar.execution.clock import VirtualTimeLoop
-from pipar.faults.campaign import Report, try_seed
-from pipar.faults.disk import UnreliableDisk
-from pipar.faults.invariants import Violation, aggregate_is_the_mean
-from pipar.faults.network import damage
-from pipar.faults.plan import KINDS, Fault, Scenario, draw_scenario
-from pipar.faults.world import Outcome, simulate
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
@@ -39,6 +33,12 @@ from pipar.transport.channel import Channel
 from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body
 from pipar.wire.orders import Returned
+from simulation.campaign import Report, try_seed
+from simulation.disk import UnreliableDisk
+from simulation.invariants import Violation, aggregate_is_the_mean
+from simulation.network import damage
+from simulation.plan import KINDS, Fault, Scenario, draw_scenario
+from simulation.world import Outcome, simulate
 
 FAST, CHUNK, CHUNKS = 4, 10, 10
 ENOUGH = 40  # worlds in which a mistake has to show
@@ -46,7 +46,7 @@ ENOUGH = 40  # worlds in which a mistake has to show
 
 def sentence(outcome: Outcome) -> str:
     """Return why an outcome is no good, with how to see it again."""
-    return f"pipar faults --seed {outcome.seed} --verbose\n" + "\n".join(
+    return f"python -m simulation --seed {outcome.seed} --verbose\n" + "\n".join(
         [str(outcome.violation), *outcome.events[-30:]]
     )
 
@@ -194,7 +194,7 @@ def test_a_seed_gives_the_same_world_event_for_event() -> None:
 
 @pytest.mark.slow
 def test_another_process_with_another_order_of_hashes_gives_the_same_worlds() -> None:
-    program = "from pipar.faults.campaign import try_seed; print([try_seed(s, 5, 5).digest for s in range(6)])"
+    program = "from simulation.campaign import try_seed; print([try_seed(s, 5, 5).digest for s in range(6)])"
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", program]
@@ -287,7 +287,7 @@ def test_rounds_that_are_told_of_before_they_are_saved_are_found(monkeypatch: py
     def at_once(*arguments: Any, has_checkpoints: bool, **options: Any) -> RunFolder:  # noqa: ARG001
         return RunFolder(*arguments, **options)
 
-    monkeypatch.setattr("pipar.faults.world.RunFolder", at_once)
+    monkeypatch.setattr("simulation.world.RunFolder", at_once)
     assert found() == "log is true"
 
 
@@ -538,11 +538,11 @@ def test_command_tells_which_seed_failed_and_how_to_see_it_again(monkeypatch: py
     def fails(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> Report:  # noqa: ARG001
         return Report(seed, "fl", "", 1.0, ("a fault",), 0, "weights are finite", "0.weight is not.", "fl", ("last",))
 
-    monkeypatch.setattr("pipar.faults.campaign.try_seed", fails)
+    monkeypatch.setattr("simulation.campaign.try_seed", fails)
     result = CliRunner().invoke(cli, ["faults", "--seeds", "2", "--first", "5"], standalone_mode=False)
     assert result.return_value == 1
     assert "Seed 6 violates 'weights are finite': 0.weight is not." in result.output
-    assert "pipar faults --seed 6 --verbose" in result.output
+    assert "python -m simulation --seed 6 --verbose" in result.output
     shown = json.loads(CliRunner().invoke(cli, ["faults", "--seed", "5", "--json"], standalone_mode=False).output)
     assert shown["failed"] == [5]
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
 from pipar.job.prepare import config_from, prepare_timing_only
-from pipar.judge import perturbed
 from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.busy import busy_layers, busy_s
@@ -27,6 +26,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Foresight
 from pipar.planner.simulator import predict_s
 from pipar.profiling.profile import Profile
+from reproduction.perturbed_world import perturbed
 
 
 @pytest.mark.parametrize(("devices", "server"), [(1.4, 1.0), (0.7, 1.0), (1.0, 2.5), (1.3, 1.6)])

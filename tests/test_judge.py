@@ -9,11 +9,11 @@ from fleets import PROFILE, fleet, plans
 
 from pipar.config import config_from
 from pipar.job.prepare import unplanned_timing_only
-from pipar.judge import JITTER, PERTURBATION, judging, perturbed
 from pipar.planner.exhaustive import search_all
 from pipar.planner.search import choose
 from pipar.planner.simulator import forecast, simulate
 from pipar.planner.timing import steady_epoch_s
+from reproduction.perturbed_world import JITTER, PERTURBATION, judging, perturbed
 
 
 def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much() -> None:

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 from fleets import fleet_of_two_kinds
 
-from pipar.judge import JITTER, judging, judging_within
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.exhaustive import search_all
@@ -18,6 +17,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.simulator import forecast
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, Timing, steady_epoch_s
+from reproduction.perturbed_world import JITTER, judging, judging_within
 
 SOME_N = (1, 2, 4, 7, 12)
 SLACK = 0.1

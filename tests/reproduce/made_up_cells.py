@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipar.reproduce.efficiency import by_all_methods
-from pipar.reproduce.experiment import Cell, Outcome
-from pipar.reproduce.testbed import Trial
+from reproduction.efficiency import by_all_methods
+from reproduction.experiment import Cell, Outcome
+from reproduction.testbed import Trial
 
 #: Two boards with two batches each: milliseconds to plan, to run and to search.
 TINY = Trial("vgg5", "mnist", "wifi", devices=2, samples=40, batch_size=20)

@@ -14,8 +14,8 @@ from made_up_cells import TINY
 
 from benchmarks import reproduction
 from pipar.cli import main
-from pipar.reproduce import catalog
-from pipar.reproduce.efficiency import METHODS, TIME_SMALL, by_all_methods
+from reproduction import catalog
+from reproduction.efficiency import METHODS, TIME_SMALL, by_all_methods
 
 Run = Callable[..., dict[str, Any]]
 
@@ -48,7 +48,7 @@ def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_pa
     assert {cell.name for cell in (place / "cells").iterdir()} == named
     assert len(named) == 3
     text = (place / "README.md").read_text()
-    assert "`pipar reproduce tiny --quick`: 3 cells, 0 s of one core." in text
+    assert "`python -m reproduction tiny --quick`: 3 cells, 0 s of one core." in text
     figures = sorted(path.name for path in (place / "tiny").glob("*.png"))
     assert figures
     assert all(f"(tiny/{name})" in text for name in figures)
@@ -69,7 +69,7 @@ def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(r
     assert {cell.name for cell in (place / "cells").iterdir()} == after
     reproduction.publish(run("--quick"), out, place)
     assert reproduction.named_cells(place / "tiny") == after
-    assert "`pipar reproduce tiny`: 3 cells" in (place / "README.md").read_text()
+    assert "`python -m reproduction tiny`: 3 cells" in (place / "README.md").read_text()
 
 
 def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does_not_hold(

@@ -15,18 +15,18 @@ from pipar.job.prepare import unplanned_timing_only
 from pipar.methods import Plan
 from pipar.planner.search import choose
 from pipar.planner.simulator import simulate
-from pipar.reproduce.bandwidth import BANDWIDTH
-from pipar.reproduce.beyond import EXACT_WIRE, TODAY
-from pipar.reproduce.catalog import EXPERIMENTS, experiments
-from pipar.reproduce.cells import RUNNERS, run_cell
-from pipar.reproduce.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
-from pipar.reproduce.experiment import Compared, Experiment, Outcome
-from pipar.reproduce.hardware import TESTBED
-from pipar.reproduce.noise import PRIVACY
-from pipar.reproduce.reasons import why_more
-from pipar.reproduce.scale import SCALE
-from pipar.reproduce.selection import SELECTION_SMALL
-from pipar.reproduce.testbed import (
+from reproduction.bandwidth import BANDWIDTH
+from reproduction.beyond import EXACT_WIRE, TODAY
+from reproduction.catalog import EXPERIMENTS, experiments
+from reproduction.cells import RUNNERS, run_cell
+from reproduction.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
+from reproduction.experiment import Compared, Experiment, Outcome
+from reproduction.hardware import TESTBED
+from reproduction.noise import PRIVACY
+from reproduction.reasons import why_more
+from reproduction.scale import SCALE
+from reproduction.selection import SELECTION_SMALL
+from reproduction.testbed import (
     BOARD_SPEED,
     SERVER_SPEED,
     Printed,
@@ -35,7 +35,7 @@ from pipar.reproduce.testbed import (
     fitted_speeds,
     printed_epochs,
 )
-from pipar.reproduce.variations import BATCH_SIZE, HETEROGENEOUS
+from reproduction.variations import BATCH_SIZE, HETEROGENEOUS
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipar.config import config_from
-from pipar.reproduce.cells import run_cell
-from pipar.reproduce.experiment import Cell, Outcome
-from pipar.reproduce.learning import (
+from reproduction.cells import run_cell
+from reproduction.experiment import Cell, Outcome
+from reproduction.learning import (
     EXPERIMENTS,
     METHODS,
     QUICK,
@@ -23,7 +23,7 @@ from pipar.reproduce.learning import (
     loss_rows,
     training_cells,
 )
-from pipar.reproduce.published import published
+from reproduction.published import published
 
 
 def outcome(method: str, seed: int, accuracy: float, losses: tuple[float, ...] = (1.0, 0.5)) -> Outcome:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipar.reproduce.cells import run_cell
-from pipar.reproduce.experiment import Outcome
-from pipar.reproduce.plan_map import PLAN_MAP
-from pipar.reproduce.tables import page
-from pipar.reproduce.testbed import Trial
+from reproduction.cells import run_cell
+from reproduction.experiment import Outcome
+from reproduction.plan_map import PLAN_MAP
+from reproduction.tables import page
+from reproduction.testbed import Trial
 
 
 def test_every_cut_with_every_given_n_is_a_row_and_one_of_them_is_chosen() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pipar.errors import InputError
-from pipar.reproduce.drawing import LOOKS, check_matplotlib, distinct, name_of, short, styled
-from pipar.reproduce.plots import FIGURES, by_method, figures_of, plot, plot_if_possible
-from pipar.reproduce.published import published
-from pipar.reproduce.testbed import SERVER_SPEED
+from reproduction.drawing import LOOKS, check_matplotlib, distinct, name_of, short, styled
+from reproduction.plots import FIGURES, by_method, figures_of, plot, plot_if_possible
+from reproduction.published import published
+from reproduction.testbed import SERVER_SPEED
 
 LINKS = ("4g", "4g+", "wifi")
 METHODS = ("fl", "sfl", "pipar")

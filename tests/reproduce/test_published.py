@@ -13,7 +13,7 @@ import pytest
 from pipar.config import MODELS, NAMED_LINKS
 from pipar.errors import InputError
 from pipar.profiling.counts import known_counts
-from pipar.reproduce.published import Selection, Statement, published, read_published
+from reproduction.published import Selection, Statement, published, read_published
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2].parent / "shared" / "paper" / "pipar.tex"
 IN_THE_PAPER = {

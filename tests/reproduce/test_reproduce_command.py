@@ -1,4 +1,4 @@
-"""`pipar reproduce` as a user types it."""
+"""`python -m reproduction` as a user types it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from made_up_cells import TINY
 
 from pipar.cli import main
-from pipar.cli.reproduce import _missing
 from pipar.privacy import accounting
-from pipar.reproduce import catalog, durations
-from pipar.reproduce.efficiency import TIME_SMALL, by_all_methods
-from pipar.reproduce.learning import ACCURACY
-from pipar.reproduce.noise import PRIVACY
+from reproduction import catalog, durations
+from reproduction.command import _missing
+from reproduction.efficiency import TIME_SMALL, by_all_methods
+from reproduction.learning import ACCURACY
+from reproduction.noise import PRIVACY
 
 Told = tuple[int, str, str]
 
 
 @pytest.fixture
 def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
-    """Run `pipar reproduce` with an experiment of two tiny trainings, and return its code and what it wrote."""
+    """Run `python -m reproduction` with an experiment of two tiny trainings, and return its code and what it wrote."""
     tiny = replace(
         TIME_SMALL,
         name="tiny",

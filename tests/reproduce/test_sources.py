@@ -9,7 +9,7 @@ import pytest
 
 import pipar
 from pipar.data.catalog import dataset_info
-from pipar.reproduce import sources
+from reproduction import sources
 
 
 def _images(folder: Path, content: bytes, ending: str = "") -> str:
@@ -61,7 +61,7 @@ def test_libraries_have_their_versions() -> None:
 def test_an_edited_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "pipar"
     (package / "reproduce").mkdir(parents=True)
-    for name in ("__init__.py", "planner/simulator.py", "reproduce/cells.py", "reproduce/tables.py"):
+    for name in ("__init__.py", "planner/simulator.py", "reproduction/cells.py", "reproduction/tables.py"):
         (package / name).write_text("before = 1")
     monkeypatch.setattr(pipar, "__file__", os.fspath(package / "__init__.py"))
     now = sources._sources_on_disk()

@@ -20,8 +20,8 @@ from made_up_cells import TINY, cells
 
 from pipar.config import load_config
 from pipar.errors import InputError
-from pipar.reproduce.experiment import Cell
-from pipar.reproduce.sweep import sweep
+from reproduction.experiment import Cell
+from reproduction.sweep import sweep
 
 
 class Runs:
@@ -45,7 +45,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def _instead(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> Runs:
-    monkeypatch.setattr("pipar.reproduce.sweep.run_cell", runs)
+    monkeypatch.setattr("reproduction.sweep.run_cell", runs)
     return runs
 
 
@@ -106,7 +106,7 @@ def test_with_other_sources_everything_is_run_again(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list(sweep(cells(1), tmp_path))
-    monkeypatch.setattr("pipar.reproduce.experiment.counted_sources", lambda: "another version")
+    monkeypatch.setattr("reproduction.experiment.counted_sources", lambda: "another version")
     list(sweep(cells(1), tmp_path))
     assert runs.seeds == [1, 1]
 
@@ -116,7 +116,7 @@ def test_what_is_computed_while_somebody_edits_the_sources_is_not_kept(
 ) -> None:
     coming = sweep(cells(1, 2), tmp_path)
     next(coming)
-    monkeypatch.setattr("pipar.reproduce.sources._sources_on_disk", lambda: "another version")
+    monkeypatch.setattr("reproduction.sources._sources_on_disk", lambda: "another version")
     with pytest.raises(InputError, match="have changed since this command began"):
         next(coming)
     assert runs.seeds == [1, 2]
@@ -131,7 +131,7 @@ def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_
 
     def changed(name: str) -> list[bool]:
         before = keys()
-        monkeypatch.setattr(f"pipar.reproduce.experiment.{name}", lambda *_: "others")
+        monkeypatch.setattr(f"reproduction.experiment.{name}", lambda *_: "others")
         return [one != other for one, other in zip(before, keys(), strict=True)]
 
     assert changed("counted_libraries") == [True, True, False]
@@ -181,7 +181,7 @@ def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipar", "reproduce", "testbed", "--quick", "--processes", "2", "-o", "out"]
+    command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "CI": "1"})
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("out/cells/*/result.json")):

@@ -14,9 +14,9 @@ import pytest
 from made_up_cells import cells
 
 from pipar.errors import InputError
-from pipar.reproduce.experiment import UNSAID, Compared, Experiment, Found, Outcome
-from pipar.reproduce.published import published
-from pipar.reproduce.tables import against, as_csv, as_markdown, comparison, page, tally, text, write_tables
+from reproduction.experiment import UNSAID, Compared, Experiment, Found, Outcome
+from reproduction.published import published
+from reproduction.tables import against, as_csv, as_markdown, comparison, page, tally, text, write_tables
 
 #: A line that says why it would be outside.
 explained = partial(Compared, below="too little", above="too much")
@@ -148,7 +148,7 @@ def test_a_table_without_the_folders_of_its_numbers_cannot_be_written() -> None:
 
 @pytest.mark.parametrize(("quick", "command"), [(True, "made-up --quick`"), (False, "made-up`")])
 def test_a_table_says_what_to_type_to_get_it(quick: bool, command: str) -> None:
-    assert f"`pipar reproduce {command}" in page(
+    assert f"`python -m reproduction {command}" in page(
         Experiment("made-up", "Made up", lambda _: [], ("run",)), [], quick=quick
     )
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import click
 
-from pipar.cli import certs, completion, data, deploy, doctor, faults, leakage, plan, profile, report, reproduce, train
+from pipar.cli import certs, completion, data, deploy, doctor, leakage, plan, profile, report, train
 from pipar.cli.options import Group, Interrupted, as_setting, example, help_if_alone
 from pipar.errors import InputError, PiparError
 
@@ -37,7 +37,7 @@ def cli(context: click.Context) -> None:
 
 _COMMANDS = (
     train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, profile.profile, leakage.leakage,
-    report.report, reproduce.reproduce, data.data, faults.faults, doctor.doctor, completion.completion,
+    report.report, data.data, doctor.doctor, completion.completion,
 )  # fmt: skip
 for command in _COMMANDS:
     cli.add_command(command)
@@ -45,12 +45,13 @@ for command in _COMMANDS:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    sys.exit(_exit_code(list(sys.argv[1:] if args is None else args)))
+    sys.exit(exit_code(cli, "pipar", sys.argv[1:] if args is None else args))
 
 
-def _exit_code(args: list[str]) -> int:
+def exit_code(command: click.Command, name: str, args: Sequence[str]) -> int:
+    """Run a command and return its exit code; what went wrong is one line on standard error."""
     try:
-        code = cli.main(args, "pipar", standalone_mode=False, obj=shlex.join(["pipar", *args]))
+        code = command.main(list(args), name, standalone_mode=False, obj=shlex.join([name, *args]))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

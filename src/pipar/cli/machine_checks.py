@@ -60,7 +60,7 @@ EXTRAS = {
     "mlflow": Extra(KNOWN["mlflow"].packages, "--tracker mlflow"),
     "wandb": Extra(KNOWN["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
-    "reproduce": Extra(("dp-accounting", "matplotlib"), "the figures of pipar reproduce, and its privacy"),
+    "reproduce": Extra(("dp-accounting", "matplotlib"), "the figures of python -m reproduction, and its privacy"),
 }
 
 

@@ -1,0 +1,1 @@
+"""The paper's evaluation, run on a virtual testbed: `python -m reproduction NAME`."""

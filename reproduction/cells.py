@@ -1,0 +1,214 @@
+"""Running a cell: each function takes a configuration and returns a few numbers, small enough for a table."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pipar.config import Config, config_from
+from pipar.errors import TooLittleMemoryError
+from pipar.events import EpochResult, ignore
+from pipar.job.job import Job
+from pipar.job.plans import planned
+from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.virtual import train_without_mathematics
+from pipar.methods import Plan
+from pipar.planner.candidates import allowed_plans
+from pipar.planner.fleet import Fleet
+from pipar.planner.large_fleets import choose_for
+from pipar.planner.search import choose, everybodys
+from pipar.planner.simulator import predict_s, simulate, simulate_within
+from pipar.planner.stage_times import lane_s
+from pipar.planner.timing import steady_epoch_s
+from pipar.storage.run_folder import plan_from_json
+from pipar.wording import plans_text
+from reproduction.judged import Beforehand, judged
+from reproduction.replanned import replanned
+
+Result = dict[str, Any]
+
+
+def run_cell(how: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> Result:
+    """Return what came out of a cell. That no plan fits into a device's memory is a result, too."""
+    try:
+        return {"fits": True, **RUNNERS[how](config_from(config), options)}
+    except TooLittleMemoryError as error:
+        return {"fits": False, "why": str(error)}
+
+
+def _timing(config: Config, options: Mapping[str, Any]) -> Result:
+    """Run epochs without mathematics and return the last one's times, bytes and idle times."""
+    del options
+    job, planning_s = _planned(config)
+    results: list[EpochResult] = []
+    train_without_mathematics(job, lambda result, _: results.append(result), ignore)
+    last = results[-1]
+    return {
+        "plan": _plans(job.plans),
+        "is_whole": all(plan.split_point == job.layers for plan in job.plans.values()),
+        "seconds": last.seconds,
+        "server_idle_s": last.server_idle_s,
+        "device_idle_s": last.device_idle_s,
+        "bytes_up": last.bytes_up,
+        "bytes_down": last.bytes_down,
+        "utilisation": last.utilisation,
+        "server_bytes": server_bytes(job.fleet(), job.plans),
+        "planning_s": planning_s,
+    }
+
+
+def _planned(config: Config) -> tuple[Job, float]:
+    """Return the job with its plans, and the CPU seconds that choosing them took."""
+    job = _unplanned(config)
+    began = time.process_time()
+    job = planned(job)
+    return job, time.process_time() - began
+
+
+def _unplanned(config: Config) -> Job:
+    job = unplanned_timing_only(config)
+    assert job is not None, "a named network and a named dataset need not be looked at"
+    return job
+
+
+def _plans(plans: Mapping[str, Plan]) -> str:
+    return plans_text(str(plan) for plan in plans.values())
+
+
+def _plan(config: Config, options: Mapping[str, Any]) -> Result:
+    """Choose plans for a fleet of any size, and predict its epoch from a sample of it."""
+    del options
+    fleet = _unplanned(config).fleet()
+    began = time.process_time()
+    plans = choose_for(fleet, simulate, within=simulate_within).plans
+    planning_s = time.process_time() - began
+    lanes: dict[tuple[Any, ...], dict[str, float]] = {}
+    up = down = 0.0
+    for member in fleet.members:
+        key = (*member.kind, member.samples, plans[member.name])
+        if key not in lanes:
+            lanes[key] = lane_s(fleet, member, plans[member.name])
+        up += lanes[key]["uplink"] * (member.link.up_bps or 0.0) / 8
+        down += lanes[key]["downlink"] * (member.link.down_bps or 0.0) / 8
+    return {
+        "plan": _plans(plans),
+        "is_whole": all(plan.split_point == fleet.layers for plan in plans.values()),
+        "seconds": predict_s(fleet, plans),
+        "bytes_up": round(up),
+        "bytes_down": round(down),
+        "server_bytes": server_bytes(fleet, plans),
+        "planning_s": planning_s,
+    }
+
+
+def _map(config: Config, options: Mapping[str, Any]) -> Result:
+    """Choose a plan, and predict an epoch in which everybody has it, and by every P with each of the given N.
+
+    The two N on either side of the chosen one are tried with them: a coarse grid would find nothing better than it.
+    """
+    fleet = _unplanned(config).fleet()
+    (kind,) = fleet.kinds()
+    (chosen,) = choose(fleet, simulate, within=simulate_within).by_kind
+    wanted = {*options["micro_batches"], *range(chosen.micro_batches - 2, chosen.micro_batches + 3)}
+    plans = [plan for plan in allowed_plans(fleet, kind[0]) if plan.micro_batches in wanted]
+    seconds = [steady_epoch_s(simulate, fleet, everybodys(fleet, (plan,))) for plan in plans]
+    return {
+        "chosen": [chosen.split_point, chosen.micro_batches],
+        "pairs": [[plan.split_point, plan.micro_batches, s] for plan, s in zip(plans, seconds, strict=True)],
+    }
+
+
+def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
+    """Return what models take on the server: weights, gradients and momentum of each replica, and what comes back.
+
+    The global model before and behind the aggregation come on top; activations of the micro-batches that are being
+    computed, a core each, are left out.
+    """
+    profile = fleet.server.profile
+    whole = profile.parameter_bytes(1, fleet.layers)
+    parts: dict[int, int] = {}
+    for member in fleet.members:
+        cut = plans[member.name].split_point
+        parts[cut] = parts.get(cut, 0) + 1
+    return 2 * whole + sum(
+        count * (profile.parameter_bytes(1, cut) + 3 * (whole - profile.parameter_bytes(1, cut)))
+        for cut, count in parts.items()
+    )
+
+
+def _search(config: Config, options: Mapping[str, Any]) -> Result:
+    """Choose plans, and search all of them in a world that the planner does not know."""
+    fleet = _unplanned(config).fleet()
+    before = Beforehand.of(fleet, options.get("micro_batches"))
+    return asdict(judged(fleet, before, seed=options["seed"], epochs=0))
+
+
+def _replan(config: Config, options: Mapping[str, Any]) -> Result:
+    """Train on links that change for about `training_s` seconds; return what choosing again took of a core."""
+    job, first_planning_s = _planned(config)
+    epochs = options.get("epochs") or max(5, math.ceil(options["training_s"] / predict_s(job.fleet(), job.plans)))
+    run = job.config.run.model_copy(update={"epochs": epochs})
+    job = replace(job, config=job.config.model_copy(update={"run": run}))
+    return {**replanned(job), "first_planning_s": first_planning_s}
+
+
+def _train(config: Config, options: Mapping[str, Any]) -> Result:
+    """Train with the mathematics in virtual time; return losses and accuracies, epoch by epoch."""
+    from pipar.launch.run import run
+
+    del options
+    with TemporaryDirectory() as folder, _runs_in(folder):
+        result = run(config, world="virtual")
+    columns = ("seconds", "train_loss", "val_loss", "val_accuracy")
+    return {
+        "plan": _trained_plans(result.content),
+        **{name: [epoch[name] for epoch in result.epochs] for name in columns},
+        "test_accuracy": result.test_accuracy,
+        "weights_sha256": result.content["weights_sha256"],
+    }
+
+
+def _alike(config: Config, options: Mapping[str, Any]) -> Result:
+    """Train by several methods; return how far apart their weights are, over the largest weight."""
+    from pipar.launch.run import run, with_method
+
+    with TemporaryDirectory() as folder, _runs_in(folder):
+        results = [run(with_method(config, method), world="virtual") for method in options["methods"]]
+        first, *others = (result.state_dict() for result in results)
+    largest = max(float(weights.abs().max()) for weights in first.values())
+    apart = max(float((other[name] - weights).abs().max()) for name, weights in first.items() for other in others)
+    return {"plan": _trained_plans(results[-1].content), "largest_difference": apart / largest}
+
+
+def _trained_plans(content: Mapping[str, Any]) -> str:
+    return _plans({entry["device"]: plan_from_json(entry) for entry in content["plans"]})
+
+
+@contextmanager
+def _runs_in(folder: str) -> Iterator[None]:
+    """Let runs have their folders there."""
+    before = os.environ.get("PIPAR_RUNS")
+    os.environ["PIPAR_RUNS"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["PIPAR_RUNS"]
+        if before is not None:
+            os.environ["PIPAR_RUNS"] = before
+
+
+RUNNERS: dict[str, Callable[[Config, Mapping[str, Any]], Result]] = {
+    "timing": _timing,
+    "plan": _plan,
+    "map": _map,
+    "search": _search,
+    "replan": _replan,
+    "train": _train,
+    "alike": _alike,
+}

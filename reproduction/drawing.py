@@ -1,0 +1,298 @@
+"""How figures look: colours that everybody can tell apart, panels as the paper arranges them, files that repeat.
+
+matplotlib is imported when something is drawn: everything else of this package does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipar.config import DATASETS, MODELS, NAMED_LINKS
+from pipar.errors import InputError
+from pipar.methods import METHODS
+from pipar.storage.run_folder import write_atomically
+from reproduction.testbed import BOARD, DEVICES, SERVER_SPEED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+#: The palette of Okabe and Ito: eight colours that stay apart for every kind of colour vision.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one series looks. Hatch, marker and dashes tell it from others where a printer knows only grey."""
+
+    colour: str
+    hatch: str
+    marker: str
+    dashes: str
+
+
+LOOKS = {
+    "fl": Look(BLUE, "", "o", "-"),
+    "sfl": Look(ORANGE, "///", "s", "--"),
+    "pipar": Look(GREEN, "...", "^", "-."),
+    "sl": Look(PURPLE, "\\\\\\", "D", ":"),
+    "sfl2": Look(SKY, "xxx", "v", "--"),
+}
+_OTHERS = (Look(VERMILLION, "---", "P", "-"), Look(BLACK, "++", "X", ":"), Look(YELLOW, "oo", "*", "-."))
+
+#: What the paper calls them.
+NAMES = {
+    "vgg5": "VGG-5", "resnet18": "ResNet-18", "mobilenetv3_small": "MobileNetV3-Small",
+    "vgg16": "VGG-16", "resnet101": "ResNet-101", "mobilenetv3_large": "MobileNetV3-Large",
+    "mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny_imagenet": "Tiny ImageNet",
+    "4g": "4G", "4g+": "4G+", "wifi": "WiFi",
+    "fl": "FL", "sl": "SL", "sfl": "SFL", "sfl2": "SFL V2", "pipar": "PiPar",
+}  # fmt: skip
+_METHOD_ORDER = ("fl", "sl", "sfl", "sfl2", "pipar")
+_ORDER = {key: at for at, key in enumerate((*_METHOD_ORDER, *MODELS, *DATASETS, *NAMED_LINKS))}
+assert set(_METHOD_ORDER) == set(METHODS)
+
+#: Inches of one panel, and above all of them for the legend.
+_WIDTH, _HEIGHT, _LEGEND = 3.8, 2.5, 0.5
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.4,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "pipar",  # names of shapes in a file are random otherwise
+}
+#: What most axes show, and the size of numbers beside marks.
+SECONDS = "training time per epoch (s)"
+SMALL_PRINT = 6
+#: What a mark of the paper's numbers is called.
+PUBLISHED = "as published"
+#: What the name of a logarithmic axis ends in.
+LOGARITHMIC = "log scale"
+#: Inches that a letter takes, and what stands before a label of the legend; both rather too much.
+_LETTER, _HANDLE = 0.065, 0.55
+
+
+def name_of(key: Any) -> str:
+    """Return what the paper calls a network, dataset, link or method; anything else is called what it is."""
+    return NAMES.get(key, str(key)) if isinstance(key, str) else f"{key:g}" if isinstance(key, float) else str(key)
+
+
+def look_of(key: str, among: Sequence[Any]) -> Look:
+    """Return the look of a series; those that are no methods get one each, in their order."""
+    if key in LOOKS:
+        return LOOKS[key]
+    others = [one for one in among if one not in LOOKS]
+    return _OTHERS[others.index(key) % len(_OTHERS)]
+
+
+def short(value: float) -> str:
+    """Return a number with three digits: 1234, 12.3, 0.0123."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def distinct(rows: Rows, key: str) -> list[Any]:
+    """Return the values of a column, each once: names in the order of the configuration, numbers by size."""
+    found = list(dict.fromkeys(row[key] for row in rows if row.get(key) is not None))
+    if all(isinstance(one, int | float) for one in found):
+        return sorted(found)
+    return sorted(found, key=lambda one: _ORDER.get(one, len(_ORDER)))  # stable: others stay as they came
+
+
+def is_as_in_the_paper(row: Row) -> bool:
+    """Return whether a row is of the paper's testbed, so that its printed numbers may stand beside it."""
+    its = {"devices": DEVICES, "wire": "raw", "board": BOARD, "server_speed": SERVER_SPEED}
+    return all(row.get(key, value) == value for key, value in its.items())
+
+
+def having(rows: Rows, *keys: str) -> list[Row]:
+    """Return the rows in which all of these columns are numbers or words: what is missing cannot be drawn."""
+    return [row for row in rows if all(row.get(key) is not None for key in keys)]
+
+
+# --- figures and files
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is here."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def check_matplotlib() -> None:
+    """Raise one sentence if figures cannot be drawn here."""
+    if not can_draw():
+        raise InputError("Figures need matplotlib, which is not installed: pip install 'pipar[reproduce]'.")
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw and save in our style, whatever the user's own settings are."""
+    check_matplotlib()
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write NAME.svg and NAME.png and return their paths; the same figure gives the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Left to itself matplotlib writes the date and its version.
+    formats: dict[str, dict[str, Any]] = {
+        "svg": {"metadata": {"Date": None, "Creator": "pipar"}},
+        "png": {"metadata": {"Software": "pipar"}, "dpi": 160},
+    }
+    paths = []
+    for ending, options in formats.items():
+        buffer = BytesIO()
+        figure.savefig(buffer, format=ending, **options)
+        paths.append(folder / f"{name}.{ending}")
+        write_atomically(paths[-1], buffer.getvalue())
+    return paths
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a figure, and the rows that it shows."""
+
+    axes: Axes
+    rows: list[Row]
+
+
+def panels(rows: Rows, *, across: str, down: str | None = None) -> tuple[Figure, list[Panel]]:
+    """Return a figure with a panel for each value of a column across, and of another down; empty ones are left out.
+
+    Without rows it has none.
+    """
+    from matplotlib.figure import Figure
+
+    if not rows:
+        return Figure(), []
+    columns, lines = distinct(rows, across), distinct(rows, down) if down else [None]
+    size = (_WIDTH * len(columns), _HEIGHT * len(lines) + _LEGEND)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(lines), len(columns), squeeze=False)
+    found = []
+    for line, axes_of_line in zip(lines, grid, strict=True):
+        for column, axes in zip(columns, axes_of_line, strict=True):
+            own = [row for row in rows if row.get(across) == column and (down is None or row.get(down) == line)]
+            if own:
+                axes.set_title(_title(own[0], across, down))
+                found.append(Panel(axes, own))
+            else:
+                axes.set_axis_off()
+    return figure, found
+
+
+def _title(row: Row, across: str, down: str | None) -> str:
+    """Return "VGG-5 (4G)": the network first, whichever way it goes."""
+    keys = sorted((key for key in (down, across) if key is not None), key=lambda key: key != "network")
+    first, *rest = (name_of(row[key]) for key in keys)
+    return f"{first} ({rest[0]})" if rest else first
+
+
+def legend(figure: Figure) -> None:
+    """Say once above all panels what each look means, in as many lines as it takes."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = sorted(handles, key=_place_in_legend)
+    if labels:
+        columns = _columns(labels, figure.get_figwidth())
+        told = [label for column in columns for label in column]
+        figure.legend(
+            [handles[label] for label in told], told, loc="outside upper center", ncols=len(columns), frameon=False
+        )
+
+
+def _place_in_legend(label: str) -> int:
+    """Return where an entry stands: methods first, what the paper has last."""
+    return 0 if label in map(name_of, METHODS) else 2 if PUBLISHED in label else 1
+
+
+def _columns(labels: Sequence[str], inches: float) -> list[Sequence[str]]:
+    """Return labels in as many columns as fit side by side; they are read line by line."""
+    for count in range(len(labels), 1, -1):
+        columns = [labels[at::count] for at in range(count)]
+        if sum(_HANDLE + _LETTER * max(map(len, column)) for column in columns) <= inches:
+            return columns
+    return [labels]
+
+
+# --- axes
+
+
+def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
+    """Write what axes show, and that they are logarithmic where they are."""
+    if across:
+        axes.set_xlabel(across if axes.get_xscale() == "linear" else f"{across}, {LOGARITHMIC}")
+    if up:
+        axes.set_ylabel(up if axes.get_yscale() == "linear" else f"{up}\n{LOGARITHMIC}")
+
+
+def scale_heights(axes: Axes, values: Sequence[float]) -> None:
+    """Give bars of these heights room for what stands above them; from 0 up, or their lengths would say nothing."""
+    if (highest := max(values, default=0.0)) > 0:
+        axes.set_ylim(0, 1.3 * highest)
+    axes.grid(axis="y", linewidth=0.3, color="0.8")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where bars stand: groups around 0, 1, 2, ..., and in each the series side by side."""
+
+    groups: Sequence[Any]
+    series: Sequence[Any]
+
+    @property
+    def width(self) -> float:
+        """The width of one bar."""
+        return 0.8 / len(self.series)
+
+    def at(self, group: Any, one: Any) -> float:
+        """Return the middle of the bar of a group and a series."""
+        return self.groups.index(group) + self.width * (self.series.index(one) - (len(self.series) - 1) / 2)
+
+    def beside(self, group: Any, one: Any) -> float:
+        """Return where a mark stands that belongs to a bar: on the right of it, apart from the number above it."""
+        return self.at(group, one) + self.width / 2 + 0.06
+
+
+def filled(look: Look) -> dict[str, Any]:
+    """Return how matplotlib fills a bar of this look."""
+    return {"color": look.colour, "hatch": look.hatch, "edgecolor": "white", "linewidth": 0}
+
+
+def mark_published(axes: Axes, across: Sequence[float], up: Sequence[float], label: str) -> None:
+    """Put a mark where the paper has a number for what is drawn."""
+    if across:
+        axes.plot(
+            across, up, linestyle="none", marker="D", markersize=4, markerfacecolor="white", markeredgecolor=BLACK,
+            label=label,
+        )  # fmt: skip
+
+
+def name_groups(axes: Axes, groups: Sequence[Any]) -> None:
+    """Write the groups' names below their bars."""
+    axes.set_xticks(range(len(groups)), [name_of(group) for group in groups])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(-0.5, len(groups) - 0.5)

@@ -1,0 +1,114 @@
+"""A choice of plans against exhaustive search, in a world that the planner does not know; paper V-D.
+
+The judge's costs are perturbed by up to 15 % a layer and jittered by 5 % a stage, from a seed that the planner does
+not get.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipar.methods import Plan
+from pipar.planner.background_search import chosen
+from pipar.planner.busy import busy_s
+from pipar.planner.exhaustive import search_all
+from pipar.planner.fleet import Fleet
+from pipar.planner.predictor import Foresight
+from pipar.planner.search import AT_LEISURE, ByKind, Choice, choose, choose_by_estimate, everybodys
+from pipar.planner.simulator import simulate, simulate_within
+from pipar.planner.timing import steady_epoch_s
+from reproduction.perturbed_world import JITTER, judging, judging_within, perturbed
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One training, planned and searched; plans are those of each kind of device."""
+
+    chosen: str
+    chosen_s: float
+    best: str
+    best_s: float
+    score: float
+    learned: str  # the plans after some epochs in the judge's world
+    learned_score: float
+    profiled: str  # the best of all plans if machines were as profiled: more nobody can know before a training
+    profiled_score: float
+    paper: str
+    paper_score: float
+    planning_s: float
+    simulations: int
+    searched: int
+    ruled_out: int
+    search_s: float
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """What there is before a training, whatever world it will be in: the choice, and what it is compared with."""
+
+    choice: Choice
+    planning_s: float
+    profiled: ByKind
+    paper: ByKind
+    micro_batches: Sequence[int] | None  # that were searched; None: all
+
+    @classmethod
+    def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> Beforehand:
+        """Choose for a fleet, and search every P with every N, or with these."""
+        began = time.process_time()
+        choice = choose(fleet, simulate, within=simulate_within)
+        planning_s = time.process_time() - began
+        profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
+        paper = choose_by_estimate(fleet)
+        by_kind = tuple(paper[kind[0].name][0] for kind in fleet.kinds())
+        return cls(choice, planning_s, profiled, by_kind, micro_batches)
+
+
+def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged:
+    """Return how good the choice for a fleet is: at the start, learned from so many epochs, by the paper's estimate.
+
+    Also how good the best plan by the profiles alone is.
+    """
+    micro_batches = known.micro_batches
+    truth, world = perturbed(fleet, seed), judging(seed)
+    began = time.process_time()
+    best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
+    search_s = time.process_time() - began
+    learned = learn(fleet, truth, known.choice.plans, epochs)
+
+    def score(plans: Mapping[str, Plan]) -> float:
+        return best.epoch_s / steady_epoch_s(world, truth, plans)
+
+    chosen_s = steady_epoch_s(world, truth, known.choice.plans)
+    return Judged(
+        chosen="; ".join(map(str, known.choice.by_kind)),
+        chosen_s=chosen_s,
+        best="; ".join(map(str, best.by_kind)),
+        best_s=best.epoch_s,
+        score=best.epoch_s / chosen_s,
+        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
+        learned_score=score(learned),
+        profiled="; ".join(map(str, known.profiled)),
+        profiled_score=score(everybodys(fleet, known.profiled)),
+        paper="; ".join(map(str, known.paper)),
+        paper_score=score(everybodys(fleet, known.paper)),
+        planning_s=known.planning_s,
+        simulations=known.choice.simulations,
+        searched=best.simulated,
+        ruled_out=best.ruled_out,
+        search_s=search_s,
+    )
+
+
+def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
+    """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
+    foresight = Foresight(fleet, plans)
+    for epoch in range(1, epochs + 1):
+        foresight.learn(epoch, *busy_s(truth, foresight.plans))
+        if foresight.has_learned():
+            # Behind the last epoch nothing is tried: what it has taught is to be judged.
+            effort = AT_LEISURE if epoch < epochs else replace(AT_LEISURE, trial_cost=0.0)
+            foresight.replan(epoch + 1, chosen(foresight.latest({}), foresight.plans, effort))
+    return foresight.plans

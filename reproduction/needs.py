@@ -1,0 +1,30 @@
+"""What an experiment needs that may not be here: images, and the package that tells what noise is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipar.data.catalog import dataset_info, locate
+from pipar.errors import PiparError
+from pipar.privacy import accounting
+from reproduction.experiment import LEARNING, Cell, Experiment
+
+
+def what_is_missing(experiment: Experiment, *, quick: bool) -> str | None:
+    """Return in one sentence what an experiment cannot be run without, and how to get it; None if all is here."""
+    try:
+        for cell in experiment.cells(quick):
+            _check(cell)
+    except PiparError as error:
+        return str(error)
+    return None
+
+
+def _check(cell: Cell) -> None:
+    if cell.config.get("privacy", {}).get("noise_multiplier"):
+        accounting.require()
+    if cell.how in LEARNING:
+        data = cell.config["data"]
+        info = dataset_info(data["name"])
+        if info.needs:
+            locate(info, Path(data["path"]) if "path" in data else None)

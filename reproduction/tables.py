@@ -1,0 +1,200 @@
+"""What an experiment leaves: its rows as Markdown and CSV, and line by line what the paper says against ours."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipar.errors import InputError
+from pipar.storage.run_folder import write_atomically
+from reproduction.experiment import UNSAID, Compared, Experiment, Found, Row
+from reproduction.published import Statement
+
+#: Shown in place of what a row does not have.
+_NOTHING = "-"
+#: A number that the paper prints alone, or as its largest ("up to 34.6x"), is met if ours is off by no more than this.
+NEAR = 0.25
+
+
+def write_tables(experiment: Experiment, rows: Sequence[Row], folder: Path, *, quick: bool = False) -> list[Path]:
+    """Write NAME/table.md, table.csv and comparison.md, and the pictures that there are; return the files."""
+    place = folder / experiment.name
+    texts = {
+        "table.md": page(experiment, rows, quick=quick),
+        "table.csv": as_csv(rows, experiment.columns),
+        "comparison.md": comparison(experiment.title, experiment.compare(rows)),
+    }
+    _write(place, texts)
+    drawn = experiment.plot(rows, place) if experiment.plot is not None else ()
+    return [*(place / name for name in texts), *drawn]
+
+
+def write_comparisons(compared: Mapping[str, Sequence[Compared]], folder: Path) -> Path:
+    """Write comparison.md of several experiments, by their titles; return it."""
+    _write(folder, {"comparison.md": "\n".join(comparison(title, lines) for title, lines in compared.items())})
+    return folder / "comparison.md"
+
+
+def _write(place: Path, texts: Mapping[str, str]) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in texts.items():
+            write_atomically(place / name, content.encode())
+    except OSError as error:
+        raise InputError(f"Cannot write {place}: {error.strerror}.") from None
+
+
+def page(experiment: Experiment, rows: Sequence[Row], *, quick: bool = False) -> str:
+    """Return the table with its title, and what a reader has to know."""
+    notes = [experiment.notes, ""] if experiment.notes else []
+    words = f"`python -m reproduction {experiment.name}{' --quick' if quick else ''}`."
+    command = f"{words} `run` is the folder below `cells/` that a number comes from."
+    told = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
+    return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, told)])
+
+
+def as_markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return a Markdown table; numbers stand on the right."""
+    numeric = {name: any(isinstance(row.get(name), int | float) for row in rows) for name in columns}
+    lines = [
+        _line(name.replace("_", " ") for name in columns),
+        _line("---:" if numeric[name] else "---" for name in columns),
+        *(_line(text(row.get(name)) for name in columns) for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def text(value: Any) -> str:
+    """Return a value as a table shows it: four digits of a number, a word for what is not there."""
+    match value:
+        case None:
+            return _NOTHING
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        case int():
+            return f"{value:,}" if abs(value) >= 10_000 else str(value)
+        case Mapping() | list() | tuple():
+            return ", ".join(map(str, value))
+    return str(value)
+
+
+def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return the rows with every digit."""
+    written = io.StringIO()
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow(columns)
+    table.writerows([row.get(name, "") for name in columns] for row in rows)
+    return written.getvalue()
+
+
+# --- against the paper
+
+
+def against(
+    statement: Statement,
+    values: Iterable[Found],
+    *,
+    what: str = "",
+    below: str = "",
+    above: str = "",
+    within: float = 0.0,
+    better: Literal["more", "less"] | None = None,
+    is_fitted: bool = False,
+) -> Compared:
+    """Return what a statement of the paper says, and all of ours that it is about.
+
+    "At least" is held against our smallest, a range against both ends of ours. "Up to" is a number that the paper has
+    reached: our largest has to come near it. Of what is `better` the worst of ours counts.
+    """
+    found = sorted(values)
+    up_to = statement.low is None
+    is_range = not up_to and statement.high is not None and better is None
+    ends = found[-1:] if up_to or better == "less" else found[:1]
+    if is_range and found and found[0].value != found[-1].value:
+        ends = [found[0], found[-1]]
+    return Compared(
+        place=statement.place,
+        what=what or statement.what,
+        paper=str(statement),
+        ours=ends[0].value if ends else None,
+        low=statement.high if up_to else statement.low,
+        high=statement.high,
+        unit=statement.unit,
+        most=ends[1].value if len(ends) > 1 else None,
+        within=NEAR if up_to else within,
+        better=better,
+        below=below,
+        above=above,
+        run=runs(ends),
+        is_fitted=is_fitted,
+    )
+
+
+def runs(found: Iterable[Found]) -> str:
+    """Return the folders of several numbers, each once."""
+    return " ".join(dict.fromkeys(folder for each in found for folder in each.run.split()))
+
+
+def comparison(title: str, lines: Sequence[Compared]) -> str:
+    """Return the page that says, line by line, what the paper says, ours, and whether that is inside."""
+    head = [f"# {title}: the paper and ours", ""]
+    if not lines:
+        return "\n".join([*head, "The paper has no numbers for this.", ""])
+    rows: list[Row] = [
+        {
+            "where": line.place,
+            "what": line.what,
+            "paper": line.paper,
+            "ours": _ours(line),
+            "ratio": line.ratio,
+            "verdict": _verdict(line),
+            "run": line.run,
+        }
+        for line in lines
+    ]
+    table = as_markdown(rows, ("where", "what", "paper", "ours", "ratio", "verdict", "run"))
+    return "\n".join([*head, f"{tally(lines)}.", "", _VERDICTS, "", table])
+
+
+_VERDICTS = (
+    f'"Up to" is what the paper has reached: our largest is inside if it is off by {100 * NEAR:.0f} % at most, '
+    "as are seconds that the paper prints. What is better than the paper's is called so, and not inside. `ratio` is "
+    "ours over the paper's; `run` has the folders below `cells/` that ours comes from. What the testbed was fitted "
+    "to is marked so and not counted, nor is what it says nothing of."
+)
+
+
+def _verdict(line: Compared) -> str:
+    if line.paper == UNSAID and line.verdict == "inside":
+        return _NOTHING if line.low is line.high is None else "holds"
+    fitted = "fitted, " if line.is_fitted else ""
+    return f"{fitted}{line.verdict}: {line.why}" if line.why else f"{fitted}{line.verdict}"
+
+
+def tally(lines: Sequence[Compared]) -> str:
+    """Return how many lines are inside what the paper says, and how many better, in words."""
+    told = [line for line in lines if line.is_counted]
+    fitted, unsaid = sum(line.is_fitted for line in lines), sum(line.paper == UNSAID for line in lines)
+    inside, better, left = (
+        sum(line.verdict == verdict for line in told) for verdict in ("inside", "better", "not run")
+    )
+    more = (f", {better} better" if better else "") + (f", {left} not run" if left else "")
+    more += f"; {fitted} more are what the testbed was fitted to" if fitted else ""
+    more += f"; of {unsaid} more it says nothing" if unsaid else ""
+    return f"{inside} of {len(told)} lines are inside what the paper says{more}"
+
+
+def _ours(line: Compared) -> str:
+    if line.ours is None:
+        return _NOTHING
+    most = f" to {text(line.most)}" if line.most is not None else ""
+    return f"{text(line.ours)}{most} {line.unit}".strip()

@@ -1,0 +1,1 @@
+"""Worlds in which everything breaks: `python -m simulation --seeds N`."""

@@ -1,0 +1,135 @@
+"""`python -m simulation`: the deployment's programs in simulated worlds where everything breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from pipar.cli.options import JSON, example, options, print_json
+
+if TYPE_CHECKING:
+    from simulation.campaign import Report
+
+_SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
+
+
+@click.command(
+    short_help="Break everything in simulated worlds, and look.",
+    epilog=example("python -m simulation --seeds 1000 --processes 2", "python -m simulation --seed 17 --verbose"),
+)
+@options(
+    click.option(
+        "--seeds",
+        type=click.IntRange(min=1),
+        default=_SEEDS,
+        show_default=True,
+        metavar="COUNT",
+        help="Worlds to simulate; each has a training and faults of its own.",
+    ),
+    click.option(
+        "--first", type=click.IntRange(min=0), default=0, show_default=True, metavar="SEED", help="The first of them."
+    ),
+    click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="This world only."),
+    click.option(
+        "--devices",
+        type=click.IntRange(min=1, max=100),
+        default=_DEVICES,
+        show_default=True,
+        metavar="COUNT",
+        help="Devices of each world.",
+    ),
+    click.option(
+        "--rounds",
+        type=click.IntRange(min=1, max=1000),
+        default=_ROUNDS,
+        show_default=True,
+        metavar="COUNT",
+        help="Rounds of each training.",
+    ),
+    click.option(
+        "--processes",
+        type=click.IntRange(min=1, max=256),
+        default=1,
+        show_default=True,
+        metavar="COUNT",
+        help="Processes that share the worlds.",
+    ),
+    click.option("--verbose", is_flag=True, help="Tell every event of a single world (with --seed)."),
+    JSON,
+)
+def faults(
+    seeds: int,
+    first: int,
+    seed: int | None,
+    devices: int,
+    rounds: int,
+    processes: int,
+    verbose: bool,
+    as_json: bool,
+) -> int:
+    """Train in simulated worlds where links, devices, servers, disks and clocks fail, and look that nothing is wrong.
+
+    The programs are those of pipar server and pipar device, in virtual time. A seed always gives the same world. Exit
+    code 1 if an invariant does not hold in one of them.
+    """
+    if verbose and seed is None:
+        raise click.UsageError("--verbose tells of one world: give its --seed.")
+    if seed is not None:
+        from simulation.campaign import try_seed
+
+        reports = [try_seed(seed, devices, rounds, verbose=verbose)]
+    else:
+        reports = _try_all(range(first, first + seeds), devices, rounds, processes, quiet=as_json)
+    if as_json:
+        print_json(
+            {"seeds": len(reports), "failed": [r.seed for r in reports if not r.holds], "worlds": _rows(reports)}
+        )
+    else:
+        for line in _told(reports, devices, rounds):
+            click.echo(line)
+    return 0 if all(report.holds for report in reports) else 1
+
+
+def _rows(reports: Sequence[Report]) -> list[dict[str, object]]:
+    return [report.to_dict() for report in reports]
+
+
+def _try_all(seeds: range, devices: int, rounds: int, processes: int, *, quiet: bool) -> list[Report]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from pipar.cli.tables import console
+    from simulation.campaign import try_seeds
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    reports = []
+    with Progress(*columns, console=console(stderr=True), disable=quiet, transient=True) as progress:
+        bar = progress.add_task("worlds", total=len(seeds))
+        for report in try_seeds(seeds, devices, rounds, min(processes, len(seeds))):
+            reports.append(report)
+            if not report.holds:  # at once: a thousand worlds take minutes
+                progress.console.print(f"Seed {report.seed} violates '{report.invariant}'.")
+            failed = sum(not one.holds for one in reports)
+            progress.update(bar, advance=1, description=f"worlds, {failed} failed" if failed else "worlds")
+    return sorted(reports, key=lambda report: report.seed)
+
+
+def _told(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str]:
+    """Give what a person is told: all of the worlds that failed, and a line of all."""
+    for report in reports:
+        if not report.holds or report.events:
+            yield f"Seed {report.seed}: {report.training}"
+            yield from (f"  {fault}" for fault in report.faults)
+            yield from report.events
+        if not report.holds:
+            yield f"Seed {report.seed} violates '{report.invariant}': {report.sentence}"
+            sizes = "" if (devices, rounds) == (_DEVICES, _ROUNDS) else f" --devices {devices} --rounds {rounds}"
+            yield f"Again, with all events: python -m simulation --seed {report.seed}{sizes} --verbose"
+    failed = [report.seed for report in reports if not report.holds]
+    broken, restarts = sum(len(r.faults) for r in reports), sum(r.restarts for r in reports)
+    virtual_s = sum(report.seconds for report in reports)
+    yield (
+        f"{len(reports)} worlds, {virtual_s / 3600:.1f} hours of virtual time, {broken} faults, {restarts} restarts of "
+        f"the server: {'every invariant held' if not failed else f'{len(failed)} failed'}."
+    )

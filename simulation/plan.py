@@ -1,0 +1,184 @@
+"""What is trained in one simulated world, and what goes wrong there and when: all of it drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pipar.methods import METHODS, Plan
+from pipar.wire import encodings
+
+#: What can happen, and how often in proportion. `docs/faults.md` says what each of them is.
+KINDS = {
+    "cut": 9,
+    "one-way": 3,
+    "slow": 3,
+    "delay": 2,
+    "duplicate": 2,
+    "corrupt": 3,
+    "crash-device": 4,
+    "poison": 1,
+    "crash-server": 3,
+    "stop-server": 1,
+    "power-loss": 2,
+    "full-disk": 2,
+    "clock-jump": 2,
+}
+#: These happen to one device and its link; the others to the server, or to all.
+_OF_DEVICE = frozenset({"cut", "one-way", "slow", "delay", "duplicate", "corrupt", "crash-device", "poison"})
+LAYERS = 3
+#: Cuts behind a ReLU.
+RECTIFIED = frozenset({2})
+BATCH = 4
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One thing that goes wrong at a moment of virtual time."""
+
+    at_s: float
+    kind: str
+    device: str = ""
+    seconds: float = 0.0  # how long it lasts, or until what broke comes back
+    choice: int = 0  # decides the particulars: which direction, which bytes, at which step
+
+    def __str__(self) -> str:
+        who = f" {self.device}" if self.device else ""
+        return f"{self.at_s:7.3f} s  {self.kind}{who} for {self.seconds:.2f} s (choice {self.choice})"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training and its faults."""
+
+    seed: int
+    method: str
+    samples: dict[str, int]
+    plans: dict[str, Plan]
+    speeds: dict[str, float]
+    rounds: int
+    min_devices: int
+    resume_window_s: float
+    round_deadline_s: float | None
+    latency_s: float = 0.0
+    rate_bps: float | None = None
+    keep_momentum: bool = False
+    replans: bool = False
+    is_proved: bool = True  # devices have credentials with their names
+    chunk_bytes: int = 1_000_000
+    coded_chunk_bytes: int = 256 * 1024  # of a tensor before it is encoded
+    encoding: str = "auto"  # of what is sent; but for "raw", models travel as what has changed in them, too
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.samples)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each round's model is known from the one before, whoever takes part.
+
+        Momentum that devices keep depends on who was there before; split learning keeps that of the server alone.
+        """
+        return not self.keep_momentum or METHODS[self.method].one_device_at_a_time
+
+    @property
+    def layers_behind_the_cut(self) -> range:
+        """Where the layers are that devices share on the server, if they do."""
+        return range(next(iter(self.plans.values())).split_point, LAYERS)
+
+    def __str__(self) -> str:
+        deadline = "no deadline" if self.round_deadline_s is None else f"deadline {self.round_deadline_s:g} s"
+        devices = ", ".join(f"{name} {self.samples[name]} samples {self.plans[name]}" for name in self.names)
+        return (
+            f"{self.method}, {self.rounds} rounds, at least {self.min_devices} devices, window "
+            f"{self.resume_window_s:g} s, {deadline}: {devices}"
+        )
+
+
+#: A round takes about so long when nothing is wrong.
+_ROUND_S = 2.4
+
+
+def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
+    """Return the world of a seed: the same one each time."""
+    rng, coding = random.Random(f"python -m simulation {seed}"), random.Random(f"coding {seed}")
+    names = [f"device-{number}" for number in range(1, devices + 1)]
+    method = rng.choices(("pipar", "sfl", "fl", "sfl2", "sl"), (8, 3, 3, 2, 2))[0]
+    window_s = rng.choice((0.0, 2.0, 5.0, 5.0, 10.0))
+    return Scenario(
+        seed=seed,
+        method=method,
+        samples={name: rng.randint(6, 20) for name in names},
+        plans=_draw_plans(rng, method, names),
+        speeds={name: rng.uniform(0.4, 1.0) for name in names},
+        rounds=rounds,
+        min_devices=rng.randint(1, devices),
+        resume_window_s=window_s,
+        round_deadline_s=rng.choice((None, 4.0, 8.0, 20.0)),
+        latency_s=rng.choice((0.0, 0.0, 0.02)),
+        rate_bps=rng.choice((None, None, 200e3)),
+        keep_momentum=rng.random() < 0.15,
+        replans=rng.random() < 0.3,
+        is_proved=rng.random() < 0.7,
+        chunk_bytes=rng.choice((2_500, 1_000_000)),
+        # A sample in several chunks, one to a few samples a chunk, all in one.
+        coded_chunk_bytes=coding.choice((300, 700, 1_400, 256 * 1024)),
+        encoding=coding.choice(("raw", "auto", "planes", "sparse-planes", "sparse-planes")),
+        faults=draw_faults(rng, names, rounds * _ROUND_S, max(window_s, 1.0)),
+    )
+
+
+def draw_plans(rng: random.Random, names: Sequence[str], *, cut_inside: bool = False) -> dict[str, Plan]:
+    """Return any plans that PiPar could train these devices by."""
+    most = LAYERS - 1 if cut_inside else LAYERS
+    return {
+        name: draw_encodings(rng, Plan(rng.randint(1, most), rng.randint(1, BATCH), rng.choice((0, 0, 1, 2))))
+        for name in names
+    }
+
+
+def draw_encodings(rng: random.Random, plan: Plan) -> Plan:
+    """Return the plan with encodings that are exact at its cut; none with the whole network on the device."""
+    if plan.split_point == LAYERS:
+        return plan
+    exact = encodings.EXACT if plan.split_point in RECTIFIED else ("raw", "planes")
+    return replace(plan, up=rng.choice(exact), down=rng.choice(exact))
+
+
+def _draw_plans(rng: random.Random, method: str, names: Sequence[str]) -> dict[str, Plan]:
+    if method == "pipar":
+        return draw_plans(rng, names)
+    if method == "fl":
+        return dict.fromkeys(names, Plan(LAYERS, 1))
+    if method == "sfl":
+        return {name: draw_encodings(rng, Plan(rng.randint(1, LAYERS - 1), 1)) for name in names}
+    cut = Plan(rng.randint(1, LAYERS - 1), 1)  # one server-side model has one
+    return {name: draw_encodings(rng, cut) for name in names}
+
+
+def draw_faults(rng: random.Random, names: Sequence[str], until_s: float, window_s: float) -> tuple[Fault, ...]:
+    """Return what goes wrong, in order of time: from nothing at all to sixteen things, now and then all at once."""
+    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=rng.randint(0, 16))
+    storm_s = rng.choice((until_s, until_s, until_s, 0.3 * until_s, 1.0))
+    begins_s = rng.uniform(0.0, until_s - storm_s)
+    faults = []
+    for kind in kinds:
+        at_s = round(rng.uniform(begins_s, begins_s + storm_s), 3)
+        device = rng.choice(names) if kind in _OF_DEVICE else ""
+        faults.append(Fault(at_s, kind, device, round(_draw_seconds(rng, kind, window_s), 3), rng.getrandbits(16)))
+    return tuple(sorted(faults))
+
+
+def _draw_seconds(rng: random.Random, kind: str, window_s: float) -> float:
+    """Return how long a fault lasts: links are lost for less and for more than the window."""
+    if kind == "cut":
+        return window_s * rng.choice((0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.5, 3.0))
+    if kind == "one-way":
+        return window_s * rng.choice((0.3, 0.9, 2.0))
+    if kind == "delay":
+        return rng.choice((0.5, 3.0, 15.0))
+    if kind == "clock-jump":
+        return rng.choice((0.5, 3.0, 30.0))
+    return rng.uniform(0.1, 6.0)

@@ -1,1 +1,0 @@
-"""Deterministic simulation: the two programs of a deployment in virtual time, in a world where everything breaks."""

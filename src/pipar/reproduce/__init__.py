@@ -1,1 +1,0 @@
-"""The evaluation of the paper, run again: its trainings, its tables and its figures."""
