@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
-from programs import Program, address_of, place
+from support.browser import PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
+from support.programs import Program, address_of, place
 
 from pipar.dashboard.serve import served
 
@@ -24,7 +24,7 @@ LINK = {"up": "200kbit/s", "down": "200kbit/s"}
 def training(**server: Any) -> dict[str, Any]:
     return {
         "run": {"name": "it", "epochs": 3, "batch_size": 10},
-        "model": {"factory": "gated:network"},
+        "model": {"factory": "support.gated:network"},
         "data": {
             "name": "synthetic", "shape": [1, 4, 4], "classes": 10, "samples_per_device": 100, "validation": 10,
             "test": 10,

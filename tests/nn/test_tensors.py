@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from memory_peak import peak_bytes
+from support.memory_peak import peak_bytes
 
 from pipar.errors import ProtocolError
 from pipar.nn.tensors import TORCH_DTYPES, check_finite, read_labels, read_state, read_tensor, state_body, tensor_body

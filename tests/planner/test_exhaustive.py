@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from fleets import fleet_of_two_kinds
+from support.fleets import fleet_of_two_kinds
 
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from programs import address_of, place
+from support.programs import address_of, place
 from test_deployment import training
 
 from pipar.config import config_from

@@ -10,12 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
-from reference import State
+from support import reference
+from support.reference import State
+from support.training import (
+    EXACT,
+    Case,
+    largest_error,
+    make_job,
+    reference_data,
+    reference_state,
+    train_in_virtual_time,
+)
 from test_equality_real import train_over_grpc
 from torch import nn
-from training import EXACT, Case, largest_error, make_job, reference_data, reference_state, train_in_virtual_time
 
 from pipar import random_streams
 from pipar.job.torch_setup import make_learner, measure_test_accuracy

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import SETTINGS
+from support.small_runs import SETTINGS
 
 import pipar
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import SETTINGS
+from support.small_runs import SETTINGS
 
 import pipar
 from pipar.execution.spans import Span

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import measured
-from small_runs import SETTINGS
+from support.fleets import measured
+from support.small_runs import SETTINGS
 
 from pipar.config import load_config
 from pipar.job.explain import explain

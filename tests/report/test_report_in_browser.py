@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
-from small_runs import SETTINGS
+from support.browser import DESKTOP, PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
+from support.small_runs import SETTINGS
 
 import pipar
 from pipar.cli.tables import percent

@@ -1,0 +1,110 @@
+"""`pipar report`, and the pages that runs leave behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.small_runs import SETTINGS
+
+import pipar
+from pipar.cli import cli, main
+from pipar.config import load_config
+from pipar.events import Event, ReportFailed, ReportWritten
+from pipar.launch import virtual
+from pipar.report import leave_comparison, writing
+
+#: A method with nothing to plan.
+QUICK = (*SETTINGS, 'run.method="fl"')
+WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
+
+
+def invoke(words: Sequence[str]) -> Result:
+    return CliRunner().invoke(cli, list(words), obj="pipar " + " ".join(words), catch_exceptions=False)
+
+
+@pytest.fixture
+def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
+
+
+def test_a_run_and_a_comparison_say_last_where_their_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    done = invoke(["compare", "--timing-only", "--methods", "fl,sl", "--name", "try", *WORDS])
+    assert "".join(done.stdout.split()).endswith(f"Report:{tmp_path}/try-comparison/report.html")
+    for name in ("try-fl", "try-sl", "try-comparison"):
+        assert "<title>vgg5 on digits" in (tmp_path / name / "report.html").read_text()
+    done = invoke(["run", "--timing-only", "--method", "fl", "--json", *WORDS])
+    told = json.loads(done.stdout)
+    assert told["report"] == f"{tmp_path}/vgg5-digits-fl/report.html"
+    assert Path(told["report"]).exists()
+
+
+def test_it_makes_the_page_of_a_run_anew(folder: Path) -> None:
+    (folder / "report.html").unlink()
+    assert invoke(["report", str(folder)]).stdout.strip() == f"{folder}/report.html"
+    assert (folder / "report.html").stat().st_size > 1_000_000
+
+
+def test_several_runs_are_one_page_where_it_is_asked_for(runs: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "both.html"
+    done = invoke(["report", str(runs["fl"]), str(runs["pipar"]), "--output", str(page), "--json"])
+    assert json.loads(done.stdout) == {"report": str(page), "runs": [str(runs["fl"]), str(runs["pipar"])]}
+    assert "vgg5 on digits: fl, pipar" in page.read_text()
+
+
+def test_a_folder_that_is_no_run_or_a_place_that_is_none_is_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, sentence in (
+        ([str(tmp_path / "nothing")], "does not exist"),
+        ([str(folder), "--output", str(tmp_path / "no" / "page.html")], "Cannot write"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", *words])
+        said = capsys.readouterr()
+        assert stopped.value.code == 2
+        assert sentence in said.err
+        assert len(said.err.splitlines()) == 1
+
+
+def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("in the page")
+
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    monkeypatch.setattr(writing, "content", broken)
+    events: list[Event] = []
+    result = pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
+    (failed,) = [event for event in events if isinstance(event, ReportFailed)]
+    assert "ZeroDivisionError: in the page" in failed.reason
+    assert result.report is None
+    assert len(result.epochs) == 2
+    assert leave_comparison([result.folder], load_config(None, QUICK), events.append) is None
+    assert not list(tmp_path.glob("*-comparison")), "an empty folder is left"
+
+
+def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **words: Any) -> None:
+        train(*arguments, **words)
+        raise KeyboardInterrupt
+
+    train = virtual.train_without_mathematics
+    events: list[Event] = []
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    monkeypatch.setattr(virtual, "train_without_mathematics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
+    (written,) = [event.path for event in events if isinstance(event, ReportWritten)]
+    assert written == f"{tmp_path}/vgg5-digits-fl/report.html"
+    assert not (tmp_path / "vgg5-digits-fl" / "outlook.json").exists()
+
+
+def test_without_being_asked_a_run_in_python_writes_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    assert pipar.run(world="timing-only", settings=QUICK).report is None

@@ -1,0 +1,242 @@
+"""The documents say what the code does: keys and defaults, links, commands and examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from pydantic import BaseModel
+from support.programs import place
+
+import pipar
+from benchmarks.quoted import MEASURED, quoted, quoted_measured
+from docs.reference_pages import cli_page, pages
+from pipar.cli import cli
+from pipar.config import Config, DeviceSection, config_from
+from pipar.events import EpochResult
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+README = (ROOT / "README.md").read_text("utf-8")
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: DeviceSection if name == "devices" else type(getattr(Config(), name)) for name in Config.model_fields
+}
+NOT_SET = "not set"
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the contents of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# --- the configuration
+
+
+def documented_defaults() -> dict[str, dict[str, str]]:
+    """Return what docs/configuration.md says: section, key, and the default as it is written there."""
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    found: dict[str, dict[str, str]] = {}
+    for heading, body in re.findall(r"^## \[+(\w+)\]+\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
+        rows = re.findall(r"^\| `(\w+)` \|.*?\| (?:`([^`]*)`|(not set)) \|", body, re.MULTILINE)
+        found[heading] = {key: default or absent for key, default, absent in rows}
+    return found
+
+
+def test_configuration_document_has_every_key_and_no_other() -> None:
+    keys = {section: list(written) for section, written in documented_defaults().items()}
+    assert keys == {name: list(model.model_fields) for name, model in SECTIONS.items()}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_configuration_document_has_the_defaults(section: str) -> None:
+    written = documented_defaults()[section]
+    given = {key: tomllib.loads(f"x = {text}")["x"] for key, text in written.items() if text != NOT_SET}
+    model = SECTIONS[section]
+    assert {key for key in written if key not in given} == {
+        key for key, field in model.model_fields.items() if field.default is None
+    }
+    assert model.model_validate(given) == model()
+
+
+def test_configuration_document_names_the_choices() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    for section, model in SECTIONS.items():
+        properties = model.model_json_schema()["properties"]
+        for key, schema in properties.items():
+            row = re.search(rf"^## \[+{section}\]+\n.*?^\| `{key}` \|([^|]*)\|", text, re.MULTILINE | re.DOTALL)
+            assert row is not None
+            assert [choice for choice in schema.get("enum", []) if f'"{choice}"' not in row[1]] == []
+
+
+def whole_file() -> str:
+    """Return the block with all keys."""
+    return blocks((ROOT / "docs" / "configuration.md").read_text("utf-8"), "toml")[-1]
+
+
+def test_the_whole_file_is_what_an_empty_one_means() -> None:
+    assert config_from(tomllib.loads(whole_file())) == Config()
+
+
+def test_the_whole_file_has_every_key_and_no_other() -> None:
+    everything = re.sub(r"^# (?=\w+ = )", "", whole_file(), flags=re.MULTILINE)
+    tree: dict[str, Any] = tomllib.loads(everything)
+    config_from(tree)
+    written = {name: list(tree[name][0] if name == "devices" else tree[name]) for name in tree}
+    assert written == {name: list(model.model_fields) for name, model in SECTIONS.items()}
+
+
+# --- names and links
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text("utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_files_and_make_targets_that_are_named_exist(document: Path) -> None:
+    text = document.read_text("utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text))
+    roots = (ROOT, ROOT / "src" / "pipar")
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make (\w+)", text, re.MULTILINE)) <= targets
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = {
+        name for path in DOCUMENTS for name in re.findall(r"!\[[^]]+\]\(\S*images/(\S+?)\)", path.read_text("utf-8"))
+    }
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+
+
+def test_architecture_lists_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    (listing,) = re.findall(r"^## Layers\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    words = set(re.findall(r"\w+", listing))
+    modules = {path.stem for path in (ROOT / "src" / "pipar").rglob("*.py")} - {"__init__", "__main__"}
+    assert modules - words == set()
+
+
+def test_architecture_links_every_decision() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert re.findall(r"\(decisions/([^)]+)\)", text) == decisions
+    assert [int(name[:3]) for name in decisions] == list(range(1, len(decisions) + 1))
+
+
+def test_fields_of_an_epoch_are_documented() -> None:
+    text = (ROOT / "docs" / "reference" / "epoch.md").read_text("utf-8")
+    (section,) = re.findall(r"^## An epoch\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    first_cells = " ".join(re.findall(r"^\| (`[^|]*)\|", section, re.MULTILINE))
+    assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
+
+
+def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
+    # Folders of one person or one machine, and where this clone lies.
+    places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w|\b[A-Z]:\\")
+    suffixes = {".md", ".py", ".toml", ".txt", ".json", ".yml"}
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    found = {}
+    for path in files:
+        if path.is_file() and (path.suffix in suffixes or path.name == "Makefile"):
+            text = path.read_text("utf-8")
+            if (place := places.search(text)) or str(ROOT) in text:
+                found[name_of(path)] = place[0] if place else str(ROOT)
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", ["cli.md", "python.md"])
+def test_the_reference_says_what_the_code_says(name: str) -> None:
+    written = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+    assert written == pages()[name], f"docs/reference/{name} is not up to date: run python -m docs.reference_pages"
+
+
+def test_the_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = cli_page()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli_page() == wide
+
+
+# --- commands and examples
+
+
+def commands() -> list[list[str]]:
+    """Return the words behind `pipar` of every command in README's code blocks."""
+    lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("pipar ")]
+
+
+def parse(words: list[str]) -> click.Context:
+    """Return the context of a command without running it; a mistake is a UsageError."""
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words[0])
+        assert found is not None, words
+        command, words = found, words[1:]
+    return command.make_context(command.name, list(words))
+
+
+def test_readme_has_commands() -> None:
+    assert {words[0] for words in commands()} == {
+        "run",
+        "compare",
+        "plan",
+        "certs",
+        "server",
+        "device",
+        "doctor",
+        "reproduce",
+    }
+
+
+def test_readme_quotes_the_results_that_are_checked_in() -> None:
+    assert quoted(README) == README
+
+
+def test_the_page_of_measured_numbers_quotes_the_results_that_are_checked_in() -> None:
+    text = MEASURED.read_text("utf-8")
+    assert quoted_measured(text) == text
+
+
+@pytest.mark.parametrize("place", ["README.md", "Makefile"])
+def test_trackers_of_readmes_commands_are_installed_by_its_first_ones(place: str) -> None:
+    installed = re.search(r"pip install .*-e '?\.(?:\[([\w,]+)\])?", (ROOT / place).read_text("utf-8"))
+    assert installed is not None
+    assert set(re.findall(r"--tracker (\w+)", README)) <= set((installed[1] or "").split(","))
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_readme_commands_are_understood(words: list[str]) -> None:
+    parse(words).close()
+
+
+def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
+    result = pipar.run({"run": {"epochs": 1}}, world="timing-only", settings=named)
+    documented = (ROOT / "docs" / "results.md").read_text("utf-8")
+    assert [key for key in result.content if f"`{key}`" not in documented] == []
+
+
+@pytest.mark.slow
+def test_quickstart_runs(tmp_path: Path, profiles: Path) -> None:
+    with place(tmp_path, profiles, {}) as here:
+        program = here.run("quickstart", str(ROOT / "examples" / "quickstart.py"))
+        assert program.ends() == 0, program.text()
+        assert "prediction of the trained model" in program.text()

@@ -1,0 +1,152 @@
+"""Deployments with TLS: whole runs with certificates and with tokens, and everybody who has the wrong ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from support.credentials import certs
+from support.programs import Place, Program, address_of, place
+from test_deployment import check_nothing_is_left, check_weights, counted, training
+
+from pipar.transport.certificates import read_authority
+from pipar.transport.credentials import add_token
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
+    with place(tmp_path, profiles, training()) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(here: Place) -> Path:
+    """What the owner of all machines has: an authority, the server's certificate, one for each of two devices."""
+    path = here.folder / "certs"
+    certs("init", "--folder", str(path), "--host", "train.local")
+    certs("issue", "pi-1", "pi-2", "pi-3", "--folder", str(path))
+    return path
+
+
+def write_private(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+def expire(folder: Path, name: str) -> None:
+    """Put a certificate in the place of a device's that was valid until an hour ago."""
+    authority = read_authority(folder / "ca.pem", folder / "ca.key")
+    path = folder / "devices" / f"{name}.pem"
+    old, now = x509.load_pem_x509_certificate(path.read_bytes()), datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(old.subject)
+        .issuer_name(old.issuer)
+        .public_key(old.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now - timedelta(hours=1))
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+    )
+    made = builder.sign(authority.key, hashes.SHA256())
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+
+
+def check_refused(device: Program, *sentences: str) -> None:
+    """It has ended by itself with one of these sentences, and has not tried again."""
+    assert device.ends() in (1, 2)
+    assert any(sentence in device.lines()[-1] for sentence in sentences), device.text()
+    assert "Traceback" not in device.text()
+
+
+def test_with_certificates_the_right_ones_train_and_the_wrong_ones_end_with_one_sentence(
+    here: Place, folder: Path
+) -> None:
+    tree = training()
+    server = here.server("--certs", "certs")
+    address = address_of(server)
+    here.hold("pi-1")
+    honest = here.device("pi-1", address, "--certs", "certs")
+    here.wait_until_held("pi-1")
+
+    stranger = here.folder / "stranger"
+    certs("init", "--folder", str(stranger), "--host", "train.local")
+    certs("issue", "pi-2", "--folder", str(stranger))
+    mixed = here.folder / "mixed"  # it trusts the server, which does not trust it
+    shutil.copytree(stranger, mixed)
+    shutil.copy(folder / "ca.pem", mixed / "ca.pem")
+    borrowed = here.folder / "borrowed"  # says that it is pi-1, with the certificate of pi-2
+    shutil.copytree(folder, borrowed)
+    for ending in ("pem", "key"):
+        shutil.copy(folder / "devices" / f"pi-2.{ending}", borrowed / "devices" / f"pi-1.{ending}")
+    late = here.folder / "late"
+    shutil.copytree(folder, late)
+    expire(late, "pi-2")
+
+    wrong = [
+        (here.device("pi-2", address, "--certs", "stranger"), ("does not vouch for",)),
+        (here.device("pi-2", address, "--certs", "mixed"), ("does not take the device's certificate",)),
+        (here.device("pi-2", address, "--certs", "late"), ("does not take the device's certificate", "expired")),
+        (here.device("pi-1", address, "--certs", "borrowed"), ("with the credential of 'pi-2' says",)),
+        (here.device("pi-2", address), ("speaks TLS",)),
+        (here.device("pi-2", address, "--certs", "certs", "--server-name", "other.local"), ("other names",)),
+    ]
+    for device, sentences in wrong:
+        check_refused(device, *sentences)
+
+    second = here.device("pi-2", address, "--certs", "certs", "--server-name", "train.local")
+    server.says("pi-2 joined")
+    here.let_go("pi-1")
+    assert [program.ends() for program in (server, honest, second)] == [0, 0, 0]
+    assert counted(here)[-1] == {"pi-1", "pi-2"}
+    check_weights(here, tree)
+    check_nothing_is_left(here)
+
+
+def test_with_tokens_the_right_ones_train_and_the_wrong_ones_end_with_one_sentence(here: Place, folder: Path) -> None:
+    tree = training()
+    for name in ("pi-1", "pi-2", "pi-3"):
+        token = add_token(folder / "tokens.json", name)
+        write_private(here.folder / f"{name}.token", token.encode())
+    write_private(here.folder / "guessed.token", b"x" * 43)
+    write_private(here.folder / "borrowed.token", (here.folder / "pi-2.token").read_bytes())
+    certs("revoke", "pi-3", "--folder", str(folder))
+    (here.folder / "public").mkdir()  # a device needs no more than the authority's certificate
+    shutil.copy(folder / "ca.pem", here.folder / "public")
+
+    server = here.server("--certs", "certs", "--tokens")
+    address = address_of(server)
+    here.hold("pi-1")
+    honest = here.device("pi-1", address, "--certs", "public", "--token-file", "pi-1.token")
+    here.wait_until_held("pi-1")
+    wrong = {
+        ("pi-2", "guessed"): "does not know this token",
+        ("pi-3", "pi-3"): "does not know this token",
+        ("pi-1", "borrowed"): "with the credential of 'pi-2' says",
+    }
+    devices = {
+        key: here.device(key[0], address, "--certs", "public", "--token-file", f"{key[1]}.token") for key in wrong
+    }
+    for key, device in devices.items():
+        check_refused(device, wrong[key])
+    here.let_go("pi-1")
+    assert (server.ends(), honest.ends()) == (0, 0)
+    assert counted(here) == [{"pi-1"}] * 6
+    check_weights(here, tree)
+    check_nothing_is_left(here)
+
+
+def test_nothing_listens_beyond_loopback_without_tls(here: Place) -> None:
+    for program in (here.server(listen="0.0.0.0:0"), here.device("pi-1", "192.0.2.1:7700")):
+        assert program.ends() == 2
+        assert "without TLS" in program.lines()[-1]
+        assert os.linesep.join(program.lines()).count("Traceback") == 0

@@ -1,0 +1,316 @@
+"""The processes of a run: where they live, whose word counts when they fail, that nothing is lost or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from support.training import Case, make_job
+
+import pipar
+from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
+from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
+from pipar.execution.spans import Span
+from pipar.job.job import Job
+from pipar.launch.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
+from pipar.methods import Plan
+from pipar.profiling.profile import Profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# --- where they live
+
+
+def tell_surroundings(teller: Teller) -> None:
+    teller.tell(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
+
+
+@pytest.mark.parametrize("data", ["/one", "/other", None])
+def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None
+) -> None:
+    if data is None:
+        monkeypatch.delenv("PIPAR_DATA", raising=False)
+    else:
+        monkeypatch.setenv("PIPAR_DATA", data)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path)])
+    household = _Household(ignore)
+    household.start("one", tell_surroundings)
+    assert json.loads(household.wait_for_server()) == [str(tmp_path), data, sys.path]
+    household.end()
+
+
+# --- what they say
+
+
+def picture(epoch: int) -> Pictured:
+    """Return one of more bytes than a pipe holds."""
+    spans = [Span("phone", "compute", "fc", epoch, at, 1, at + 0.25, at + 0.5, at % 2 == 0, "") for at in range(6000)]
+    return Pictured(epoch, tuple(spans), is_whole=False, left_out=7)
+
+
+def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_would_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    teller = Teller(theirs)
+    monkeypatch.setattr(teller, "_end", lambda: None)  # if this test fails, it is not to end all others
+    began = time.monotonic()
+    for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
+        teller.observe(event)
+    assert time.monotonic() - began < 5  # nobody listens, and a thread that sends is stuck
+    first, *others = [ours.recv() for _ in range(3)]
+    assert isinstance(first, Sketch)
+    assert first.picture() == picture(1)
+    assert others == [Left("phone-1"), Left("phone-2")]
+    teller.observe(picture(3))
+    assert ours.recv().epoch == 3
+    teller.finish()
+    ours.close()
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
+    monkeypatch: pytest.MonkeyPatch, is_finished: bool
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    ended = SimpleQueue[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda *words: ended.put(words))
+    before = set(threading.enumerate())
+    teller = Teller(theirs)
+    (watching,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "parent"]
+    if is_finished:
+        teller.finish()
+    assert ended.empty()
+    ours.close()
+    watching.join(20)
+    assert not watching.is_alive()
+    assert ended.qsize() == (0 if is_finished else 1)
+    if not is_finished:
+        assert ended.get() == (os.getpid(), signal.SIGTERM)
+
+
+# --- whose word counts
+
+
+def say(teller: Teller, failure: Failure, after_s: float) -> None:
+    time.sleep(after_s)
+    teller.tell(failure)
+    sys.exit(1)
+
+
+OWN = Failure.of(RuntimeError("out of memory"))
+INPUT = Failure.of(DataError("There is no data."))
+LOST = Failure.of(TrainingError("phone was lost."))
+HEARD = Failure.of(LinkError("The server is gone."))
+
+
+@pytest.mark.parametrize(
+    ("server", "phone", "tablet", "error", "sentence"),
+    [
+        (LOST, INPUT, HEARD, InputError, "There is no data."),
+        (LOST, OWN, HEARD, TrainingError, "RuntimeError: out of memory"),
+        (LOST, HEARD, HEARD, TrainingError, "phone was lost."),
+        (LOST, Failure.of(ProtocolError("No model.")), HEARD, TrainingError, "No model."),
+    ],
+)
+def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
+    server: Failure, phone: Failure, tablet: Failure, error: type[Exception], sentence: str
+) -> None:
+    household = _Household(ignore)
+    for name, failure, after_s in (("server", server, 0.2), ("phone", phone, 0.3), ("tablet", tablet, 0.0)):
+        household.start(name, say, failure, after_s)
+    with pytest.raises(error, match=sentence):
+        household.wait_for_end()
+    household.end()
+
+
+# --- profiles that devices bring with them
+
+
+def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(Case("pipar", (2,), (3,)).workload())
+    again = {name: Profile.from_json(profile.to_json()) for name, profile in job.device_profiles.items()}
+    assert plans_of_joined(job, again) is job.plans
+    assert plans_of_joined(job, {}) is job.plans
+    planned_for: list[Job] = []
+
+    def plan(for_job: Job) -> dict[str, Plan]:
+        planned_for.append(for_job)
+        return {}
+
+    monkeypatch.setattr("pipar.launch.processes.make_plans", plan)
+    slower = {name: replace(profile, machine="slower") for name, profile in again.items() if name != "phone-b"}
+    assert plans_of_joined(job, slower) == {}
+    found = planned_for[0].device_profiles
+    assert {name: profile.machine for name, profile in found.items()} == {
+        "phone-a": "slower", "phone-b": job.device_profiles["phone-b"].machine, "phone-c": "slower",
+    }  # fmt: skip
+
+
+# --- SIGTERM
+
+
+def test_a_request_to_end_cuts_a_coroutine_short_and_is_remembered_behind_it() -> None:
+    ended = []
+
+    async def main() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("sleep")
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        termination = Termination()
+        assert not termination.requested()
+        termination.run(main())
+        assert ended == ["sleep"]
+        signal.raise_signal(signal.SIGTERM)  # would end this process
+        assert termination.requested()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- whole runs
+
+FACTORIES = """
+import multiprocessing, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from pipar.errors import DataError
+
+def network():
+    torch.manual_seed(7)  # whatever the seed of the run is
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 2))
+
+def data(name):
+    process = multiprocessing.current_process().name
+    if name == process == "phone-2" and Path("damaged").exists():
+        raise DataError("The data of phone-2 is damaged.")
+    if name == "test" and process == "server" and Path("slow").exists():
+        Path("testing").touch()
+        time.sleep(2)
+        Path("survived").touch()
+    # All samples are the same, so that their order makes no difference.
+    return TensorDataset(torch.ones(20, 1, 4, 4), torch.zeros(20, dtype=torch.int64))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A training of two devices by factories in the current directory."""
+    module = f"factories_of_{abs(hash(tmp_path))}"  # its own: Python imports a name once
+    (tmp_path / f"{module}.py").write_text(FACTORIES, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    return {
+        "run": {"name": "it", "epochs": 2, "batch_size": 10},
+        "model": {"factory": f"{module}:network"},
+        "data": {"factory": f"{module}:data", "classes": 2},
+        "plan": {"split_point": 2, "micro_batches": 2},
+        "server": {"cores": 1},
+        "devices": [{"name": "phone", "count": 2, "link": "unlimited", "speed": 1.0}],
+    }
+
+
+def test_bad_data_of_one_device_is_what_the_run_fails_with(tree: dict[str, Any], tmp_path: Path) -> None:
+    Path("damaged").touch()
+    with pytest.raises(InputError, match=r"^The data of phone-2 is damaged\.$"):
+        pipar.run(tree)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(("method", "split_point"), [("sfl2", 1), ("sfl2", 2), ("fl", 3)])
+def test_dropout_in_processes_depends_on_the_seed_alone(tree: dict[str, Any], method: str, split_point: int) -> None:
+    tree["run"]["method"] = method  # with sfl2, devices take turns at the server's generator
+    tree["plan"] = {"split_point": split_point}
+    hashes = [pipar.run(tree, settings=[f"run.seed={seed}"]).content["weights_sha256"] for seed in (0, 0, 1)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_ctrl_c_in_the_final_test_of_real_processes_keeps_the_training(tree: dict[str, Any], tmp_path: Path) -> None:
+    Path("slow").touch()
+    folder = tmp_path / "runs" / "it"
+
+    def interrupt() -> None:
+        while not Path("testing").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        pipar.run(tree)
+    result = json.loads((folder / "result.json").read_text("utf-8"))
+    assert (len(result["epochs"]), result["test_accuracy"]) == (2, None)
+    assert Path("survived").exists()  # the server was asked to end and ended by itself
+    assert {"trace.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_device_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(
+    tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    pids: dict[str, int] = {}
+    killed_at = 0.0
+
+    def kill_one(event: Event) -> None:
+        nonlocal killed_at
+        if isinstance(event, EpochResult) and not pids:
+            pids.update({process.name: process.pid or 0 for process in multiprocessing.active_children()})
+            os.kill(pids["phone-2"], signal.SIGKILL)
+            killed_at = time.monotonic()
+
+    with pytest.raises(TrainingError, match="phone-2"):
+        pipar.run(tree, settings=["run.epochs=1000", "devices.link=4g"], observe=kill_one)
+    assert time.monotonic() - killed_at < 20
+    assert {"server", "phone-1", "phone-2"} <= pids.keys()
+    result = json.loads((tmp_path / "runs" / "it" / "result.json").read_text("utf-8"))
+    assert len(result["epochs"]) >= 1
+    deadline = time.monotonic() + 5  # the fork server reaps its children when it comes to it
+    while any(map(is_alive, pids.values())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids.values()))
+
+
+def test_a_device_with_a_profile_of_its_first_layers_takes_part(tmp_path: Path) -> None:
+    job = make_job(Case("pipar").workload())
+    profile = job.server_profile
+    prefix = replace(profile, layers=profile.layers[:2], total_layers=len(profile.layers))
+    for name, one in (("whole", profile), ("prefix", prefix)):
+        one.save(tmp_path / f"{name}.json")
+    config = Case("pipar", epochs=1, even=True).tree()
+    config["server"] = {"profile": str(tmp_path / "whole.json"), "cores": 2}
+    for device in config["devices"]:
+        device |= {"profile": str(tmp_path / "prefix.json"), "split_point": "auto", "micro_batches": 2}
+    result = pipar.run(config)
+    assert {plan["split_point"] for plan in result.content["plans"]} <= {1, 2}
+    assert len(result.epochs) == 1

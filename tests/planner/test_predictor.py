@@ -1,0 +1,367 @@
+"""The server's expectations come nearer to what happens, epoch by epoch, and nothing is known before it was seen."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
+
+from pipar.config import Link
+from pipar.events import EpochResult, ignore
+from pipar.job.prepare import config_from, prepare_timing_only
+from pipar.launch.virtual import train_without_mathematics
+from pipar.methods import Plan
+from pipar.planner.busy import busy_layers, busy_s
+from pipar.planner.calibration import Fit, Machine, Shares, about, pooled, refitted
+from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet
+from pipar.planner.predictor import Foresight
+from pipar.planner.simulator import predict_s
+from pipar.profiling.profile import Profile
+from reproduction.perturbed_world import perturbed
+
+
+@pytest.mark.parametrize(("devices", "server"), [(1.4, 1.0), (0.7, 1.0), (1.0, 2.5), (1.3, 1.6)])
+def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, server: float) -> None:
+    here = fleet()
+    truth = here.slower(devices=devices, server=server)
+    foresight, takes_s = Foresight(here, plans(here)), predict_s(truth, plans(here))
+    for epoch in range(1, 9):
+        foresight.learn(epoch, *busy_s(truth, plans(here)))
+    errors = [abs(foresight.predicted_s(epoch, plans(here)) / takes_s - 1) for epoch in range(1, 10)]
+    assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
+    assert all(later < earlier + 1e-3 for earlier, later in pairwise(errors[1:]))
+    assert errors[-1] < 0.01
+
+
+def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
+    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3), crowd=1)
+    here = fleet(8)
+    here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
+    foresight = Foresight(here, plans(here))
+    before = foresight.predicted_s(1, plans(here))
+    foresight.learn(1, *busy_s(here, plans(here)))
+    assert foresight.predicted_s(3, plans(here)) == pytest.approx(before, rel=1e-9)
+    assert not foresight.has_learned()
+
+
+def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not_more_every_epoch() -> None:
+    here = fleet()
+    foresight, before = Foresight(here, plans(here)), busy_s(here, plans(here))
+    slower = {name: seconds * (1.03 if name == "d01" else 1.0) for name, seconds in before[0].items()}
+    for epoch in range(1, 12):
+        foresight.learn(epoch, slower, before[1])
+        (kind,) = foresight.fleet_for(epoch + 2).kinds()
+        assert len(kind) == 4
+    assert foresight.predicted_s(13, plans(here)) == pytest.approx(foresight.predicted_s(1, plans(here)), rel=1e-6)
+
+
+def test_links_count_from_the_next_epoch_on() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    foresight.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
+    assert foresight.predicted_s(1, plans(here)) == predict_s(here, plans(here))
+    assert foresight.predicted_s(2, plans(here)) < 0.9 * foresight.predicted_s(1, plans(here))
+
+
+def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_stay_the_same() -> None:
+    here = fleet()
+    everything, pruned = Foresight(here, plans(here)), Foresight(here, plans(here))
+    for epoch in range(1, 30):
+        for one in (everything, pruned):
+            if epoch % 7 == 0:
+                one.replan(epoch + 1, plans(here))
+            one.measure_links(epoch, {member.name: measured(1e6 * (5 + epoch), 40e6) for member in here.members})
+            one.learn(epoch, *busy_s(here.slower(devices=1 + epoch / 100), plans(here)))
+        pruned.forget(epoch)
+        for later in (epoch + 1, epoch + 2, epoch + 3):
+            assert pruned.predicted_s(later, plans(here)) == everything.predicted_s(later, plans(here))
+        assert max(len(pruned._plans), len(pruned._links), len(pruned._fits)) <= 3
+
+
+def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_is_due_when_they_stay_longer() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    epochs = iter(range(1, 100))
+
+    def rounds(count: int, up_bps: float) -> None:
+        for _ in range(count):
+            foresight.measure_links(next(epochs), {m.name: measured(up_bps, 20e6) for m in here.members})
+
+    rounds(4, 10.5e6)
+    rounds(3, 20e6)
+    assert foresight.latest({}).lasts == math.inf  # one change says nothing of the next
+    assert not foresight.has_learned()
+    rounds(1, 5e6)
+    assert foresight.latest({}).lasts == 8 / 2
+    rounds(7, 5e6)
+    assert not foresight.has_learned()
+    rounds(1, 5.2e6)
+    assert foresight.has_learned()
+    assert foresight.latest({}).lasts == 8.0
+    assert not foresight.has_learned()
+    foresight.measure_links(next(epochs), {"d01": measured(50e6, 50e6)})  # one of four is not the fleet's links
+    assert foresight.latest({}).lasts == 9.0
+
+
+def test_a_choice_is_told_which_split_points_each_device_had() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here, Plan(2, 5)))
+    foresight.replan(3, {"d00": Plan(1, 4)})
+    foresight.replan(5, {"d00": Plan(2, 1), "d01": Plan(3, 1)})
+    foresight.forget(6)
+    assert foresight.latest({}).had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
+
+
+def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:
+    """Return the fleet whose devices, from one of them on, need so much longer for the third layer."""
+    slower = of.members[0].costs.slower(1.0, [1.0, 1.0, 1 + share, 1.0])
+    members = (replace(m, costs=slower) if number >= first else m for number, m in enumerate(of.members))
+    return replace(of, members=tuple(members))
+
+
+@pytest.mark.parametrize(("share", "is_noticed"), [(0.001, False), (0.004, False), (0.01, True)])
+def test_a_cut_that_is_new_is_looked_at_closely(share: float, is_noticed: bool) -> None:
+    """The third of three equal layers is a third of their work."""
+    here = fleet()
+    foresight = Foresight(here, plans(here, Plan(3, 1)))
+    foresight.learn(1, *busy_s(devices_take_longer(here, share), plans(here, Plan(3, 1))))
+    assert foresight.has_learned() is is_noticed
+
+
+def test_few_devices_with_a_new_cut_are_noticed_among_many_without() -> None:
+    here = fleet(12)
+    truth, begun = devices_take_longer(here, 0.3, first=10), plans(here, Plan(2, 1))
+    foresight = Foresight(here, begun)
+    foresight.learn(1, *busy_s(truth, begun))
+    foresight.latest({})
+    assert not foresight.has_learned()
+    tried = {**begun, "d10": Plan(3, 1), "d11": Plan(3, 1)}
+    foresight.replan(2, tried)
+    foresight.learn(2, *busy_s(truth, tried))
+    assert foresight.has_learned()
+
+
+def seen(times: float) -> Machine:
+    """Return a machine that was so many times slower than profiled, with all of its layers."""
+    return Machine().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)
+
+
+def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:
+    here = fleet(20)
+    rates = {m.name: Link(up_bps=10e6 * (0.95 + 0.005 * n), down_bps=20e6) for n, m in enumerate(here.members)}
+    slower = {m.name: seen(1.0 + 0.004 * n) for n, m in enumerate(here.members)}
+    (kind,) = refitted(here, Fit(devices=slower, links=rates)).kinds()
+    assert len(kind) == 20
+    assert kind[0].link.up_bps == pytest.approx(10e6 * 0.9975)
+
+
+def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
+    here = fleet(20)
+    kinds = refitted(here, Fit(devices={**{m.name: seen(1.0) for m in here.members}, "d03": seen(2.0)})).kinds()
+    assert sorted(map(len, kinds)) == [1, 19]
+
+
+def test_devices_that_are_within_a_fifth_of_each_other_are_of_one_kind_wherever_the_middle_lies() -> None:
+    here = fleet(20)
+    rates = {m.name: Link(up_bps=11.1e6 if n < 9 else 12.5e6, down_bps=20e6) for n, m in enumerate(here.members)}
+    assert len(refitted(here, Fit(links=rates)).kinds()) == 1
+    rates["d00"] = Link(up_bps=9e6, down_bps=20e6)
+    assert len(refitted(here, Fit(links=rates)).kinds()) == 2
+
+
+def test_situations_in_which_two_devices_have_swapped_their_links_are_not_the_same() -> None:
+    here = fleet(6)
+    fast, slow = Link(up_bps=50e6, down_bps=50e6), Link(up_bps=5e6, down_bps=5e6)
+    first, second = (
+        {m.name: link for m, link in zip(here.members, links, strict=True)}
+        for links in ((fast, fast, slow, slow, fast, slow), (fast, fast, slow, slow, slow, fast))
+    )
+    assert about(refitted(here, Fit(links=first))) != about(refitted(here, Fit(links=second)))
+
+
+def test_situations_are_the_same_if_nothing_differs_by_much() -> None:
+    here = fleet()
+    assert about(here) == about(here.slower(devices=1.01))
+    assert about(here) != about(here.slower(devices=1.3))
+    assert about(here) != about(here.slower(server=1.3))
+
+
+def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
+    here = fleet()
+    foresight = Foresight(here, plans(here))
+    foresight.learn(1, *busy_s(here, plans(here)))
+    assert not foresight.has_learned()
+    foresight.learn(2, *busy_s(perturbed(here, 3).slower(devices=1.2), plans(here)))
+    assert foresight.has_learned()
+    foresight.latest({})  # planned for
+    assert not foresight.has_learned()
+
+
+# --- layer by layer
+
+
+def off_by_layer(times: Sequence[float]) -> Fleet:
+    """Return a fleet whose devices take so many times as long as profiled for each layer."""
+    here = fleet()
+    costs = here.members[0].costs.slower(1.0, times)
+    return replace(here, members=tuple(replace(member, costs=costs) for member in here.members))
+
+
+def learned(foresight: Foresight, epoch: int, truth: Fleet, plan: Plan) -> None:
+    foresight.replan(epoch, plans(truth, plan))
+    foresight.learn(epoch, *busy_s(truth, plans(truth, plan)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(seed: int) -> None:
+    here = fleet_of_two_kinds(seed)
+    truth, tried = perturbed(here, seed).slower(devices=1.7, server=0.6), (Plan(1, 3), Plan(3, 1), Plan(2, 2))
+    foresight = Foresight(here, plans(here, tried[0]))
+    for epoch, plan in enumerate(tried, start=1):
+        learned(foresight, epoch, truth, plan)
+        for before in tried[:epoch]:
+            (devices, server), (real, real_server) = (
+                busy_s(one, plans(here, before)) for one in (foresight.now(), truth)
+            )
+            assert devices == pytest.approx(real, rel=0.02)  # as far as epochs scatter
+            if real_server > 0.04:  # less tells nothing
+                assert server == pytest.approx(real_server, rel=0.02)
+
+
+def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new() -> None:
+    here, truth = fleet(), off_by_layer((1.0, 1.0, 1.3, 1.0))
+    foresight = Foresight(here, plans(here, Plan(2, 5)))
+    learned(foresight, 1, truth, Plan(2, 5))
+    assert not foresight.has_learned()
+    learned(foresight, 3, truth, Plan(3, 5))
+    assert foresight.has_learned()
+    foresight.latest({})
+    each = foresight.now().members[0].costs.each_layer_s(10)
+    as_profiled = here.members[0].costs.each_layer_s(10)
+    assert [one / other for one, other in zip(each, as_profiled, strict=True)] == pytest.approx([1, 1, 1.3, 1], abs=0.1)
+    learned(foresight, 5, truth, Plan(2, 5))
+    assert not foresight.has_learned()  # one factor for all layers would have to be another one now
+
+
+FIRST, SECOND = (0.0, 0.5, 0.5, 0.0), (0.0, 0.4, 0.4, 0.2)
+
+
+def after(*epochs: tuple[Shares, float]) -> Machine:
+    machine = Machine()
+    for shares, times in epochs:
+        machine = machine.learned(shares, times)
+    return machine
+
+
+def test_what_is_believed_hardly_depends_on_what_was_seen_first() -> None:
+    one, other = after((FIRST, 1.0), (SECOND, 1.05)), after((SECOND, 1.05), (FIRST, 1.0))
+    assert one.factors(4) == pytest.approx(other.factors(4), rel=0.01)
+    assert one.times(FIRST) < 1.02 < 1.03 < one.times(SECOND)
+
+
+def test_a_machine_that_gets_slower_is_slower_with_all_that_it_has_done() -> None:
+    machine = after((FIRST, 1.0), (SECOND, 1.0), *[(SECOND, 2.0)] * 20)
+    assert machine.times(SECOND) == pytest.approx(2.0, rel=0.01)
+    assert machine.times(FIRST) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize("times", [1.03, 1.1, 2.0])
+def test_a_first_epoch_of_a_cut_that_was_disturbed_is_forgotten_and_says_nothing_of_others(times: float) -> None:
+    machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times))
+    assert machine.times(FIRST) <= machine.times(SECOND) <= times
+    machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times), *[(SECOND, 1.0)] * 10)
+    assert machine.times(SECOND) == pytest.approx(1.0, rel=0.01)
+    assert machine.times(FIRST) == pytest.approx(1.0, rel=0.01)
+
+
+def test_of_one_disturbed_epoch_a_part_is_believed_and_soon_forgotten() -> None:
+    machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0))
+    assert 1.4 < machine.latest < 1.7
+    machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0), *[(FIRST, 1.0)] * 10)
+    assert machine.latest == pytest.approx(1.0, rel=0.03)
+
+
+def test_epochs_that_scatter_make_a_cut_look_better_than_another_by_less_than_they_scatter() -> None:
+    draw = random.Random(1)
+    off = []
+    for _ in range(200):
+        seen = [(work, draw.gauss(1.0, 0.03)) for work in (FIRST, SECOND) for _ in range(5)]
+        machine = after(*seen)
+        off.append(machine.times(FIRST) / machine.times(SECOND) - 1)
+    assert math.sqrt(sum(one**2 for one in off) / len(off)) < 0.015
+
+
+def test_models_that_take_longer_say_nothing_of_layers() -> None:
+    only_models = (1.0, 0.0, 0.0, 0.0)
+    machine = after((FIRST, 1.0), (only_models, 2.5))
+    assert machine.times(only_models) == pytest.approx(2.5, rel=0.01)
+    assert machine.times(SECOND) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_machine_remembers_the_cuts_that_it_had_last() -> None:
+    works = [(0.0, *[1 / cut] * cut, *[0.0] * (20 - cut)) for cut in range(1, 21)]
+    machine = after(*[(work, 1 + cut / 100) for cut, work in enumerate(works, start=1)])
+    assert [seen.shares for seen in machine.seen.values()] == works[-6:]
+    assert machine.latest == pytest.approx(1.2, rel=0.02)
+
+
+def test_of_machines_that_are_alike_the_median_counts_work_by_work() -> None:
+    together = pooled([after((FIRST, times), (SECOND, 2 * times)) for times in (0.9, 1.0, 5.0)] + [Machine()])
+    assert [math.exp(seen.log_times) for seen in together.seen.values()] == pytest.approx([1.0, 2.0])
+
+
+def test_a_device_that_nobody_has_seen_at_work_is_as_fast_as_others_of_its_kind() -> None:
+    here = fleet(3)
+    (kind,) = refitted(here, Fit(devices={"d00": seen(1.5), "d01": seen(1.5)})).kinds()
+    assert len(kind) == 3
+
+
+def test_a_crowded_server_that_is_slower_is_expected_to_take_what_it_took() -> None:
+    crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.5, 1.5), crowd=1)
+    here = replace(fleet(8), server=Costs(crowded))
+    truth, foresight = here.slower(server=2.0), Foresight(here, plans(here))
+    for epoch in range(1, 9):
+        foresight.learn(epoch, *busy_s(truth, plans(here)))
+    assert busy_s(foresight.now(), plans(here))[1] == pytest.approx(busy_s(truth, plans(here))[1], rel=0.01)
+
+
+@given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
+    here = fleet_of_two_kinds(seed)
+    devices, server = busy_layers(here, plans(here, Plan(p, n)))
+    factors = [random.Random(seed + place).uniform(0.5, 2.0) for place in range(4)]
+    members = tuple(replace(m, costs=m.costs.slower(factors[0], factors[1:])) for m in here.members)
+    other = replace(here, members=members, server=here.server.slower(factors[0], factors[1:]))
+    others, other_server = busy_s(other, plans(here, Plan(p, n)))
+    for busy, seconds in (*((devices[name], others[name]) for name in devices), (server, other_server)):
+        assert sum(busy.shares) == pytest.approx(1.0)
+        assert seconds == pytest.approx(busy.seconds * sum(map(mul, busy.shares, factors)))
+
+
+def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[int] = []
+    monkeypatch.setattr(Foresight, "forget", lambda _, epoch: forgotten.append(epoch))
+    config = config_from(
+        {
+            "run": {"epochs": 3, "trace": "off"},
+            "data": {"name": "cifar10", "samples_per_device": 230},
+            "server": {"profile": "i7-11850h"},
+            "devices": [{"count": 5, "profile": "raspberry-pi-5", "link": "wifi"}],
+        }
+    )
+    job = prepare_timing_only(config)
+    assert job is not None
+    results: list[EpochResult] = []
+    train_without_mathematics(job, lambda result, _: results.append(result), ignore)
+    assert [result.predicted_s for result in results] == [pytest.approx(r.seconds, rel=2e-3) for r in results]
+    assert forgotten == [1, 2, 3]

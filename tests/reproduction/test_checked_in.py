@@ -1,0 +1,95 @@
+"""What is checked in of the paper's evaluation: whole, from the runs that it names, and replaced in order."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.made_up_cells import TINY
+
+from benchmarks import reproduction
+from pipar.cli import main
+from reproduction import catalog
+from reproduction.efficiency import METHODS, TIME_SMALL, by_all_methods
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run an experiment of tiny trainings in `tmp_path`, and return its document."""
+    tiny = replace(
+        TIME_SMALL,
+        name="tiny",
+        title="Tiny",
+        cells=lambda quick: by_all_methods([TINY] if quick else [replace(TINY, link="4g")]),
+    )
+    monkeypatch.setitem(catalog.EXPERIMENTS, "tiny", tiny)
+
+    def command(*words: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit) as ended:
+            main(["reproduce", "tiny", *words, "--json", "-o", str(tmp_path / "out"), "--processes", "1"])
+        assert ended.value.code == 0
+        told: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return told
+
+    return command
+
+
+def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_path: Path) -> None:
+    told, place = run("--quick"), tmp_path / "place"
+    reproduction.publish(told, tmp_path / "out", place)
+    named = reproduction.named_cells(place / "tiny")
+    assert {cell.name for cell in (place / "cells").iterdir()} == named
+    assert len(named) == 3
+    text = (place / "README.md").read_text()
+    assert "`python -m reproduction tiny --quick`: 3 cells, 0 s of one core." in text
+    figures = sorted(path.name for path in (place / "tiny").glob("*.png"))
+    assert figures
+    assert all(f"(tiny/{name})" in text for name in figures)
+    shown = {claim.what: claim for claim in reproduction.claims(told, place)}
+    assert all(claim.holds for claim in shown.values())
+    next((place / "cells").iterdir()).joinpath("result.json").unlink()
+    (gone,) = [claim for claim in reproduction.claims(told, place) if "not checked in" in claim.what]
+    assert (gone.value, gone.holds) == (1, False)
+
+
+def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(run: Run, tmp_path: Path) -> None:
+    out, place = tmp_path / "out", tmp_path / "place"
+    reproduction.publish(run("--quick"), out, place)
+    before = reproduction.named_cells(place / "tiny")
+    reproduction.publish(run(), out, place)
+    after = reproduction.named_cells(place / "tiny")
+    assert before.isdisjoint(after)
+    assert {cell.name for cell in (place / "cells").iterdir()} == after
+    reproduction.publish(run("--quick"), out, place)
+    assert reproduction.named_cells(place / "tiny") == after
+    assert "`python -m reproduction tiny`: 3 cells" in (place / "README.md").read_text()
+
+
+def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does_not_hold(
+    run: Run, tmp_path: Path
+) -> None:
+    told = run("--quick")
+    reproduction.publish(told, tmp_path / "out", tmp_path / "place")
+    (slower,) = [line for line in told["experiments"][0]["comparison"] if "takes longer" in line["what"]]
+    slower |= {"ours": 2.0, "verdict": "above", "why": ""}
+    broken = [claim for claim in reproduction.claims(told, tmp_path / "place") if not claim.holds]
+    assert [claim.value for claim in broken] == [2, 1]
+
+
+def test_every_number_that_is_checked_in_has_its_run_beside_it() -> None:
+    assert reproduction.missing() == []
+
+
+def test_seconds_that_are_checked_in_are_those_of_their_runs() -> None:
+    for table in reproduction.PLACE.glob("time-*/table.csv"):
+        for row in csv.DictReader(table.read_text("utf-8").splitlines()):
+            for method, key in zip(METHODS, row["run"].split(), strict=True):
+                result = json.loads((reproduction.PLACE / "cells" / key / "result.json").read_text("utf-8"))["result"]
+                assert row[f"{method}_s"] == str(result.get("seconds") or ""), (table, row)

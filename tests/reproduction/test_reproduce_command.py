@@ -1,0 +1,140 @@
+"""`python -m reproduction` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.made_up_cells import TINY
+
+from pipar.cli import main
+from pipar.privacy import accounting
+from reproduction import catalog, durations
+from reproduction.command import _missing
+from reproduction.efficiency import TIME_SMALL, by_all_methods
+from reproduction.learning import ACCURACY
+from reproduction.noise import PRIVACY
+
+Told = tuple[int, str, str]
+
+
+@pytest.fixture
+def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
+    """Run `python -m reproduction` with an experiment of two tiny trainings, and return its code and what it wrote."""
+    tiny = replace(
+        TIME_SMALL,
+        name="tiny",
+        title="Tiny",
+        cells=lambda quick: by_all_methods([TINY] if quick else [TINY, replace(TINY, link="4g")]),
+    )
+    monkeypatch.setattr(catalog, "EXPERIMENTS", {"tiny": tiny})
+
+    def command(*words: str) -> Told:
+        with pytest.raises(SystemExit) as ended:
+            main(["reproduce", *words])
+        captured = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, captured.out, captured.err
+
+    return command
+
+
+def test_an_experiment_leaves_tables_and_is_not_run_twice(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    code, told, lines = pipar("tiny", "-o", out, "--processes", "1")
+    assert (code, len(lines.splitlines())) == (0, 6)
+    assert lines.splitlines()[0].startswith("1 of 6  tiny: vgg5 mnist wifi 2 fl  (about ")
+    assert told.startswith("tiny: 2 rows, ")
+    table = (tmp_path / "out" / "tiny" / "table.md").read_text()
+    assert all(folder.name in table for folder in (tmp_path / "out" / "cells").iterdir())
+    assert pipar("tiny", "-o", out, "--processes", "1") == (0, told, "")
+
+
+def test_a_document_has_rows_and_comparisons(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    code, told, lines = pipar("tiny", "--quick", "--json", "-o", str(tmp_path), "--processes", "1")
+    document = json.loads(told)
+    assert (code, lines, document["quick"]) == (0, "", True)
+    (experiment,) = document["experiments"]
+    assert experiment["rows"][0]["pipar_s"] <= experiment["rows"][0]["fl_s"]
+    (slower,) = [line for line in experiment["comparison"] if "takes longer" in line["what"]]
+    assert (slower["ours"], slower["verdict"], slower["why"]) == (0.0, "inside", "")
+    assert all(line["run"] for line in experiment["comparison"])
+    is_outside = [line["verdict"] in ("below", "above", "wider") for line in experiment["comparison"]]
+    assert [bool(line["why"]) for line in experiment["comparison"]] == is_outside
+    assert any(is_outside), "two boards with forty images each are not what the paper has measured"
+
+
+def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
+    code, told, _ = pipar("list")
+    assert code == 0
+    assert "tiny" in told
+    sizes = {"cells": {"quick": 3, "full": 6}, "cpu_s": {"quick": None, "full": None}}
+    assert json.loads(pipar("list", "--json")[1]) == [{"name": "tiny", "title": "Tiny", **sizes}]
+
+
+def test_the_list_has_times_that_were_measured_of_the_same_cells(
+    pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
+    noted = json.loads((tmp_path / durations.FILE).read_text())
+    assert noted == {"tiny": {"quick": {"cells": 3, "cpu_s": pytest.approx(0, abs=60)}}}
+    measured = {"tiny": {"quick": {"cells": 3, "cpu_s": 600.0}, "full": {"cells": 5, "cpu_s": 9.0}}}
+    monkeypatch.setattr(durations, "_measured", lambda: measured)
+    (told,) = json.loads(pipar("list", "--json")[1])
+    assert told["cpu_s"] == {"quick": 600.0, "full": None}, "those of five cells are not those of six"
+    assert "10 min" in pipar("list")[1]
+
+
+def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told], tmp_path: Path) -> None:
+    out = str(tmp_path)
+    pipar("tiny", "--quick", "-o", out, "--processes", "1")
+    _, _, lines = pipar("tiny", "-o", out, "--processes", "1")
+    assert [line.partition(" ")[0] for line in lines.splitlines()] == ["4", "5", "6"]
+    assert lines.splitlines()[-1].endswith("(about 0 s left)")
+
+
+def test_cells_that_two_experiments_share_or_that_are_kept_do_not_count_as_time_left(
+    pipar: Callable[..., Told], tmp_path: Path
+) -> None:
+    tiny = catalog.EXPERIMENTS["tiny"]
+    assert len(_missing([tiny, replace(tiny, name="twice")], tmp_path, quick=False)) == 6
+    pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
+    missing = _missing([tiny, replace(tiny, name="twice")], tmp_path, quick=False)
+    assert sorted(missing) == sorted(cell.key for cell in tiny.cells(False)[3:])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tinny"], "'tinny' is not an experiment (did you mean 'tiny'?); there are tiny and all."),
+        (["tiny", "--processes", "0"], "0 is not in the range"),
+        (["tiny", "-o", "/dev/null/x"], "Cannot make the folder /dev/null/x"),
+        ([], "Missing argument 'NAME'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], sentence: str, pipar: Callable[..., Told]) -> None:
+    code, told, lines = pipar(*words)
+    assert (code, told, len(lines.splitlines())) == (2, "", 1)
+    assert sentence in lines
+
+
+def test_what_needs_something_that_is_not_here_is_left_out_and_named_before_anything_is_run(
+    pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = replace(PRIVACY, name="noisy")
+    monkeypatch.setattr(catalog, "EXPERIMENTS", {**catalog.EXPERIMENTS, "noisy": noisy, "images": ACCURACY})
+    monkeypatch.setattr(accounting, "is_installed", lambda: False)
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "nothing"))
+    code, told, said = pipar("all", "--quick", "-o", str(tmp_path / "out"), "--processes", "1")
+    assert code == 2
+    assert told.startswith("tiny: 1 rows, ")
+    first, second, *_, last = said.splitlines()
+    assert first.startswith("noisy is left out. Noise on updates needs the package dp-accounting")
+    assert second.startswith("accuracy is left out. mnist is not complete in ")
+    assert last.endswith("Not run: noisy, accuracy. What they need is said above; then type the same again.")
+    alone = pipar("noisy", "--quick", "-o", str(tmp_path / "out"))
+    assert (alone[0], alone[1]) == (2, "")
+    assert "Noise on updates needs the package dp-accounting" in alone[2]

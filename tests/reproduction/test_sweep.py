@@ -1,0 +1,198 @@
+"""What was run is kept and not run again; what ends a sweep takes nothing with it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.made_up_cells import TINY, cells
+
+from pipar.config import load_config
+from pipar.errors import InputError
+from reproduction.experiment import Cell
+from reproduction.sweep import sweep
+
+
+class Runs:
+    """Runs cells without doing anything, remembers their seeds, and is interrupted before one of them."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.seeds: list[int] = []
+        self._until = until
+
+    def __call__(self, how: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        del how, options
+        if config["run"]["seed"] == self._until:
+            raise KeyboardInterrupt
+        self.seeds.append(config["run"]["seed"])
+        return {"fits": True, "seconds": float(config["run"]["seed"])}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return _instead(monkeypatch, Runs())
+
+
+def _instead(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> Runs:
+    monkeypatch.setattr("reproduction.sweep.run_cell", runs)
+    return runs
+
+
+def test_what_is_in_the_folder_is_read_and_the_rest_is_run(runs: Runs, tmp_path: Path) -> None:
+    first = list(sweep(cells(1, 2), tmp_path))
+    second = list(sweep(cells(1, 2, 3), tmp_path))
+    assert runs.seeds == [1, 2, 3]
+    assert [outcome.was_kept for outcome in first + second] == [False, False, True, True, False]
+    assert [outcome.result["seconds"] for outcome in second] == [1.0, 2.0, 3.0]
+
+
+def test_a_result_names_its_folder_which_has_the_configuration(runs: Runs, tmp_path: Path) -> None:
+    (outcome,) = sweep(cells(7), tmp_path)
+    folder = tmp_path / "cells" / outcome.row["run"]
+    assert load_config(folder / "config.toml").run.seed == 7
+    kept = json.loads((folder / "result.json").read_text())
+    assert kept["result"] == {"fits": True, "seconds": 7.0}
+    assert "labels" not in kept, "another experiment calls the same cell otherwise"
+    assert runs.seeds == [7]
+
+
+def test_what_a_cell_took_is_kept_with_it(runs: Runs, tmp_path: Path) -> None:
+    (first,) = sweep(cells(1), tmp_path)
+    (again,) = sweep(cells(1), tmp_path)
+    assert first.cpu_s is not None
+    assert (again.was_kept, again.cpu_s) == (True, first.cpu_s)
+    assert runs.seeds == [1]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"result": {"sec', "[]", '{"result": 3}'])
+def test_a_damaged_result_is_run_again(damaged: str, runs: Runs, tmp_path: Path) -> None:
+    (outcome,) = sweep(cells(1), tmp_path)
+    (tmp_path / "cells" / outcome.cell.key / "result.json").write_text(damaged)
+    list(sweep(cells(1), tmp_path))
+    assert runs.seeds == [1, 1]
+
+
+def test_two_cells_with_one_configuration_are_run_once(runs: Runs, tmp_path: Path) -> None:
+    one, other = cells(1)[0], Cell("timing", cells(1)[0].config, labels={"called": "otherwise"})
+    found = list(sweep([one, other], tmp_path))
+    assert runs.seeds == [1]
+    assert [outcome.row["seconds"] for outcome in found] == [1.0, 1.0]
+    assert found[1].row["called"] == "otherwise"
+
+
+def test_an_interruption_keeps_what_is_done_and_the_next_sweep_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = _instead(monkeypatch, Runs(until=3))
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep(cells(1, 2, 3, 4), tmp_path))
+    resumed = _instead(monkeypatch, Runs())
+    assert len(list(sweep(cells(1, 2, 3, 4), tmp_path))) == 4
+    assert (interrupted.seeds, resumed.seeds) == ([1, 2], [3, 4])
+
+
+def test_with_other_sources_everything_is_run_again(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(sweep(cells(1), tmp_path))
+    monkeypatch.setattr("reproduction.experiment.counted_sources", lambda: "another version")
+    list(sweep(cells(1), tmp_path))
+    assert runs.seeds == [1, 1]
+
+
+def test_what_is_computed_while_somebody_edits_the_sources_is_not_kept(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming = sweep(cells(1, 2), tmp_path)
+    next(coming)
+    monkeypatch.setattr("reproduction.sources._sources_on_disk", lambda: "another version")
+    with pytest.raises(InputError, match="have changed since this command began"):
+        next(coming)
+    assert runs.seeds == [1, 2]
+    assert len(list(tmp_path.glob("cells/*/result.json"))) == 1
+
+
+def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keys() -> list[str]:
+        return [Cell(how, {"data": {"name": "mnist"}}).key for how in ("train", "alike", "timing")]
+
+    def changed(name: str) -> list[bool]:
+        before = keys()
+        monkeypatch.setattr(f"reproduction.experiment.{name}", lambda *_: "others")
+        return [one != other for one, other in zip(before, keys(), strict=True)]
+
+    assert changed("counted_libraries") == [True, True, False]
+    assert changed("counted_images") == [True, True, False]
+
+
+def test_what_a_cell_depends_on_makes_its_name_and_its_labels_do_not() -> None:
+    one = Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 1})
+    assert one.key == Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 2}).key
+    others = [
+        Cell("plan", {"run": {"seed": 1}}, {"a": 1}),
+        Cell("timing", {"run": {"seed": 2}}, {"a": 1}),
+        Cell("timing", {"run": {"seed": 1}}, {"a": 2}),
+    ]
+    assert len({one.key, *(other.key for other in others)}) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "cells").write_text("a file")
+    with pytest.raises(InputError, match=r"Cannot write .*cells"):
+        list(sweep(cells(1), tmp_path))
+    assert runs.seeds == [1]
+
+
+@pytest.fixture
+def _own_fork_server() -> Iterator[None]:
+    """End the fork server behind a test: a process has one, and this one lacks what those of a real run begin with."""
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_own_fork_server")
+def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path) -> None:
+    tiny = [Cell("timing", {**TINY.tree(), "run": {**TINY.tree()["run"], "seed": seed}}) for seed in (1, 2, 3)]
+
+    def found(folder: str, processes: int) -> dict[str, Any]:
+        outcomes = sweep(tiny, tmp_path / folder, processes=processes)
+        return {outcome.cell.key: {**outcome.result, "planning_s": 0.0} for outcome in outcomes}
+
+    assert found("two", 2) == found("one", 1)
+    reader = sweep(tiny, tmp_path / "left", processes=2)
+    next(reader)
+    reader.close()  # who reads has enough
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "CI": "1"})
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("out/cells/*/result.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    kept = len(list(tmp_path.glob("out/cells/*/result.json")))
+    assert process.returncode == 130
+    said = r"Stopped. (\d+) of (\d+) results are in out/: the same command goes on from there."
+    stopped = re.fullmatch(said, told.splitlines()[-1])
+    assert stopped is not None
+    assert int(stopped[1]) == kept < int(stopped[2])

@@ -1,0 +1,262 @@
+"""Servers and devices as programs of their own, for tests of the real thing: started, waited for, and always ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+TESTS = Path(__file__).parents[1]
+#: A loaded machine with two cores takes ten times as long as an idle one; whoever hangs still ends in time.
+PATIENCE_S = 90.0
+_MARK = "PIPAR_TEST_PROGRAM"
+
+
+def until(is_so: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
+    """Return what `is_so` returns when it is true; fail if it does not become so in time."""
+    deadline = time.monotonic() + within_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Zygote:
+    """The process that programs are forked from; see zygote.py."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "support" / "zygote.py")],
+            env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@cache
+def zygote() -> Zygote:
+    """Return the one of this process; it ends with it."""
+    started = Zygote()
+    atexit.register(started.end)
+    return started
+
+
+class Program:
+    """One process of the command line. What it says on standard error is read from a file, line by line."""
+
+    def __init__(self, name: str, words: list[str], place: Place, namespace: str | None) -> None:
+        self.name = name
+        self.code: int | None = None
+        self._output = place.folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
+        self._output.touch()
+        self._zygote = zygote()
+        environment = {**place.environment, "GATE": name}
+        request = {"start": words, "folder": str(place.folder), "environment": environment}
+        self.pid: int = self._zygote.ask({**request, "output": str(self._output), "namespace": namespace})
+
+    def poll(self) -> int | None:
+        """Return its exit code, minus the signal that ended it; None while it runs."""
+        if self.code is None:
+            self.code = self._zygote.ask({"poll": self.pid})
+        return self.code
+
+    def text(self) -> str:
+        return self._output.read_text("utf-8")
+
+    def lines(self) -> list[str]:
+        return self.text().splitlines()
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Return its lines, with --log-format json, as objects."""
+        whole = self.text().rpartition("\n")[0].splitlines()
+        rows = [json.loads(line) for line in whole]
+        return rows if kind is None else [row for row in rows if row.get("event") == kind]
+
+    def says(self, pattern: str, times: int = 1) -> re.Match[str]:
+        """Return the match when it has said this so many times; fail if it ends before, or does not in time."""
+
+        def found() -> re.Match[str] | None:
+            ended = self.poll() is not None  # asked first: what it said before it ended counts
+            matches = list(re.finditer(pattern, self.text()))
+            if len(matches) >= times:
+                return matches[times - 1]
+            assert not ended, f"{self.name} ended with {self.code}, never said {pattern!r}: {self.text()}"
+            return None
+
+        try:
+            match = until(found, f"{self.name} to say {pattern!r}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+        assert isinstance(match, re.Match)
+        return match
+
+    def ends(self, within_s: float = PATIENCE_S) -> int:
+        """Return its exit code."""
+        try:
+            until(lambda: self.poll() is not None, f"{self.name} to end", within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+        assert self.code is not None
+        return self.code
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.ends()
+
+    def rss_bytes(self) -> int:
+        return _memory(self.pid, "VmRSS")
+
+    def live_bytes(self) -> int:
+        """Return what it has allocated and not freed."""
+        answer = self._output.with_name(self._output.name + ".live")
+        answer.unlink(missing_ok=True)
+        self.signal(signal.SIGUSR1)
+        until(answer.exists, f"{self.name} to say what it has in use")
+        return int(answer.read_text("utf-8"))
+
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def peak_bytes(self) -> int:
+        return _memory(self.pid, "VmHWM")
+
+
+def _memory(pid: int, key: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    match = re.search(rf"^{key}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+class Place:
+    """A folder where programs run, their configuration, and what they leave behind."""
+
+    def __init__(self, folder: Path, cache: Path, tree: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.programs: list[Program] = []
+        self.environment = {
+            **os.environ,
+            "PIPAR_RUNS": str(folder / "runs"),
+            "XDG_CACHE_HOME": str(cache),
+            "GATES": str(folder),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
+            _MARK: self.mark,
+        }
+        self.write(tree)
+
+    def write(self, tree: Mapping[str, Any], name: str = "train.toml") -> None:
+        (self.folder / name).write_text(tomli_w.dumps(dict(tree)), "utf-8")
+
+    def run(self, name: str, *words: str, namespace: str | None = None) -> Program:
+        program = Program(name, list(words), self, namespace)
+        self.programs.append(program)
+        return program
+
+    def server(self, *words: str, listen: str = "127.0.0.1:0", namespace: str | None = None) -> Program:
+        return self.run("server", "server", "train.toml", "--listen", listen, *words, namespace=namespace)
+
+    def device(
+        self, name: str, address: str, *words: str, config: str = "train.toml", namespace: str | None = None
+    ) -> Program:
+        return self.run(name, "device", config, "--server", address, "--name", name, *words, namespace=namespace)
+
+    # --- gates
+
+    def hold(self, name: str) -> None:
+        """Stop a program when it next computes."""
+        (self.folder / f"{name}.held").unlink(missing_ok=True)
+        (self.folder / f"{name}.hold").touch()
+
+    def wait_until_held(self, name: str) -> None:
+        try:
+            until((self.folder / f"{name}.held").exists, f"{name} to be in mid-epoch")
+        except AssertionError as error:
+            texts = "\n".join(f"--- {program.name}\n{program.text()}" for program in self.programs)
+            raise AssertionError(f"{error}\n{texts}") from None
+
+    def let_go(self, name: str) -> None:
+        """Let a program go on; when this returns, it does."""
+        (self.folder / f"{name}.hold").unlink(missing_ok=True)
+        held = self.folder / f"{name}.held"
+        runs = [program for program in self.programs if program.name == name and program.poll() is None]
+        until(lambda: not held.exists() or all(program.poll() is not None for program in runs), f"{name} to go on")
+        held.unlink(missing_ok=True)
+
+    # --- what is left
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / "it"
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_folder / "rounds.jsonl").read_text("utf-8").splitlines()]
+
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_folder / "result.json").read_text("utf-8"))
+        return content
+
+    def leftovers(self) -> list[str]:
+        """Return the temporary files in the run's folder."""
+        names = [str(path.relative_to(self.run_folder)) for path in self.run_folder.rglob("*")]
+        return [name for name in names if "partial" in name or "tmp" in name or Path(name).name.startswith(".")]
+
+    def alive(self) -> list[str]:
+        """Return the command lines of all processes that came of this place's programs and are not at their end."""
+        found = [program.name for program in self.programs if program.poll() is None]
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdecimal() and f"{_MARK}={self.mark}".encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+    def end(self) -> None:
+        """End every program that still runs."""
+        for program in self.programs:
+            program.kill()
+        with contextlib.suppress(AssertionError):
+            until(lambda: not self.alive(), "orphans to end", 10)
+
+
+@contextlib.contextmanager
+def place(folder: Path, cache: Path, tree: Mapping[str, Any]) -> Iterator[Place]:
+    """Give a place whose programs are all ended at its end."""
+    made = Place(folder, cache, tree)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def address_of(server: Program) -> str:
+    return server.says(r"listening on (\S+:\d+)")[1]

@@ -1,0 +1,396 @@
+"""A server with devices around it in virtual time: devices that are honest, played by hand, or on the move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from pipar.config import Link
+from pipar.errors import PiparError, ProtocolError, TrainingError
+from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
+from pipar.execution.clock import run_virtually
+from pipar.execution.lanes import VirtualCompute
+from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
+from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.methods import METHODS, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.replanner import Choose, Replanner
+from pipar.privacy.budget import Guard, Spending, Terms
+from pipar.profiling.profile import LayerProfile, Profile
+from pipar.server.epoch_results import Bounds, Ledger
+from pipar.server.program import Keeper, Server, Training
+from pipar.server.session import Introduction
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Channel, Transport
+from pipar.transport.in_memory import memory_pair
+from pipar.transport.reconnect import Lifeline
+from pipar.wire.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.orders import Orders, Returned
+from support.cutting import CutLink, Loss
+
+# A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each. Noise on the first layer: 1.6 s.
+PROFILE = Profile(
+    "hand",
+    "float32",
+    (10,),
+    (LayerProfile("one", (1.0,), (2.0,), 8, 16), LayerProfile("two", (0.5,), (0.5,), 4, 16)),
+    noise_s_per_byte=0.1,
+)
+LINK = Link(up_bps=8000.0, down_bps=8000.0, latency_s=0.01)
+E = TypeVar("E")
+PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
+
+
+class ScriptedLearner(HollowLearner):
+    """A hollow model whose validation losses are written down beforehand; remembers who was averaged and forgotten."""
+
+    def __init__(self, split_points: dict[str, int], losses: Sequence[float]) -> None:
+        super().__init__(PROFILE, split_points)
+        self._losses = iter(losses)
+        self.averaged: list[list[str]] = []
+        self.forgotten: list[str] = []
+
+    def evaluator(self) -> Callable[[Any], tuple[float, int]]:
+        loss = next(self._losses)
+        return lambda samples: (loss * samples, samples)
+
+    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002
+        self.averaged.append([back.device for back in returned])
+
+    def forget(self, device: str) -> None:
+        self.forgotten.append(device)
+
+    def hold(self) -> Callable[[], None]:
+        return partial(self.averaged.__delitem__, slice(len(self.averaged), None))
+
+
+class Enrolled:
+    """Some devices, by orders that are given or made when they have come."""
+
+    def __init__(self, orders: dict[str, Orders], plan_joined: PlanJoined | None) -> None:
+        self._orders = orders
+        self._plan_joined = plan_joined
+
+    def check(self, who: Introduction) -> None:
+        if who.name not in self._orders:
+            raise ProtocolError(f"'{who.name}' is not a device of this training.")
+
+    def link(self, _: str) -> Link:
+        return LINK
+
+    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+        if self._plan_joined is not None:
+            plans = self._plan_joined({who.name: who.profile for who in everybody if who.profile is not None})
+            self._orders = {
+                name: Orders(1, plans[name], 2, 10, False, one.keep_momentum) for name, one in self._orders.items()
+            }
+        return self._orders
+
+    def join(self, who: Introduction) -> Orders:
+        return self._orders[who.name]
+
+
+@dataclass
+class Outcome:
+    """What came of a training: of the server's program, and of each device in the order they were given."""
+
+    failure: BaseException | None = None
+    lives: list[BaseException | None] = field(default_factory=list)
+    results: list[EpochResult] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)  # frames, by link that was dialled
+    learner: ScriptedLearner | None = None
+    unacknowledged: list[int] = field(default_factory=list)  # the most of any session, at the end of each round
+    left_running: int = 0
+    spending: Spending = field(default_factory=lambda: Spending(None))
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def counted(self) -> list[dict[str, int]]:
+        """Samples by device, round by round."""
+        return [event.counted for event in self.of(RoundOver)]
+
+
+class World:
+    """The way to the server: one call of `dial` a connection."""
+
+    def __init__(self, server: Server) -> None:
+        self.links: list[CutLink] = []
+        self.admissions: list[asyncio.Task[None]] = []
+        self.server = server
+
+    def dial(self, frames: int | None = None, loss: Loss = Loss.CLEAN, peer: str | None = None) -> CutLink:
+        near, far = memory_pair()
+        self.links.append(CutLink(near, frames, loss))
+        self.admissions.append(asyncio.create_task(self.server.admit(far, peer)))
+        return self.links[-1]
+
+
+Life = Callable[[World], Awaitable[None]]
+Named = tuple[str, Life]
+
+
+def train(
+    lives: Sequence[Named],
+    *,
+    devices: Sequence[str] = ("a", "b"),
+    begin_with: int | None = None,
+    method: str = "pipar",
+    epochs: int = 1,
+    patience: int | None = None,
+    done: Sequence[float] = (),
+    validation: Sequence[tuple[int, Any]] = (),
+    losses: Sequence[float] = (),
+    keep_momentum: bool = False,
+    plan_joined: PlanJoined | None = None,
+    choose: Choose | None = None,
+    min_devices: int = 1,
+    round_deadline_s: float | None = None,
+    resume_window_s: float = 0.0,
+    keep_spans: frozenset[str] | None = None,
+    terms: Terms | None = None,
+    keeper: Keeper | None = None,
+    aggregate_s: float = 0.0,
+    stops_at_s: float | None = None,
+    learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
+) -> Outcome:
+    """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined.
+
+    `done` are the validation losses of the rounds that were trained before. Behind `stops_at_s` of training it is
+    asked to stop.
+    """
+    outcome = Outcome(spending=Spending(terms))
+    plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
+    noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
+    if terms is not None and terms.target_epsilon is not None:
+        noise["budget"] = terms.budget
+    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum, **noise) for n, name in enumerate(devices, start=1)}
+
+    def emit(result: EpochResult, spans: list[Span]) -> None:
+        outcome.results.append(result)
+        outcome.spans += spans
+
+    async def main() -> None:
+        recorder, beside, enough = Recorder(SERVER), Recorder(SERVER), asyncio.Event()
+
+        def observe(event: Event) -> None:
+            outcome.events.append(event)
+            if isinstance(event, RoundOver):
+                outcome.unacknowledged.append(max((one.channel.unacknowledged for one in server.sessions), default=0))
+            if isinstance(event, Joined) and event.devices >= (begin_with or len(devices)):
+                enough.set()
+
+        links = dict.fromkeys(devices, LINK)
+        ledger = Ledger(
+            links,
+            Bounds(dict.fromkeys(devices, 1.0), 1.0),
+            1,
+            recorder=recorder,
+            background=beside,
+            emit=emit,
+            done=done,
+        )
+        costs = Costs(PROFILE)
+        outcome.learner = learner(dict.fromkeys(devices, plan.split_point), losses)
+        server = Server(
+            Training(
+                METHODS[method],
+                epochs,
+                patience,
+                plans=dict.fromkeys(devices, plan),
+                min_devices=min_devices,
+                round_deadline_s=round_deadline_s,
+                resume_window_s=resume_window_s,
+                validation=validation,
+                profile=PROFILE,
+            ),
+            outcome.learner,
+            Enrolled(orders, plan_joined),
+            pool=VirtualCompute(
+                ["core 0"], recorder, lambda work: aggregate_s if work.kind == "aggregate" else costs.seconds(work)
+            ),
+            background=VirtualCompute(["validation"], beside, costs.seconds),
+            recorder=recorder,
+            ledger=ledger,
+            keep_spans=keep_spans,
+            replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
+            spending=outcome.spending,
+            keeper=keeper,
+            observe=observe,
+        )
+        world = World(server)
+        tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
+        await enough.wait()
+        training = asyncio.ensure_future(_outcome(server.train(len(done))))
+        if stops_at_s is not None:
+            asyncio.get_running_loop().call_later(stops_at_s, training.cancel)
+        try:
+            outcome.failure = await training
+        except asyncio.CancelledError:
+            await server.dismiss("The server stops for now.")
+        await server.farewell()
+        outcome.lives = [await task for task in tasks]
+        await asyncio.gather(*world.admissions)
+        outcome.carried = [link.carried for link in world.links]
+        outcome.left_running = len(asyncio.all_tasks()) - 1
+
+    run_virtually(main())
+    return outcome
+
+
+async def _outcome(life: Awaitable[None]) -> BaseException | None:
+    try:
+        await life
+    except PiparError as error:
+        return error
+    return None
+
+
+# --- devices that run the real program
+
+
+def _equipment(samples: int, speed: float, profile: Profile | None, guard: Guard | None = None) -> Equipment:
+    costs = Costs(PROFILE, speed)
+    return Equipment(
+        HollowSamples(samples),
+        lambda orders: HollowDevicePart(PROFILE, orders.plan.split_point),
+        lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds),
+        profile,
+        guard or Guard(),
+    )
+
+
+def honest(
+    name: str,
+    samples: int = 20,
+    speed: float = 1.0,
+    profile: Profile | None = None,
+    *,
+    starts_s: float = 0.0,
+    guard: Guard | None = None,
+    observe: Observer = ignore,
+) -> Named:
+    """The program that devices really run, over one connection."""
+
+    async def live(world: World) -> None:
+        await asyncio.sleep(starts_s)
+        await run_device(name, LINK, _equipment(samples, speed, profile, guard), world.dial(), observe=observe)
+
+    return name, live
+
+
+def roaming(
+    name: str,
+    *cuts: int | None,
+    loss: Loss = Loss.CLEAN,
+    samples: int = 20,
+    speed: float = 1.0,
+    pause_s: float = 1.0,
+    gives_up_s: float | None = None,
+    proved: bool = False,
+    starts_s: float = 0.0,
+    guard: Guard | None = None,
+    observe: Observer = ignore,
+) -> Named:
+    """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
+
+    The device comes back after `pause_s`.
+    """
+
+    async def live(world: World) -> None:
+        await asyncio.sleep(starts_s)
+        left = iter(cuts)
+
+        async def dial() -> Transport:
+            return world.dial(next(left, None), loss, name if proved else None)
+
+        backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, pause_s, pause_s)
+        lifeline = Lifeline(name, "the server", dial, backoff, observe)
+        equipment = _equipment(samples, speed, None, guard)
+
+        async def take_part(transport: Transport) -> None:
+            await run_device(name, LINK, equipment, transport, lifeline=lifeline, observe=ignore)
+
+        await lifeline.live(take_part)
+
+    return name, live
+
+
+# --- devices that are played by hand
+
+
+def scripted(script: Callable[[Channel], Awaitable[None]], name: str = "stranger", peer: str | None = None) -> Named:
+    """Somebody who has one connection and does this with it."""
+
+    async def live(world: World) -> None:
+        channel = Channel(world.dial(peer=peer), Recorder("x"), UPLINK)
+        channel.shape(LINK.up_bps, LINK.latency_s)
+        try:
+            await script(channel)
+        finally:
+            await channel.close()
+
+    return name, live
+
+
+def hello(name: str, **more: object) -> Message:
+    return Message(Kind.HELLO, body=json_body({"name": name, "samples": 10, **more}))
+
+
+async def until(channel: Channel, kind: Kind) -> Message:
+    """Receive until a message of this kind comes."""
+    while (message := await channel.receive()).kind is not kind:
+        if message.kind is Kind.FAULT:
+            raise TrainingError(str(read_json(message)["reason"]))
+    return message
+
+
+def activation(
+    iteration: int = 1, n: int = 1, samples: int = 5, batch: int = 10, epoch: int = 1, kind: Kind = Kind.ACTIVATION
+) -> Message:
+    return Message(kind, epoch, iteration, n, samples, batch, Body(12 * samples, dtype="float32"))
+
+
+def end_epoch(epoch: int = 1, **content: object) -> Message:
+    return Message(Kind.END_EPOCH, epoch, body=json_body({"samples": 10, "loss_sum": None, **content}))
+
+
+def model(epoch: int = 1) -> Message:
+    return Message(Kind.MODEL, epoch, body=Body(16, encoding="safetensors"))
+
+
+def trace(epoch: int = 1, *lanes: str, says: int | None = None) -> Message:
+    totals = {lane: Totals(1.0, 0.0, 0.0, 1.0) for lane in lanes or (COMPUTE, IO)}
+    packed = pack_trace(EpochTrace("b", epoch if says is None else says, totals))
+    return Message(Kind.TRACE, epoch, body=Body.of(packed, encoding="trace"))
+
+
+def by_hand(*said: Message | Kind | float, name: str = "b", leaves: bool = False) -> Named:
+    """A device that joins, then says these messages; a kind among them is what it waits for, a number for how long."""
+
+    async def live(channel: Channel) -> None:
+        channel.post(hello(name))
+        for item in said:
+            if isinstance(item, Message):
+                channel.post(item)
+            elif isinstance(item, Kind):
+                await until(channel, item)
+            else:
+                await asyncio.sleep(item)
+        if not leaves:
+            await until(channel, Kind.STOP)
+
+    return scripted(live, name)
+
+
+EPOCH_BY_HAND = (
+    Kind.ROUND, activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT,
+    end_epoch(), model(), Kind.REPORT, trace(),
+)  # fmt: skip

@@ -1,0 +1,233 @@
+"""What the tests of training share: small workloads, profiles made by hand, and the reference on the same batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipar.config import config_from, device_specs
+from pipar.data.shard import Shard
+from pipar.events import EpochResult, ignore
+from pipar.execution.spans import Span
+from pipar.job.job import Job
+from pipar.job.plans import planned
+from pipar.job.workload import Own, Workload
+from pipar.launch.virtual import train_virtually
+from pipar.methods import METHODS
+from pipar.nn.learner import TorchLearner
+from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from support import reference
+from support.reference import Batch, Data, Rules, State
+
+BATCH = 100
+SIZES = (230, 100, 57)  # a short last batch, a single full one, and less than one
+EXACT = 1e-12  # of the largest weight: rounding in float64, and nothing else
+#: The first device is the slowest, so that the order of arrival is not the order of names.
+LINKS = (
+    {"up": "2Mbit/s", "down": "5Mbit/s", "latency": "30ms"},
+    {"up": "20Mbit/s", "down": "40Mbit/s", "latency": "1ms"},
+    "unlimited",
+)
+SPEEDS = (0.05, 0.4, 1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; P and N of each device, or one of each for all of them."""
+
+    method: str
+    split_points: tuple[int, ...] = (1,)
+    micro_batches: tuple[int, ...] = (1,)
+    sizes: tuple[int, ...] = SIZES
+    norm: str = "none"
+    momentum: str = "reset"
+    schedule: str = "all-forward"
+    model: str = "vgg5"
+    shape: tuple[int, int, int] = (1, 4, 4)
+    dtype: str = "float64"
+    epochs: int = 2
+    seed: int = 0
+    augment: bool = False
+    weight_decay: float = 0.0
+    aggregator: str = "fedavg"
+    aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
+    encoding: str = "auto"
+    privacy: tuple[tuple[str, float], ...] = ()  # keys of [privacy]
+    even: bool = False  # all devices fast on an unlimited link: what the real world needs to be quick
+
+    def __str__(self) -> str:
+        p, n = ("".join(map(str, numbers)) for numbers in (self.split_points, self.micro_batches))
+        short = f"{self.method}-K{len(self.sizes)}-P{p}-N{n}-{self.norm}-{self.momentum}-{self.schedule}"
+        short += "" if self.aggregator == "fedavg" else f"-{self.aggregator}"
+        return short if self.model == "vgg5" else f"{self.model}-{short}"
+
+    def tree(self) -> dict[str, Any]:
+        """Return the configuration as nested dictionaries."""
+        return {
+            "run": {
+                "method": self.method,
+                "epochs": self.epochs,
+                "batch_size": BATCH,
+                "seed": self.seed,
+                "trace": "full",
+            },
+            "model": {"name": self.model, "norm": self.norm, "dtype": self.dtype},
+            "optimizer": {"momentum_at_aggregation": self.momentum, "weight_decay": self.weight_decay},
+            "data": {
+                "name": "synthetic",
+                "shape": list(self.shape),
+                "samples_per_device": list(self.sizes),
+                "validation": 20,
+                "test": 20,
+                "augment": self.augment,
+            },
+            "plan": {"schedule": self.schedule},
+            "wire": {"encoding": self.encoding},
+            "privacy": dict(self.privacy),
+            "server": {"cores": 2, "aggregator": self.aggregator, "aggregation": dict(self.aggregation)},
+            "devices": [self._device(number) for number in range(len(self.sizes))],
+        }
+
+    def _device(self, number: int) -> dict[str, Any]:
+        return {
+            "name": f"phone-{chr(ord('a') + number)}",
+            "link": "unlimited" if self.even else LINKS[number % 3],
+            "speed": 1.0 if self.even else SPEEDS[number % 3],
+            "split_point": self.split_points[number % len(self.split_points)],
+            "micro_batches": self.micro_batches[number % len(self.micro_batches)],
+        }
+
+    def workload(self, model: nn.Sequential | None = None) -> Workload:
+        config = config_from(self.tree())
+        return Workload(config, Own.of(config, model, None, None, None))
+
+    def rules(self, **changes: Any) -> Rules:
+        kept = self.momentum == "keep"
+        proximal = dict(self.aggregation).get("proximal", 0.0)
+        return Rules(**{"weight_decay": self.weight_decay, "keep_momentum": kept, "proximal": proximal, **changes})
+
+
+def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: str, **overheads: float) -> Profile:
+    """Return a profile whose bytes are the network's and whose times are made up: (p + samples) / 10 ms for layer p."""
+    x, layers, sizes = torch.zeros((2, *input_shape), dtype=getattr(torch, dtype)), [], (1, BATCH)
+    with torch.no_grad():
+        for place, (name, layer) in enumerate(copy.deepcopy(model).eval().named_children(), start=1):
+            x = layer(x)
+            forward = tuple((place + size) * 1e-4 for size in sizes)
+            backward = tuple(2 * seconds for seconds in forward)
+            weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
+            layers.append(LayerProfile(name, forward, backward, x[0].nbytes, weights))
+    # Changes of models cost nothing to find, so they are sent wherever a link has a limit.
+    changes = {"coding": {"changes": CodingTimes()}, "changes_share": 0.5}
+    return Profile("by hand", dtype, sizes, tuple(layers), **changes, **overheads)
+
+
+def make_job(workload: Workload) -> Job:
+    """Return the job of a workload without measuring anything."""
+    config, model = workload.config, workload.checked_model()
+    profile = hand_made_profile(model, workload.input_shape, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
+    profiles = dict.fromkeys(workload.names, profile)
+    job = Job(
+        config=config,
+        specs=device_specs(config),
+        sizes=workload.sizes(),
+        server_profile=profile,
+        device_profiles=profiles,
+        batch_statistics=uses_batch_statistics(model),
+        dropout=uses_dropout(model),
+        plans={},
+        dataset=workload.data_name,
+        model=workload.model_name,
+    )
+    return planned(job)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out of a training."""
+
+    job: Job
+    state: State
+    epochs: list[EpochResult]
+    spans: list[Span]
+
+    @property
+    def samples(self) -> list[int]:
+        return [epoch.samples for epoch in self.epochs]
+
+
+def train_in_virtual_time(case: Case, model: nn.Sequential | None = None) -> Trained:
+    """Return what a case comes to in the virtual world."""
+    workload = case.workload(model)
+    job = make_job(workload)
+    epochs: list[EpochResult] = []
+    spans: list[Span] = []
+
+    def emit(result: EpochResult, of_epoch: list[Span]) -> None:
+        epochs.append(result)
+        spans.extend(of_epoch)
+
+    learner: TorchLearner = train_virtually(job, workload, emit, ignore)
+    return Trained(job, learner.state(), epochs, spans)
+
+
+def batches(shard: Shard, epoch: int, *, joins_single: bool = False) -> list[Batch]:
+    """Return an epoch's batches: full ones and the rest; with batch statistics a single sample joins those before."""
+    order = shard.order(epoch)
+    cuts = list(range(BATCH, len(order), BATCH))
+    if joins_single and cuts and len(order) - cuts[-1] == 1:
+        cuts.pop()
+    return [shard.batch(epoch, positions) for positions in np.split(order, cuts)]
+
+
+def reference_data(workload: Workload, *, joins_single: bool = False) -> Data:
+    """Return what every device trains on, in name order, epoch by epoch."""
+    epochs = range(1, workload.config.run.epochs + 1)
+    shards = [workload.shard(name) for name in sorted(workload.names)]
+    return [[batches(shard, epoch, joins_single=joins_single) for epoch in epochs] for shard in shards]
+
+
+def reference_state(case: Case, model: nn.Sequential | None = None, **changes: Any) -> State:
+    """Return what the definition of a case's method comes to; `changes` are rules that are bent on purpose."""
+    if model is None and not changes:
+        return _kept_reference_state(_what_counts(case))
+    workload = case.workload(model)
+    first = workload.build_model()
+    data = reference_data(workload, joins_single=uses_batch_statistics(first))
+    split_point = len(first) if case.method == "fl" else case.split_points[0]
+    return reference.train(case.method, first, data, split_point, case.rules(**changes))
+
+
+def _what_counts(case: Case) -> Case:
+    """Return the case with everything at one value that its method's definition does not mention."""
+    splits = METHODS[case.method].shares_server_model
+    fields = {**case.__dict__, "micro_batches": (1,), "schedule": "all-forward", "even": False}
+    return Case(**fields) if splits else Case(**{**fields, "method": "fl", "split_points": (1,)})
+
+
+@lru_cache(maxsize=64)
+def _kept_reference_state(case: Case) -> State:
+    workload = case.workload()
+    first = workload.build_model()
+    data = reference_data(workload, joins_single=uses_batch_statistics(first))
+    return reference.train(case.method, first, data, case.split_points[0], case.rules())
+
+
+def largest_error(state: State, expected: State) -> float:
+    """Return the largest difference of any two numbers, relative to the largest weight; counters must agree."""
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        assert (state[name].shape, state[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert tensor.is_floating_point() or torch.equal(state[name], tensor), name
+    floating = [name for name, tensor in expected.items() if tensor.is_floating_point()]
+    assert all(state[name].isfinite().all() for name in floating)
+    largest = max(float(expected[name].abs().max()) for name in floating)
+    return max(float((state[name] - expected[name]).abs().max()) for name in floating) / largest

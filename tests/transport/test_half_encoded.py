@@ -1,0 +1,235 @@
+"""Messages that are lost while they are still being encoded: whatever was cut, they come whole, each chunk once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.cutting import CutLink, Loss
+
+from pipar.errors import LinkError
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
+from pipar.nn.tensors import read_labels, read_tensor, tensor_body
+from pipar.server.session import Answer, Introduction, Session
+from pipar.transport.channel import Channel
+from pipar.transport.in_memory import MemoryTransport, memory_pair
+from pipar.wire.frames import Frame
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload
+
+CHUNKS = 5
+#: A chunk takes so long to be encoded; on the link it takes half of that, or twice as much.
+ENCODING_S = 0.1
+TENSOR = torch.randn((CHUNKS, 50_000), generator=torch.Generator().manual_seed(1)).relu()  # a sample is a chunk
+LABELS = torch.arange(CHUNKS)
+
+
+def coded(encoding: str = "sparse-planes") -> tuple[Message, list[int]]:
+    """Return a message whose first chunk is encoded, and the numbers of all chunks that ever are."""
+    body, asked = tensor_body(TENSOR, LABELS, encoding=encoding), [0]
+    chunks = body.chunks
+    assert chunks is not None
+    assert chunks.count == CHUNKS
+    encode = chunks._encode
+    assert encode is not None
+
+    def counted(number: int) -> Payload:
+        asked.append(number)
+        return encode(number)
+
+    chunks._encode = counted
+    return Message(Kind.ACTIVATION, 1, 1, 1, CHUNKS, CHUNKS, body), asked
+
+
+class Tap:
+    """A transport that remembers which chunks of numbered messages went over it."""
+
+    def __init__(self, link: CutLink | MemoryTransport) -> None:
+        self._link = link
+        self.sent: list[tuple[int, int]] = []
+
+    async def write(self, frame: Frame) -> None:
+        self.sent.append((frame.sequence, frame.chunk))
+        await self._link.write(frame)
+
+    async def read(self) -> Frame:
+        return await self._link.read()
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+@dataclass
+class Arrived:
+    """What came of a message and of the one behind it, over several links."""
+
+    messages: list[Message] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
+    taps: list[Tap] = field(default_factory=list)
+    left_running: int = 0
+
+
+def send(cuts: list[int], loss: Loss, *, rate_bps: float, away_s: float) -> Arrived:
+    """Send a message while it is encoded, and one behind it, over links that are lost behind so many frames each."""
+    out = Arrived()
+
+    async def main() -> None:
+        lost: asyncio.Queue[LinkError] = asyncio.Queue()
+        left = iter(cuts)
+
+        def tapped(near: MemoryTransport) -> Tap:
+            out.taps.append(Tap(CutLink(near, next(left, None), loss)))
+            return out.taps[-1]
+
+        near, far = memory_pair()
+        device = Channel(tapped(near), Recorder("pi"), UPLINK, on_lost=lost.put_nowait)
+        server = Channel(far, Recorder("server"), DOWNLINK, on_lost=lambda _: None)
+        device.shape(rate_bps, 0.0)
+
+        async def reconnect() -> None:
+            while True:
+                await lost.get()
+                await asyncio.sleep(away_s)
+                near, far = memory_pair()
+                server.attach(far, device.received)
+                device.attach(tapped(near), server.received)
+
+        async def hear() -> None:
+            while len(out.messages) < 2:
+                out.messages.append(await server.receive())
+
+        async def encode(chunks: Chunks) -> None:
+            for _ in range(CHUNKS - 1):
+                await asyncio.sleep(ENCODING_S)
+                device.add_chunk(chunks, chunks.encode_next())
+
+        message, out.encoded = coded()
+        assert message.body.chunks is not None
+        receiving = asyncio.create_task(device.receive())
+        beside = [asyncio.create_task(reconnect()), receiving]
+        device.post(message)
+        device.post(Message(Kind.END_EPOCH, 1))
+        async with asyncio.timeout(100.0):
+            await asyncio.gather(encode(message.body.chunks), hear())
+        await asyncio.sleep(10.0)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(device.close(), server.close(), *beside, return_exceptions=True)
+        out.left_running = len(asyncio.all_tasks()) - 1
+
+    run_virtually(main())
+    return out
+
+
+def came_whole(arrived: Arrived) -> None:
+    first, second = arrived.messages
+    assert torch.equal(read_tensor(first, "sparse-planes"), TENSOR)
+    assert torch.equal(read_labels(first, CHUNKS), LABELS)
+    assert second.kind is Kind.END_EPOCH
+    assert arrived.encoded == list(range(CHUNKS))
+    assert arrived.left_running == 0
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("rate_bps", [20e6, 5e6])
+@pytest.mark.parametrize("away_s", [0.0, 0.25, 3.0])
+def test_a_message_cut_behind_any_chunk_comes_whole_over_the_next_link(
+    loss: Loss, rate_bps: float, away_s: float
+) -> None:
+    for cut in range(1, CHUNKS + 1):
+        arrived = send([cut], loss, rate_bps=rate_bps, away_s=away_s)
+        came_whole(arrived)
+        assert arrived.taps[0].sent == [(1, chunk) for chunk in range(CHUNKS)][:cut]
+        wanted = [(1, chunk) for chunk in range(CHUNKS)] + [(2, 0)]
+        got_all_of_it = cut == CHUNKS and loss is Loss.CLEAN
+        assert arrived.taps[1].sent == (wanted[-1:] if got_all_of_it else wanted), cut
+
+
+@pytest.mark.parametrize("loss", [Loss.FRAMES, Loss.SILENT])
+def test_a_message_may_be_cut_again_and_again(loss: Loss) -> None:
+    arrived = send([1, 2, 3, 1, 4, 5], loss, rate_bps=20e6, away_s=0.03)
+    came_whole(arrived)
+    assert len(arrived.taps) == 7
+    assert [tap.sent[0] for tap in arrived.taps] == [(1, 0)] * 7  # from its beginning each time
+
+
+def test_a_message_that_is_encoded_while_no_link_is_there_comes_over_the_next_one() -> None:
+    arrived = send([1], Loss.SILENT, rate_bps=20e6, away_s=50.0)
+    came_whole(arrived)
+    assert arrived.taps[1].sent == [(1, chunk) for chunk in range(CHUNKS)] + [(2, 0)]
+
+
+# --- rounds that are abandoned between two chunks
+
+
+@pytest.mark.parametrize("chunks_before", range(1, CHUNKS))
+def test_a_device_that_is_told_to_abandon_between_two_chunks_gets_both_in_order(chunks_before: int) -> None:
+    """The rest of a message that has begun follows, also when nobody needs it: what is behind it waits for it."""
+
+    async def main() -> list[Kind]:
+        near, far = memory_pair()
+        device = Channel(near, Recorder("pi"), UPLINK)
+        server = Channel(far, Recorder("server"), DOWNLINK)
+        session = Session(Introduction("pi", 5), 1, server, Recorder("pi"))
+        session.outstanding, session.allowed = 1, 1
+        activation, _ = coded()
+        answer = Answer(session, activation)
+        ended = answer.ended_behind(1)
+        body = tensor_body(TENSOR, encoding="planes")
+        ended(0, body)
+        before: Body | Payload = body
+        heard: list[Message] = []
+
+        async def hear() -> None:
+            while len(heard) < 3:
+                heard.append(await device.receive())
+
+        hearing = asyncio.create_task(hear())
+        for chunk in range(1, CHUNKS):
+            await asyncio.sleep(ENCODING_S)
+            if chunk == chunks_before:
+                session.abandon(1)
+                assert session.outstanding == 0
+                server.post(Message(Kind.ROUND, 2))
+            before = answer.encode_next(before)
+            ended(chunk, before)
+        async with asyncio.timeout(10.0):
+            await hearing
+        assert session.outstanding == 0
+        assert torch.equal(read_tensor(heard[0], "planes"), TENSOR)
+        await asyncio.gather(device.close(), server.close())
+        return [message.kind for message in heard]
+
+    assert run_virtually(main()) == [Kind.GRADIENT, Kind.ABANDON, Kind.ROUND]
+
+
+def test_an_answer_to_an_abandoned_round_is_not_begun() -> None:
+    """What was outstanding when the round was abandoned is outstanding no more: it is not to be counted off again."""
+
+    async def main() -> tuple[int, list[Kind]]:
+        near, far = memory_pair()
+        device = Channel(near, Recorder("pi"), UPLINK)
+        server = Channel(far, Recorder("server"), DOWNLINK)
+        session = Session(Introduction("pi", 5), 1, server, Recorder("pi"))
+        session.outstanding = session.allowed = 1
+        activation, _ = coded()
+        answer = Answer(session, activation)
+        session.abandon(1)
+        ended, body = answer.ended_behind(1), tensor_body(TENSOR, encoding="planes")
+        ended(0, body)
+        payload: Body | Payload = body
+        for chunk in range(1, CHUNKS):
+            payload = answer.encode_next(payload)
+            ended(chunk, payload)
+        await server.drain()
+        kinds = []
+        while not kinds or kinds[-1] is not Kind.ABANDON:
+            kinds.append((await device.receive()).kind)
+        await asyncio.gather(device.close(), server.close())
+        return session.outstanding, kinds
+
+    outstanding, kinds = run_virtually(main())
+    assert outstanding == 0
+    assert kinds == [Kind.ABANDON]
