@@ -6,7 +6,7 @@ READY := .venv/ready
 DEVELOPING := .venv/developing
 BROWSER := .venv/browser
 
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test check docs shape reproduce bench clean
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  -/'
 
@@ -47,6 +47,12 @@ check: $(DEVELOPING)  ## format, lint, types, layers and the fast tests, in unde
 
 docs: $(DEVELOPING)  ## the documentation as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open site/index.html."
+
+shape: $(DEVELOPING)  ## sizes of modules and functions, imports between packages
+	@$(BIN)/python -m docs.shape
+
+reproduce: $(DEVELOPING)  ## the paper's evaluation on a virtual testbed, the quick set (minutes); tables and figures in runs/reproduction
+	$(BIN)/python -m reproduction all --quick
 
 bench: $(DEVELOPING)  ## measure what README quotes; results go to benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.record import Claim
 from pipar.config import config_from
 from pipar.job.prepare import prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.planner.simulator import predict_s
 from reproduction.replanned import replanned
 
@@ -50,7 +51,7 @@ def _train(model: str, *, replan: bool, epochs: int | None = None) -> dict[str, 
             ],
         }
     )
-    job = prepare_timing_only(config)
+    job = prepare_timing_only(config, rehearse)
     assert job is not None
     if epochs is None:
         first = predict_s(job.fleet(), job.plans)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pipar
+import reproduction
 from benchmarks.record import RESULTS, Claim
 from pipar.profiling.cache import machine_fingerprint
 from reproduction.catalog import ALL, EXPERIMENTS
@@ -258,8 +258,8 @@ def page(place: Path) -> str:
     head = [
         "# Results of the paper's evaluation",
         "",
-        "Tables, comparisons and figures of `python -m reproduction`, written by `python -m benchmarks reproduction` (quick) "
-        "and `python -m benchmarks reproduction_full`. Every row of a table and every line of a comparison "
+        "Tables, comparisons and figures of `python -m reproduction`, written by "
+        "`python -m benchmarks reproduction` (quick) and `python -m benchmarks reproduction_full`. Every row of a table and every line of a comparison "
         "names its runs: folders in `cells/` with configuration and result. "
         "[How to run the evaluation](../../../docs/reproduction.md) explains the columns.",
         "",
@@ -280,7 +280,7 @@ def _count(of: Checked, *verdicts: str) -> int:
 
 def _keep_durations(measured: Told) -> None:
     """Note the times in the package, from where `python -m reproduction list` tells them."""
-    file = Path(pipar.__file__).parent / "reproduce" / DURATIONS
+    file = Path(reproduction.__file__).with_name(DURATIONS)
     noted = _json(file)
     merged = {name: {**noted.get(name, {}), **measured.get(name, {})} for name in {**noted, **measured}}
     file.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", "utf-8")

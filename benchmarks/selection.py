@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import reproduction
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
 from pipar.config import Link, config_from
@@ -43,10 +44,12 @@ EPOCHS = 5
 KEPT = RESULTS / "selection.rows.jsonl"
 #: What chooses, and what judges: with any other line of it, kept rows are of no use.
 SOURCES = (
-    "planner", "coding", "protocol", "planner/simulator.py", "planner/stage_times.py", "planner/busy.py", "planner/pruning.py", "planner/predictor.py",
-    "reproduction/perturbed_world.py", "planner/background_search.py", "planner/replanner.py", "execution/schedule.py", "execution/stages.py", "methods.py", "config.py",
-    "job/prepare.py", "job/job.py", "random_streams.py", "units.py", "reproduction/judged.py", "reproduction/testbed.py",
+    "planner", "profiling", "wire", "execution", "job", "methods.py", "config.py", "random_streams.py", "units.py",
 )  # fmt: skip
+
+JUDGES = tuple(
+    Path(reproduction.__file__).with_name(name) for name in ("perturbed_world.py", "judged.py", "testbed.py")
+)
 
 #: (fleet, network, dataset, link, seed of the world) of one training.
 Case = tuple[str, str, str, str, int]
@@ -132,7 +135,7 @@ def resumed(
     judges: Callable[[Iterable[Case], int], Iterator[Row]] = judge_all,
 ) -> list[Row]:
     """Return the rows of these trainings, in their order; those that are kept already are not judged again."""
-    depends = {"devices": devices, "sources": sources_hash(SOURCES, Path(__file__))}
+    depends = {"devices": devices, "sources": sources_hash(SOURCES, Path(__file__), *JUDGES)}
     stored = Kept(kept, depends)
     found = {_case(row): row for row in (Row(**fields) for fields in stored.rows.values())}
     missing = [case for case in cases if case not in found]

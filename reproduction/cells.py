@@ -17,6 +17,7 @@ from pipar.events import EpochResult, ignore
 from pipar.job.job import Job
 from pipar.job.plans import planned
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
@@ -67,7 +68,7 @@ def _planned(config: Config) -> tuple[Job, float]:
     """Return the job with its plans, and the CPU seconds that choosing them took."""
     job = _unplanned(config)
     began = time.process_time()
-    job = planned(job)
+    job = planned(job, rehearse)
     return job, time.process_time() - began
 
 

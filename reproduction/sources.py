@@ -13,8 +13,9 @@ from pipar.data.catalog import data_folder, dataset_info, find
 
 #: Packages of pipar that no number of a virtual testbed depends on: what people see and operate.
 _NEVER = ("cli", "dashboard", "monitoring", "report")
+_HERE = Path(__file__).parent
 #: What runs cells, of this folder; the rest is lists of them, and tables.
-_HERE = ("cells.py", "judged.py", "replanned.py", "perturbed_world.py")
+_RUN_CELLS = ("cells.py", "judged.py", "replanned.py", "perturbed_world.py")
 
 
 def sources_hash(sources: Iterable[str], *measurement: Path) -> str:
@@ -40,7 +41,7 @@ def have_sources_changed() -> bool:
 def _sources_on_disk() -> str:
     package = Path(pipar.__file__).parent
     counted = sorted(path.name for path in package.iterdir() if path.name not in _NEVER)
-    return sources_hash(counted, *(Path(__file__).with_name(name) for name in _HERE))
+    return sources_hash(counted, *(_HERE / name for name in _RUN_CELLS))
 
 
 #: What computes with images, and so makes the last digits.

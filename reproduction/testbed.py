@@ -16,6 +16,7 @@ from typing import Any
 from pipar.config import config_from
 from pipar.job.plans import make_plans
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
 from reproduction.published import published
@@ -114,7 +115,7 @@ class Printed:
         job = unplanned_timing_only(config_from(trial.tree()))
         assert job is not None
         fleet = job.fleet()
-        return steady_epoch_s(simulate, fleet, make_plans(job))
+        return steady_epoch_s(simulate, fleet, make_plans(job, rehearse))
 
 
 def printed_epochs() -> list[Printed]:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from pipar.execution.clock import VirtualTimeLoop, run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
+from pipar.job.plans import make_plans
 from pipar.job.torch_setup import repeatable
 from pipar.job.workload import Own, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
+from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
@@ -298,7 +301,7 @@ class World:
             folder.begin()
         observe = _while_alive(life, folder.watching(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
-        enrolment = Open(job, {}, self._spec)
+        enrolment = Open(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
         enrolment.keep_plans({**self.scenario.plans, **(found.plans if found is not None else {})})
         enrolment.changed = folder.take_job
         self._disk = UnreliableDisk(lambda: self._crash_server(1.0, silently=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pipar.errors import ConfigError, PlanError
 
@@ -89,3 +91,8 @@ def check_plan(plan: Plan, *, layers: int, batch_size: int, model: str) -> Plan:
             "Give fewer micro-batches or a larger run.batch_size."
         )
     return plan
+
+
+def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
+    """Return the devices' plans as result files and `pipar plan --json` have them."""
+    return [{"device": name, **asdict(plan)} for name, plan in sorted(plans.items())]

@@ -105,14 +105,13 @@ def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_tw
 def test_another_line_in_the_planner_is_another_planner(
     selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("planner", "reproduce"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "planner").mkdir()
     for name in ("planner/search.py", *(source for source in selection.SOURCES if source.endswith(".py"))):
         (tmp_path / name).write_text("pass\n", "utf-8")
     monkeypatch.setattr("pipar.__file__", str(tmp_path / "__init__.py"))
     before = selection.sources_hash(selection.SOURCES)
     assert selection.sources_hash(selection.SOURCES) == before
-    (tmp_path / "planner" / "select.py").write_text("pass  # other\n", "utf-8")
+    (tmp_path / "planner" / "search.py").write_text("pass  # other\n", "utf-8")
     assert selection.sources_hash(selection.SOURCES) != before
 
 

@@ -28,7 +28,7 @@ from pipar.profiling.memory import BASE_BYTES
 from pipar.profiling.profile import LayerProfile, Profile
 
 COMMANDS = ["", "run", "compare", "plan", "profile", "leakage", "data", "data list", "data get", "certs", "doctor"]
-COMMANDS += ["completion", "reproduce"]
+COMMANDS += ["completion"]
 COMMANDS += [f"certs {name}" for name in ("init", "server", "issue", "token", "revoke")]
 SMALL = ["--devices", "2", "--epochs", "1", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 
@@ -317,7 +317,7 @@ def test_a_failure_is_one_line_and_exit_code_1(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(sys.modules["pipar.run"], "run", fail)
+    monkeypatch.setattr(sys.modules["pipar.launch.run"], "run", fail)
     with pytest.raises(SystemExit) as ended:
         main(["run"])
     assert ended.value.code == 1

@@ -18,6 +18,7 @@ from pipar.cli.plan_view import _why_not, signed_percent
 from pipar.config import load_config
 from pipar.job.explain import Option, explain, job_to_plan, with_profile
 from pipar.job.prepare import prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started
 from pipar.methods import Plan
 from pipar.planner.simulator import forecast
@@ -138,7 +139,7 @@ def test_groups_have_bottlenecks_of_their_own(board: Path, tmp_path: Path) -> No
     groups = "".join(f'[[devices]]\nname = "{name}"\n{keys}\n' for name, keys in (("slow", slow), ("far", far)))
     given = "[plan]\nsplit_point = 1\nmicro_batches = 5\nschedule = '1f1b'\nwindow = 2\n"
     path.write_text(f"[run]\nbatch_size = 10\n[data]\nsamples_per_device = 20\n{given}{groups}", "utf-8")
-    document = explain(job_to_plan(with_profile(load_config(path), str(board)))).to_dict()
+    document = explain(job_to_plan(with_profile(load_config(path), str(board))), rehearse).to_dict()
     assert [group["bottleneck"] for group in document["groups"]] == ["device", "uplink"]
     assert {(group["schedule"], group["window"]) for group in document["groups"]} == {("1f1b", 2)}
     for lane in ("device", "uplink", "downlink"):
@@ -218,7 +219,7 @@ def _config(board: Path, *settings: str) -> Any:
 
 
 def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> None:
-    explained = explain(job_to_plan(_config(board)), exhaustive=True)
+    explained = explain(job_to_plan(_config(board)), rehearse, exhaustive=True)
     assert explained.exhaustive is not None
     best = explained.exhaustive.best
     everything = [
@@ -234,18 +235,18 @@ def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> Non
 
 
 def test_the_score_is_1_when_the_choice_is_the_best_of_all(board: Path) -> None:
-    free = explain(job_to_plan(_config(board)), exhaustive=True)
+    free = explain(job_to_plan(_config(board)), rehearse, exhaustive=True)
     assert free.exhaustive is not None
     best = free.exhaustive.best.plans["device-1"]
     given = [f"plan.split_point={best.split_point}", f"plan.micro_batches={best.micro_batches}"]
-    explained = explain(job_to_plan(_config(board, *given)), exhaustive=True)
+    explained = explain(job_to_plan(_config(board, *given)), rehearse, exhaustive=True)
     assert explained.exhaustive is not None
     assert explained.exhaustive.score == 1
     assert explained.chosen.epoch_s == pytest.approx(free.exhaustive.best.epoch_s)
 
 
 def test_the_score_of_a_worse_choice_is_below_1(board: Path) -> None:
-    explained = explain(job_to_plan(_config(board)), exhaustive=True)
+    explained = explain(job_to_plan(_config(board)), rehearse, exhaustive=True)
     assert explained.exhaustive is not None
     worse = replace(explained.exhaustive, chosen_epoch_s=explained.runners_up[-1].epoch_s)
     assert worse.score < explained.exhaustive.score <= 1
@@ -253,7 +254,7 @@ def test_the_score_of_a_worse_choice_is_below_1(board: Path) -> None:
 
 def test_an_uneven_sample_makes_no_second_kind_of_device_for_a_full_search(board: Path) -> None:
     config = _config(board, "data.samples_per_device=[20, 19, 19]")
-    found = explain(job_to_plan(config), exhaustive=True).exhaustive
+    found = explain(job_to_plan(config), rehearse, exhaustive=True).exhaustive
     assert found is not None
     assert found.grid is None
     assert len(set(found.best.plans.values())) == 1
@@ -264,7 +265,7 @@ def test_a_full_search_of_several_kinds_says_which_micro_batches_it_tried(board:
     path = tmp_path / "fleet.toml"
     groups = "".join(f'[[devices]]\nname = "kind{n}"\nspeed = {n / 10}\n' for n in range(1, 4))
     path.write_text(f"[run]\nbatch_size = 16\n[data]\nsamples_per_device = 32\n{groups}", "utf-8")
-    explained = explain(job_to_plan(with_profile(load_config(path), str(board))), exhaustive=True)
+    explained = explain(job_to_plan(with_profile(load_config(path), str(board))), rehearse, exhaustive=True)
     found = explained.exhaustive
     assert found is not None
     assert found.grid is not None
@@ -339,7 +340,7 @@ def test_a_difference_that_rounds_to_nothing_has_no_sign(share: float, text: str
     [(1.01, None), (0.9995, "Up to 0.2 % is a tie, which goes to fewer micro-batches."), (0.97, "Those with a minus")],
 )
 def test_a_runner_up_that_seems_quicker_is_explained(board: Path, relative: float, says: str | None) -> None:
-    explained = explain(job_to_plan(_config(board)))
+    explained = explain(job_to_plan(_config(board)), rehearse)
     other = Option({name: Plan(1, 1) for name in explained.chosen.plans}, explained.chosen.epoch_s * relative)
     said = [text.plain for text in _why_not(replace(explained, runners_up=(other,)))]
     assert (says is None and said == []) or (says is not None and said[0].startswith(says))
@@ -349,7 +350,7 @@ def test_groups_are_shown_in_the_order_of_the_configuration(board: Path, tmp_pat
     path = tmp_path / "fleet.toml"
     groups = "".join(f'[[devices]]\nname = "{name}"\ncount = 2\nspeed = {n}\n' for n, name in enumerate("zma", 1))
     path.write_text(f"[run]\nbatch_size = 10\n[data]\nsamples_per_device = 20\n{groups}", "utf-8")
-    explained = explain(job_to_plan(with_profile(load_config(path), str(board))))
+    explained = explain(job_to_plan(with_profile(load_config(path), str(board))), rehearse)
     assert [row.devices[0].name for row in explained.rows()] == ["z-1", "m-1", "a-1"]
 
 
@@ -359,7 +360,7 @@ def test_of_many_devices_every_one_has_a_prediction(board: Path) -> None:
         load_config(None, ["run.batch_size=10", "data.samples_per_device=7", "devices.count=150"]),
         str(board),
     )
-    explained = explain(job_to_plan(config))
+    explained = explain(job_to_plan(config), rehearse)
     assert len(explained.predicted_s) == 150
     assert [len(row.devices) for row in explained.rows()] == [150]
 
@@ -411,10 +412,10 @@ def test_a_limit_below_what_a_guess_comes_to_is_said_to_be_none_that_a_cut_can_k
 
 def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_path: Path) -> None:
     settings = [*SMALL[3::2], f"devices.profile={board}", f"server.profile={board}", "devices.speed=0.05"]
-    free = prepare_timing_only(load_config(None, settings))
+    free = prepare_timing_only(load_config(None, settings), rehearse)
     assert free is not None
     best = next(iter(free.plans.values())).split_point
-    limited = prepare_timing_only(load_config(None, [*settings, *limit(tmp_path, best)[1::2]]))
+    limited = prepare_timing_only(load_config(None, [*settings, *limit(tmp_path, best)[1::2]]), rehearse)
     assert limited is not None
     assert best not in limited.split_points.values()
     assert limited.fleet().leaky_cuts == {best}

@@ -15,6 +15,7 @@ import torch
 
 from pipar.config import load_config
 from pipar.job.explain import explain, job_to_plan
+from pipar.launch.rehearsal import rehearse
 from pipar.nn.aggregate import federated_average
 from pipar.nn.aggregators import DeviceModel, make_aggregator
 
@@ -98,7 +99,7 @@ def test_the_aggregator_weights_by_a_power_of_samples(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_each_kind_of_device_has_a_plan_of_its_own() -> None:
-    plans = explain(job_to_plan(load_config(EXAMPLES / "fleet.toml"))).to_dict()["groups"]
+    plans = explain(job_to_plan(load_config(EXAMPLES / "fleet.toml")), rehearse).to_dict()["groups"]
     assert {group["devices"][0].partition("-")[0] for group in plans} == {"phone", "board", "box"}
     assert len({(group["split_point"], group["micro_batches"]) for group in plans}) == 3
 

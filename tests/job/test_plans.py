@@ -11,7 +11,8 @@ from pipar.config import Link, config_from, device_specs
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.job.job import Job, shared_costs
-from pipar.job.plans import make_plans, plan_choice, planned, rehearse, simulation
+from pipar.job.plans import make_plans, plan_choice, planned, simulation
+from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs, Work
@@ -53,14 +54,14 @@ def make_job(method: str, *devices: dict[str, Any], plan: dict[str, Any] | None 
 def test_plans_that_are_given_are_taken_without_a_choice() -> None:
     job = make_job("pipar", {"split_point": 1, "micro_batches": 4}, {"split_point": 2, "micro_batches": 3})
     seen: list[Event] = []
-    assert make_plans(job, seen.append) == {"d0": Plan(1, 4), "d1": Plan(2, 3)}
+    assert make_plans(job, rehearse, seen.append) == {"d0": Plan(1, 4), "d1": Plan(2, 3)}
     assert seen == []
-    assert planned(job).plans == make_plans(job)
+    assert planned(job, rehearse).plans == make_plans(job, rehearse)
 
 
 def test_a_choice_is_told_as_it_goes_on() -> None:
     seen: list[Event] = []
-    make_plans(make_job("pipar", {}), seen.append)
+    make_plans(make_job("pipar", {}), rehearse, seen.append)
     shares = [event.share for event in seen if isinstance(event, Preparing)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -73,7 +74,7 @@ def with_coding(job: Job, encoding: str) -> Job:
     profile = replace(PROFILE, layers=layers, coding=times, changes_share=0.5)
     config = job.config.model_copy(update={"wire": job.config.wire.model_copy(update={"encoding": encoding})})
     profiles = dict.fromkeys(job.device_profiles, profile)
-    return planned(replace(job, config=config, server_profile=profile, device_profiles=profiles))
+    return planned(replace(job, config=config, server_profile=profile, device_profiles=profiles), rehearse)
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
@@ -90,11 +91,11 @@ def test_without_a_limit_auto_orders_what_raw_orders(method: str) -> None:
 def test_a_shared_model_is_cut_in_one_place(method: str, estimate: str) -> None:
     devices = ({"speed": 0.02, "link": {"up": "1Mbit/s", "down": "1Mbit/s"}}, {"speed": 5.0, "link": "unlimited"})
     job = make_job(method, *devices, plan={"estimate": estimate})
-    plans = make_plans(job)
+    plans = make_plans(job, rehearse)
     assert len({plan.split_point for plan in plans.values()}) == 1
     assert {plan.micro_batches for plan in plans.values()} == {1}
     given = make_job(method, {**devices[0], "split_point": 2}, devices[1], plan={"estimate": estimate})
-    assert {plan.split_point for plan in make_plans(given).values()} == {2}
+    assert {plan.split_point for plan in make_plans(given, rehearse).values()} == {2}
 
 
 @pytest.mark.parametrize("estimate", ["paper", "simulation"])
@@ -104,7 +105,7 @@ def test_a_shared_model_that_is_to_be_cut_in_two_places_is_one_sentence(
 ) -> None:
     job = make_job("sfl2", {"split_point": 1}, {"split_point": 2}, *others, plan={"estimate": estimate})
     with pytest.raises(PlanError, match=r"shares one server-side model") as raised:
-        make_plans(job)
+        make_plans(job, rehearse)
     assert "\n" not in str(raised.value)
 
 
@@ -117,14 +118,14 @@ def test_a_shared_models_cut_is_the_best_of_whole_epochs_in_the_virtual_world(me
         seconds[cut] = rehearse(replace(job, plans=plans), None).epoch_s
         foretold = rehearse(replace(job, plans=plans), 2).of_whole_epoch(job.fleet())
         assert foretold == pytest.approx(seconds[cut], rel=0.02)
-    chosen = {plan.split_point for plan in make_plans(job).values()}
+    chosen = {plan.split_point for plan in make_plans(job, rehearse).values()}
     assert chosen == {min(seconds, key=lambda cut: seconds[cut])}
 
 
 def test_the_methods_of_replicas_are_simulated_by_the_forecast() -> None:
     job = make_job("pipar", {})
     plans = {"d0": Plan(1, 2)}
-    assert simulation(job)(job.fleet(), plans, 1) == forecast(job.fleet(), plans, iterations=1)
+    assert simulation(job, rehearse)(job.fleet(), plans, 1) == forecast(job.fleet(), plans, iterations=1)
 
 
 def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
@@ -132,15 +133,15 @@ def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
         job = make_job(method, {})
         (member,) = job.fleet().members
         slow = replace(job.fleet(), members=(replace(member, link=Link(up_bps=1e5, down_bps=1e5)),))
-        before, now = plan_choice(job, job.fleet()), plan_choice(job, slow)
+        before, now = plan_choice(job, job.fleet(), rehearse), plan_choice(job, slow, rehearse)
         assert now.epoch_s > before.epoch_s
         assert now.by_kind[0].split_point > before.by_kind[0].split_point
 
 
 def test_plans_in_force_are_a_start_like_any_other() -> None:
     job = make_job("pipar", {}, {"speed": 1.0})
-    first = plan_choice(job, job.fleet())
-    assert plan_choice(job, job.fleet(), start=first.plans).epoch_s <= first.epoch_s * 1.05
+    first = plan_choice(job, job.fleet(), rehearse)
+    assert plan_choice(job, job.fleet(), rehearse, start=first.plans).epoch_s <= first.epoch_s * 1.05
 
 
 # --- a sample of a large fleet
@@ -197,7 +198,7 @@ def test_one_core_averages_the_models_of_all_whom_a_sample_stands_for() -> None:
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
 def test_all_devices_of_a_large_fleet_get_a_plan(method: str) -> None:
     job = make_job(method, {"count": 150}, {"count": 50, "speed": 1.0})
-    plans = make_plans(job, ignore)
+    plans = make_plans(job, rehearse, ignore)
     assert plans.keys() == job.sizes.keys()
     assert len(set(plans.values())) <= 2
 

@@ -22,6 +22,7 @@ from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
 from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
 from pipar.job.workload import Own, Workload
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.profile import Profile
@@ -68,15 +69,15 @@ def configuration(profile: Path, *settings: str) -> Config:
 )
 def test_a_timing_only_run_has_the_samples_of_the_virtual_one(profile: Path, settings: list[str]) -> None:
     config = configuration(profile, *settings)
-    job = prepare_timing_only(config)
+    job = prepare_timing_only(config, rehearse)
     assert job is not None
-    assert job.sizes == prepare(Workload(config)).sizes
+    assert job.sizes == prepare(Workload(config), rehearse).sizes
 
 
 @pytest.mark.parametrize("privacy", [[], ["privacy.pixel_epsilon=0.5"]], ids=["plain", "noise"])
 def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, privacy: list[str]) -> None:
     workload = Workload(configuration(profile, *privacy))
-    jobs = [prepare_timing_only(workload.config), prepare(workload)]
+    jobs = [prepare_timing_only(workload.config, rehearse), prepare(workload, rehearse)]
     noised = workload.shard(workload.names[0]).noised_bytes
     assert noised == (4 * 32 * 32 if privacy else 0)  # of digits
     assert [job.noised_bytes for job in jobs if job is not None] == [noised, noised]
@@ -98,9 +99,9 @@ def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, 
 def test_a_timing_only_run_refuses_what_the_virtual_one_refuses(profile: Path, settings: list[str]) -> None:
     config = configuration(profile, *settings)
     with pytest.raises(InputError) as virtual:
-        prepare(Workload(config))
+        prepare(Workload(config), rehearse)
     with pytest.raises(InputError) as timed:
-        prepare_timing_only(config)
+        prepare_timing_only(config, rehearse)
     assert str(timed.value) == str(virtual.value)
 
 
@@ -128,21 +129,21 @@ def test_a_single_sample_has_no_batch_statistics_in_an_own_network_either(sample
     data = TensorDataset(torch.randn(samples, 4), torch.arange(samples) % 2)
     own = Own.of(config, BATCH_NORM, [data], None, None)
     with pytest.raises(DataError, match="device-1 would train on a single sample"):
-        prepare(Workload(config_from({**config.model_dump(), "data": {"classes": 2}, "devices": [{}]}), own))
+        prepare(Workload(config_from({**config.model_dump(), "data": {"classes": 2}, "devices": [{}]}), own), rehearse)
 
 
 @pytest.mark.parametrize("size", [3, 5, 21])
 def test_a_single_sample_that_joins_others_is_no_reason_to_refuse(profile: Path, size: int) -> None:
     settings = ["model.norm=batch", "run.batch_size=2", "data.name=synthetic", f"data.samples_per_device={size}"]
-    assert prepare_timing_only(configuration(profile, *settings)) is not None
+    assert prepare_timing_only(configuration(profile, *settings), rehearse) is not None
 
 
 def test_patience_needs_a_validation_set(profile: Path) -> None:
     config = configuration(profile, "run.patience=2", "data.name=synthetic", "data.validation=0")
     with pytest.raises(ConfigError, match=r"run\.patience needs a validation set"):
-        prepare(Workload(config))
+        prepare(Workload(config), rehearse)
     given = TensorDataset(torch.zeros(4, 3, 32, 32), torch.arange(4))
-    prepare(Workload(config, Own.of(config, None, None, given, None)))
+    prepare(Workload(config, Own.of(config, None, None, given, None)), rehearse)
 
 
 def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
@@ -154,7 +155,7 @@ def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
 def test_a_profile_of_another_network_is_refused(profile: Path) -> None:
     config = configuration(profile, "model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2")
     with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
-        prepare(Workload(config))
+        prepare(Workload(config), rehearse)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_file_of_another_network_is_refused_in_one_sentence(
     replace(right, layers=tuple(layers)).save(other)
     config = with_settings(config, [f'{where}.profile="{other}"'])
     with pytest.raises(ConfigError) as raised:
-        prepare_timing_only(config)
+        prepare_timing_only(config, rehearse)
     assert str(raised.value) == f"The profile {other} is of by hand {says}" + str(raised.value).partition(says)[2]
     assert str(raised.value).endswith("write one with 'pipar profile'.")
 
@@ -200,7 +201,7 @@ def test_a_wrong_file_is_refused_before_this_machine_is_measured(
     settings = ["model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2"]
     config = load_config(None, [*settings, f'devices.profile="{profile}"'])  # the server is this machine
     with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
-        prepare(Workload(config)) if path == "virtual" else prepare_timing_only(config)
+        prepare(Workload(config), rehearse) if path == "virtual" else prepare_timing_only(config, rehearse)
 
 
 def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Path) -> None:
@@ -208,11 +209,11 @@ def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Pa
     right = Profile.load(profile)
     first = profile.with_name("first.json")
     replace(right, layers=right.layers[:2], total_layers=5).save(first)
-    job = prepare_timing_only(with_settings(config, [f'devices.profile="{first}"']))
+    job = prepare_timing_only(with_settings(config, [f'devices.profile="{first}"']), rehearse)
     assert job is not None
     assert not job.device_profiles["device-1"].whole
     with pytest.raises(ConfigError, match=r"has only the first 2 of 5 layers of vgg5, and a server needs all"):
-        prepare_timing_only(with_settings(config, [f'server.profile="{first}"']))
+        prepare_timing_only(with_settings(config, [f'server.profile="{first}"']), rehearse)
 
 
 # --- named machines
@@ -224,7 +225,7 @@ def named(*settings: str) -> Config:
 
 
 def test_named_machines_bring_profile_memory_and_cores() -> None:
-    job = prepare_timing_only(named())
+    job = prepare_timing_only(named(), rehearse)
     assert job is not None
     assert job.cores == 8
     assert job.server_profile.machine.startswith("Intel Core i7-11850H")
@@ -234,7 +235,7 @@ def test_named_machines_bring_profile_memory_and_cores() -> None:
 
 
 def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
-    job = prepare_timing_only(named("server.cores=2", "devices.memory=600MiB"))
+    job = prepare_timing_only(named("server.cores=2", "devices.memory=600MiB"), rehearse)
     assert job is not None
     assert job.cores == 2
     assert {spec.memory_bytes for spec in job.specs} == {600 * 2**20}
@@ -255,13 +256,13 @@ def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
 )
 def test_a_named_server_computes_no_more_stages_at_once_than_it_can(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as said:
-        prepare_timing_only(named(*settings))
+        prepare_timing_only(named(*settings), rehearse)
     assert str(said.value).startswith(says)
 
 
 def test_a_virtual_run_takes_named_machines_as_the_timing_only_one_does() -> None:
-    timed = prepare_timing_only(named("model.norm=batch"))
-    virtual = prepare(Workload(named("model.norm=batch")))
+    timed = prepare_timing_only(named("model.norm=batch"), rehearse)
+    virtual = prepare(Workload(named("model.norm=batch")), rehearse)
     assert timed is not None
     assert (virtual.server_profile, virtual.device_profiles) == (timed.server_profile, timed.device_profiles)
     assert virtual.specs == timed.specs
@@ -271,7 +272,7 @@ def test_an_own_network_is_counted_for_named_machines() -> None:
     config = named("run.batch_size=4", "data.classes=2")
     data = TensorDataset(torch.zeros(8, 4), torch.arange(8) % 2)
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 2)))
-    job = prepare(Workload(config, Own.of(config, model, [data] * 4, None, None)))
+    job = prepare(Workload(config, Own.of(config, model, [data] * 4, None, None)), rehearse)
     assert [layer.parameter_bytes for layer in job.server_profile.layers] == [120, 56]
     assert job.device_profiles["device-1"].machine.startswith("Raspberry Pi 3B")
 
@@ -284,7 +285,7 @@ def test_images_of_a_shape_that_nobody_counted_are_counted_then() -> None:
         "server.aggregator=krum",
         "server.aggregation.byzantine=0",
     ]
-    job = prepare_timing_only(named(*settings))
+    job = prepare_timing_only(named(*settings), rehearse)
     assert job is not None
     assert job.config.server.aggregator == "krum"
     assert job.server_profile.output_bytes(1) == 32 * 10 * 12 * 4
@@ -294,7 +295,7 @@ def test_a_name_that_is_neither_machine_nor_file_is_told_the_names() -> None:
     with pytest.raises(
         ConfigError, match=r"'raspbery-pi' is neither a machine that pipar knows nor a file: .*"
     ) as said:
-        prepare_timing_only(named("devices.profile=raspbery-pi"))
+        prepare_timing_only(named("devices.profile=raspbery-pi"), rehearse)
     for name in MACHINES:
         assert name in str(said.value)
 
@@ -311,8 +312,9 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 from pipar.config import load_config
 from pipar.job.prepare import prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 
-job = prepare_timing_only(load_config(None, sys.argv[1:]))
+job = prepare_timing_only(load_config(None, sys.argv[1:]), rehearse)
 print(job.cores, len(job.specs), len(job.server_profile.layers))
 """
 

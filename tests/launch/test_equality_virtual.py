@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import plain_aggregators as plain
 import pytest
 import torch
+from support import plain_aggregators as plain
 from support import reference
 from support.reference import State
 from support.training import EXACT, SIZES, Case, largest_error, reference_data, reference_state, train_in_virtual_time

@@ -23,6 +23,7 @@ from pipar.errors import DataError, InputError, LinkError, ProtocolError, Traini
 from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
+from pipar.job.plans import Rehearse
 from pipar.launch.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
@@ -154,7 +155,7 @@ def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.
     assert plans_of_joined(job, {}) is job.plans
     planned_for: list[Job] = []
 
-    def plan(for_job: Job) -> dict[str, Plan]:
+    def plan(for_job: Job, rehearse: Rehearse) -> dict[str, Plan]:  # noqa: ARG001
         planned_for.append(for_job)
         return {}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_aggregators as plain
 import pytest
 import torch
+from support import plain_aggregators as plain
 from torch import nn
 
 from pipar.aggregation import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end

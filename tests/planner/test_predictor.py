@@ -17,6 +17,7 @@ from support.fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 from pipar.config import Link
 from pipar.events import EpochResult, ignore
 from pipar.job.prepare import config_from, prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.busy import busy_layers, busy_s
@@ -359,7 +360,7 @@ def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkey
             "devices": [{"count": 5, "profile": "raspberry-pi-5", "link": "wifi"}],
         }
     )
-    job = prepare_timing_only(config)
+    job = prepare_timing_only(config, rehearse)
     assert job is not None
     results: list[EpochResult] = []
     train_without_mathematics(job, lambda result, _: results.append(result), ignore)

@@ -20,6 +20,7 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.job.prepare import prepare_timing_only
 from pipar.job.workload import Own, Workload
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually, train_without_mathematics
 from pipar.methods import Plan
 from pipar.nn.parts import Part
@@ -516,7 +517,7 @@ def test_where_p_and_n_are_given_changed_links_change_the_encodings_alone(method
             ],
         }
     )
-    job = prepare_timing_only(config)
+    job = prepare_timing_only(config, rehearse)
     assert job is not None
     replanned: list[Replanned] = []
 
@@ -541,7 +542,7 @@ def test_an_encoding_that_was_given_stays_whatever_links_do() -> None:
             {"profile": "raspberry-pi-5", "link": {"cycle": ["4g", "unlimited"], "every": "5s"}, "split_point": 1}
         ],
     }
-    job = prepare_timing_only(config_from(tree))
+    job = prepare_timing_only(config_from(tree), rehearse)
     assert job is not None
     replanned: list[Event] = []
     train_without_mathematics(

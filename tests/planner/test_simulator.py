@@ -16,8 +16,8 @@ from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.execution.stages import Work
 from pipar.job.job import Job
-from pipar.job.plans import rehearse
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_without_mathematics
 from pipar.methods import Plan
 from pipar.planner.busy import busy_s

@@ -17,6 +17,7 @@ from pipar.job.explain import explain
 from pipar.job.job import Job
 from pipar.job.plans import planned
 from pipar.job.prepare import unplanned_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import Foresight
 from pipar.report.outlook import outlook
 
@@ -24,13 +25,13 @@ from pipar.report.outlook import outlook
 def job(*settings: str) -> Job:
     made = unplanned_timing_only(load_config(None, [*SETTINGS, *settings]))
     assert made is not None
-    return planned(made)
+    return planned(made, rehearse)
 
 
 @pytest.mark.slow
 def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
     made = job()
-    found, explained = outlook(made), explain(made)
+    found, explained = outlook(made), explain(made, rehearse)
     assert found["bottleneck"] == explained.timing.bottleneck
     assert found["epoch_s"] == pytest.approx(explained.chosen.epoch_s, rel=0.05)
     assert found["paper"]["epoch_s"] == pytest.approx(explained.other.epoch_s, rel=0.05)

@@ -13,8 +13,8 @@ import pytest
 from support.made_up_cells import TINY
 
 from benchmarks import reproduction
-from pipar.cli import main
 from reproduction import catalog
+from reproduction.__main__ import main
 from reproduction.efficiency import METHODS, TIME_SMALL, by_all_methods
 
 Run = Callable[..., dict[str, Any]]
@@ -33,7 +33,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 
     def command(*words: str) -> dict[str, Any]:
         with pytest.raises(SystemExit) as ended:
-            main(["reproduce", "tiny", *words, "--json", "-o", str(tmp_path / "out"), "--processes", "1"])
+            main(["tiny", *words, "--json", "-o", str(tmp_path / "out"), "--processes", "1"])
         assert ended.value.code == 0
         told: dict[str, Any] = json.loads(capfd.readouterr().out)
         return told

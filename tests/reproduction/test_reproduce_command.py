@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.made_up_cells import TINY
 
-from pipar.cli import main
 from pipar.privacy import accounting
 from reproduction import catalog, durations
+from reproduction.__main__ import main
 from reproduction.command import _missing
 from reproduction.efficiency import TIME_SMALL, by_all_methods
 from reproduction.learning import ACCURACY
@@ -34,7 +34,7 @@ def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
     def command(*words: str) -> Told:
         with pytest.raises(SystemExit) as ended:
-            main(["reproduce", *words])
+            main([*words])
         captured = capfd.readouterr()
         assert isinstance(ended.value.code, int)
         return ended.value.code, captured.out, captured.err

@@ -59,14 +59,17 @@ def test_libraries_have_their_versions() -> None:
 
 
 def test_an_edited_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "pipar"
-    (package / "reproduce").mkdir(parents=True)
-    for name in ("__init__.py", "planner/simulator.py", "reproduction/cells.py", "reproduction/tables.py"):
-        (package / name).write_text("before = 1")
+    package, here = tmp_path / "pipar", tmp_path / "reproduction"
+    (package / "planner").mkdir(parents=True)
+    here.mkdir()
+    files = [package / "__init__.py", package / "planner" / "simulator.py", here / "cells.py", here / "tables.py"]
+    for file in files:
+        file.write_text("before = 1")
+    monkeypatch.setattr(sources, "_HERE", here)
     monkeypatch.setattr(pipar, "__file__", os.fspath(package / "__init__.py"))
     now = sources._sources_on_disk()
     monkeypatch.setattr(sources, "counted_sources", lambda: now)
-    (package / "reproduce" / "cli/tables.py").write_text("behind = 2")
+    (here / "tables.py").write_text("after = 2")
     assert not sources.have_sources_changed(), "tables compute nothing"
-    (package / "planner/simulator.py").write_text("behind = 2")
+    (package / "planner" / "simulator.py").write_text("after = 2")
     assert sources.have_sources_changed()

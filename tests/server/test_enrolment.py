@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 from pipar.config import DeviceSpec, Link, config_from
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
+from pipar.job.plans import make_plans
+from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.enrolment import Open
@@ -31,17 +35,21 @@ LAYERS = tuple(
 WHOLE = Profile("any", "float32", (10,), LAYERS, coding={"sparse-planes": TIMES, "changes": TIMES}, changes_share=0.5)
 PREFIX = replace(WHOLE, layers=LAYERS[:1], total_layers=3)
 SLOW = Link(up_bps=4e6, down_bps=4e6)
+MakePlans = Callable[[Job], Mapping[str, Plan]]
+MAKE_PLANS = partial(make_plans, rehearse=rehearse)
 IN_HALVES = Plan(2, 1, 0, "fp16", "fp16")
 
 
-def opened(link: Link = SLOW, *, kept: dict[str, Plan] | None = None, **tree: Any) -> Open:
+def opened(
+    link: Link = SLOW, *, kept: dict[str, Plan] | None = None, plans: MakePlans = MAKE_PLANS, **tree: Any
+) -> Open:
     """Return an open training with a server that has the whole network; devices have this link and no other limit."""
     job = Job(
         config=config_from({"run": {"method": "sfl2", "batch_size": 10}, **tree}),
         specs=(), sizes={}, server_profile=WHOLE, device_profiles={}, batch_statistics=False, dropout=False, plans={},
         dataset="own", model="any",
     )  # fmt: skip
-    enrolment = Open(job, {}, lambda name: DeviceSpec(name, link, 1.0, None, "auto", "auto"))
+    enrolment = Open(job, {}, lambda name: DeviceSpec(name, link, 1.0, None, "auto", "auto"), plans)
     enrolment.keep_plans(kept or {})
     return enrolment
 
@@ -156,29 +164,27 @@ def test_a_profile_with_numbers_that_no_machine_has_is_refused_in_one_sentence(c
     assert len(str(refused.value)) < 300
 
 
-def test_the_one_device_that_planning_fails_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_device_that_planning_fails_for_is_named() -> None:
     def fails(job: Job) -> dict[str, Plan]:
         if "wild" in job.sizes:
             raise OverflowError("too large")
         return dict.fromkeys(job.sizes, Plan(1, 1))
 
-    monkeypatch.setattr("pipar.server.enrolment.make_plans", fails)
     everybody = [Introduction(name, 100, WHOLE) for name in ("a", "wild")]
     with pytest.raises(UnusableProfileError, match="too large") as refused:
-        asyncio.run(opened().begin(everybody))
+        asyncio.run(opened(plans=fails).begin(everybody))
     assert refused.value.device == "wild"
-    assert set(asyncio.run(opened().begin(everybody[:1]))) == {"a"}
+    assert set(asyncio.run(opened(plans=fails).begin(everybody[:1]))) == {"a"}
 
 
-def test_a_failure_that_no_device_brings_about_alone_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_no_device_brings_about_alone_is_nobodys() -> None:
     def fails_together(job: Job) -> dict[str, Plan]:
         if len(job.sizes) > 1:
             raise ValueError("of both")
         return {}
 
-    monkeypatch.setattr("pipar.server.enrolment.make_plans", fails_together)
     with pytest.raises(ValueError, match="of both"):
-        asyncio.run(opened().begin([Introduction(name, 100, WHOLE) for name in "ab"]))
+        asyncio.run(opened(plans=fails_together).begin([Introduction(name, 100, WHOLE) for name in "ab"]))
 
 
 def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> None:

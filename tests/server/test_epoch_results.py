@@ -15,7 +15,8 @@ from pipar.errors import TrainingError
 from pipar.events import EpochResult
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
-from pipar.server.epoch_results import Bounds, Ledger
+from pipar.job.job import Bounds
+from pipar.server.epoch_results import Ledger
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
 

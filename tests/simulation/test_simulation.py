@@ -17,7 +17,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipar.cli import cli
 from pipar.errors import CheckpointError, LinkError, ProtocolError
 from pipar.events import Away
 from pipar.execution.clock import VirtualTimeLoop
@@ -34,6 +33,7 @@ from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_fram
 from pipar.wire.messages import Kind, Message, json_body
 from pipar.wire.orders import Returned
 from simulation.campaign import Report, try_seed
+from simulation.command import faults
 from simulation.disk import UnreliableDisk
 from simulation.invariants import Violation, aggregate_is_the_mean
 from simulation.network import damage
@@ -526,9 +526,7 @@ def test_a_disk_without_power_loses_what_was_not_synced(tmp_path: Path) -> None:
 
 
 def test_command_tells_that_every_invariant_held() -> None:
-    result = CliRunner().invoke(
-        cli, ["faults", "--seeds", "1", "--rounds", "1", "--devices", "2"], standalone_mode=False
-    )
+    result = CliRunner().invoke(faults, ["--seeds", "1", "--rounds", "1", "--devices", "2"], standalone_mode=False)
     assert result.return_value == 0
     assert "1 worlds" in result.output
     assert "every invariant held" in result.output
@@ -539,11 +537,11 @@ def test_command_tells_which_seed_failed_and_how_to_see_it_again(monkeypatch: py
         return Report(seed, "fl", "", 1.0, ("a fault",), 0, "weights are finite", "0.weight is not.", "fl", ("last",))
 
     monkeypatch.setattr("simulation.campaign.try_seed", fails)
-    result = CliRunner().invoke(cli, ["faults", "--seeds", "2", "--first", "5"], standalone_mode=False)
+    result = CliRunner().invoke(faults, ["--seeds", "2", "--first", "5"], standalone_mode=False)
     assert result.return_value == 1
     assert "Seed 6 violates 'weights are finite': 0.weight is not." in result.output
     assert "python -m simulation --seed 6 --verbose" in result.output
-    shown = json.loads(CliRunner().invoke(cli, ["faults", "--seed", "5", "--json"], standalone_mode=False).output)
+    shown = json.loads(CliRunner().invoke(faults, ["--seed", "5", "--json"], standalone_mode=False).output)
     assert shown["failed"] == [5]
 
 
@@ -556,6 +554,6 @@ def test_a_verbose_seed_tells_all_events() -> None:
 
 
 def test_verbose_needs_a_seed() -> None:
-    result = CliRunner().invoke(cli, ["faults", "--verbose"])
+    result = CliRunner().invoke(faults, ["--verbose"])
     assert result.exit_code == 2
     assert "--verbose tells of one world" in result.output

@@ -14,6 +14,7 @@ from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
+from pipar.job.job import Bounds
 from pipar.launch.assemble import Equipment, run_device
 from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
 from pipar.methods import METHODS, Plan
@@ -21,7 +22,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner
 from pipar.privacy.budget import Guard, Spending, Terms
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.server.epoch_results import Bounds, Ledger
+from pipar.server.epoch_results import Ledger
 from pipar.server.program import Keeper, Server, Training
 from pipar.server.session import Introduction
 from pipar.transport.backoff import Backoff

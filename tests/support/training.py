@@ -19,6 +19,7 @@ from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import planned
 from pipar.job.workload import Own, Workload
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually
 from pipar.methods import METHODS
 from pipar.nn.learner import TorchLearner
@@ -147,7 +148,7 @@ def make_job(workload: Workload) -> Job:
         dataset=workload.data_name,
         model=workload.model_name,
     )
-    return planned(job)
+    return planned(job, rehearse)
 
 
 @dataclass(frozen=True)

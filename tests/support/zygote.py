@@ -24,9 +24,10 @@ from typing import Any
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
-    "pipar.cli.deploy", "pipar.cli.train", "pipar.job.workload", "pipar.job.torch_setup", "pipar.job.prepare", "pipar.profiling.measure",
-    "pipar.storage.run_folder", "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics", "pipar.transport.certificates",
-    "pipar.transport.tls", "pipar.job.explain", "pipar.report", "pipar.launch.virtual", "pipar.cli.display",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.cli.display", "pipar.job.workload", "pipar.job.torch_setup",
+    "pipar.job.prepare", "pipar.job.explain", "pipar.profiling.measure", "pipar.storage.run_folder",
+    "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics",
+    "pipar.transport.certificates", "pipar.transport.tls", "pipar.report", "pipar.launch.virtual",
 )  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipar.errors import ProtocolError
 from pipar.execution import spans
-from pipar.wire import frames
+from pipar.wire import frames as wire_format
 from pipar.wire.encodings import CODED
 from pipar.wire.frames import Assembler, Frame, body_limit, check_fits, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, UNNUMBERED, Body, Kind, Message, json_body
@@ -130,7 +130,7 @@ def content_of(message: Message) -> tuple[object, ...]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(frames, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(wire_format, "CHUNK_BYTES", 10)
     return 10
 
 
@@ -180,8 +180,8 @@ def layout(packed: struct.Struct) -> list[tuple[int, int]]:
 
 def test_the_documents_table_is_the_headers_struct() -> None:
     table = rows("A frame", 4)
-    assert [(int(row[0]), int(row[1])) for row in table] == layout(frames._FIXED)
-    assert f"has {frames._FIXED.size} bytes" in WIRE_MD
+    assert [(int(row[0]), int(row[1])) for row in table] == layout(wire_format._FIXED)
+    assert f"has {wire_format._FIXED.size} bytes" in WIRE_MD
 
 
 def test_the_documents_names_stand_where_their_fields_are_packed() -> None:
@@ -196,7 +196,7 @@ def test_the_documents_names_stand_where_their_fields_are_packed() -> None:
     for offset, size, name, _ in rows("A frame", 4):
         found = packed[int(offset) : int(offset) + int(size)]
         if name == "`magic`":
-            assert found == frames.MAGIC
+            assert found == wire_format.MAGIC
         else:
             assert int.from_bytes(found, "big") == values[name.strip("`")], name
 
@@ -205,8 +205,8 @@ def test_the_document_names_every_kind_dtype_encoding_and_the_chunk() -> None:
     assert [(int(number), kind) for number, kind, _, _ in rows("Kinds", 4)] == [(int(k), k.name) for k in Kind]
     for names in (DTYPES, ENCODINGS):
         assert ", ".join(f"{number} {name or 'none'}" for name, number in names.items()) in WIRE_MD
-    assert f"{frames.CHUNK_BYTES:,} bytes" in WIRE_MD
-    assert f"version` | {frames.VERSION};" in WIRE_MD
+    assert f"{wire_format.CHUNK_BYTES:,} bytes" in WIRE_MD
+    assert f"version` | {wire_format.VERSION};" in WIRE_MD
 
 
 def test_the_documents_span_is_the_traces_struct() -> None:
@@ -245,8 +245,8 @@ def assemble(assembler: Assembler, frames: Iterator[Frame] | list[Frame]) -> lis
 @given(messages(), st.sampled_from([1, 1_000_000]))
 def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(message: Message, large: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "CHUNK_BYTES", 10)
-        patch.setattr(frames, "LARGE_BODY_BYTES", large)
+        patch.setattr(wire_format, "CHUNK_BYTES", 10)
+        patch.setattr(wire_format, "LARGE_BODY_BYTES", large)
         frames = frames_of(message)
         (received,) = assemble(Assembler(), frames)
     assert content_of(received) == content_of(message)
@@ -269,7 +269,7 @@ def test_a_body_is_cut_at_the_chunks_border(size: int, chunks: int) -> None:
 @given(st.lists(messages(), min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_messages_whose_chunks_are_mixed_come_back_whole(several: list[Message], random: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "CHUNK_BYTES", 10)
+        patch.setattr(wire_format, "CHUNK_BYTES", 10)
         queues = [frames_of(message, sequence) for sequence, message in enumerate(several, start=1)]
         mixed = []
         while any(queues):
@@ -290,7 +290,7 @@ def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) 
 
 
 def test_a_large_body_is_put_together_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "LARGE_BODY_BYTES", 2_500_000)
+    monkeypatch.setattr(wire_format, "LARGE_BODY_BYTES", 2_500_000)
     for size, buffers in ((2_499_999, 3), (2_500_000, 1)):
         message = Message(Kind.MODEL, body=Body.of(bytes(1_100_000), b"x" * (size - 1_100_000)))
         (received,) = assemble(Assembler(), map(unpack_frame, map(pack_frame, frames_of(message))))
@@ -332,7 +332,7 @@ BAD_FRAMES = {
     "nine dimensions": (damaged(40, b"\x09") + bytes(100), "9 dimensions"),
     "a dimension of zero": (damaged(49, bytes(4)), "a tensor of shape (0, 2) in a body of 24 bytes"),
     "a tensor larger than its body": (damaged(49, b"\xff" * 8), "a tensor of shape (4294967295, 4294967295)"),
-    "body larger than any": (damaged(41, struct.pack("!Q", frames.MAX_BODY_BYTES + 1)), "damaged header"),
+    "body larger than any": (damaged(41, struct.pack("!Q", wire_format.MAX_BODY_BYTES + 1)), "damaged header"),
 }
 
 
@@ -434,7 +434,7 @@ def test_half_received_messages_together_announce_no_more_than_is_held() -> None
     "message",
     [
         Message(Kind.ACTIVATION, micro_batch=65536),
-        Message(Kind.MODEL, body=Body(frames.MAX_BODY_BYTES + 1)),
+        Message(Kind.MODEL, body=Body(wire_format.MAX_BODY_BYTES + 1)),
         Message(Kind.GRADIENT, body=Body(shape=(1,) * 9)),
     ],
     ids=["micro-batch", "size", "dimensions"],
@@ -445,16 +445,16 @@ def test_what_no_header_can_say_does_not_fit(message: Message) -> None:
 
 
 def test_the_largest_micro_batch_number_and_the_largest_body_fit_the_header() -> None:
-    largest = Message(Kind.MODEL, micro_batch=65535, body=Body(frames.MAX_BODY_BYTES))
+    largest = Message(Kind.MODEL, micro_batch=65535, body=Body(wire_format.MAX_BODY_BYTES))
     *_, last = cut_message(largest, 2**32 - 1, 1)
     read = unpack_frame(pack_frame(replace(last, payload_bytes=0)))
-    assert (read.chunk, read.chunks, read.message.body.size_bytes) == (65534, 65535, frames.MAX_BODY_BYTES)
+    assert (read.chunk, read.chunks, read.message.body.size_bytes) == (65534, 65535, wire_format.MAX_BODY_BYTES)
 
 
 GOLDEN_BYTES = [bytes.fromhex(golden) for _, golden in GOLDEN.values()]
 
 
-@given(st.binary(max_size=120) | st.binary(max_size=90).map(lambda tail: frames.MAGIC + b"\x02" + tail))
+@given(st.binary(max_size=120) | st.binary(max_size=90).map(lambda tail: wire_format.MAGIC + b"\x02" + tail))
 def test_any_bytes_are_a_frame_or_a_protocol_error(data: bytes) -> None:
     try:
         frame = unpack_frame(data)

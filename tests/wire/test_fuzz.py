@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.garbage import BASE, damaged, good_frames
 
 from pipar.errors import ProtocolError
-from pipar.wire import chunks, frames
+from pipar.wire import chunks
+from pipar.wire import frames as wire_format
 from pipar.wire.codec import decode
 from pipar.wire.delta import decode_changes
 from pipar.wire.encodings import CODED
@@ -26,7 +27,7 @@ FRAMES = good_frames()
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "CHUNK_BYTES", 128)
+    monkeypatch.setattr(wire_format, "CHUNK_BYTES", 128)
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 256)
 
 
@@ -80,7 +81,7 @@ def bombard(count: int, seed: int) -> Counter[str]:
         results["ProtocolError" if isinstance(result, ProtocolError) else type(result).__name__] += 1
         if isinstance(result, Message):
             results.update(read(result))
-        assert len(assembler._begun) <= frames.MAX_HALF_RECEIVED
+        assert len(assembler._begun) <= wire_format.MAX_HALF_RECEIVED
     return results
 
 
@@ -117,10 +118,10 @@ def test_any_bytes_in_any_place_of_a_frame_are_a_message_or_a_protocol_error(
 
 def test_a_peer_that_begins_messages_and_never_ends_them_is_held_to_the_limit() -> None:
     """Headers that announce as much as there can be cost nothing; a full chunk of each is all that is ever kept."""
-    chunk = bytes(frames.CHUNK_BYTES)
+    chunk = bytes(wire_format.CHUNK_BYTES)
     assembler, kept = Assembler(limit=body_limit({Kind.MODEL: 3_000_000})), 0
     for sequence in range(100):
-        head = frames.Frame(Message(Kind.MODEL, body=frames.Body(3_000_000)), 1, sequence, 0, 0, 3, (), 0)
+        head = wire_format.Frame(Message(Kind.MODEL, body=wire_format.Body(3_000_000)), 1, sequence, 0, 0, 3, (), 0)
         data = pack_frame(head) + chunk
         kept += outcome(assembler, data) is None
-    assert kept == frames.MAX_HALF_RECEIVED
+    assert kept == wire_format.MAX_HALF_RECEIVED

@@ -22,6 +22,7 @@ from pipar.cli.options import (
     shortcut,
     watched,
 )
+from pipar.launch.rehearsal import rehearse
 
 
 @click.command(
@@ -63,7 +64,7 @@ def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: 
 
     with watched(quiet=as_json) as display:
         job = job_to_plan(loaded if profile is None else with_profile(loaded, str(profile)), display.observe)
-        explained = explain(job, exhaustive=exhaustive, observe=display.observe)
+        explained = explain(job, rehearse, exhaustive=exhaustive, observe=display.observe)
     if as_json:
         print_json(explained.to_dict())
         return

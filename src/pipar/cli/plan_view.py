@@ -13,7 +13,6 @@ from rich.text import Text
 from pipar.cli.tables import new_table, percent
 from pipar.cli.timeline_text import Chart
 from pipar.job.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
-from pipar.launch.assemble import can_replan
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES
@@ -156,7 +155,7 @@ def _states_line(explained: Explanation) -> Text:
     every = sorted({member.link.every_s for member in explained.fleet.members if member.link.cycle})
     times = " or ".join(f"{seconds:g}" for seconds in every)
     changing = "encodings" if explained.job.method.shares_server_model else "plans"
-    plans = f"{changing} with them" if can_replan(explained.job) else "but plans stay"
+    plans = f"{changing} with them" if explained.job.can_replan else "but plans stay"
     return Text.assemble((f"\nLinks change every {times} s", "bold"), f", {plans}; all else here is for the first row")
 
 

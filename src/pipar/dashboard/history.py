@@ -8,10 +8,10 @@ from typing import Any
 
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, Started
-from pipar.methods import Plan
+from pipar.methods import Plan, plans_as_json
 from pipar.report.content import content
 from pipar.report.record import RunRecord
-from pipar.storage.run_folder import plans_as_json, replan_as_json
+from pipar.storage.run_folder import replan_as_json
 
 
 @dataclass

@@ -14,9 +14,8 @@ from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
-from pipar.job.plans import plan_choice, plans_by_estimate, simulation
-from pipar.launch.assemble import can_replan
-from pipar.methods import Plan
+from pipar.job.plans import Rehearse, plan_choice, plans_by_estimate, simulation
+from pipar.methods import Plan, plans_as_json
 from pipar.planner.background_search import chosen as plans_again
 from pipar.planner.candidates import candidates, needed_bytes
 from pipar.planner.encoding import recoded
@@ -26,7 +25,6 @@ from pipar.planner.search import everybodys, from_sample, plans_in_common
 from pipar.planner.simulator import timeline
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
-from pipar.storage.run_folder import plans_as_json
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
 _GRIDS = (
@@ -301,13 +299,13 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
 # --- the explanation
 
 
-def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -> Explanation:
+def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: Observer = ignore) -> Explanation:
     """Return a job's choice of plans and what speaks for it; `exhaustive` also tries all others."""
     started = time.monotonic()
-    fleet, simulate = job.fleet(), simulation(job)
+    fleet, simulate = job.fleet(), simulation(job, rehearse)
     sample = fleet.sampled()
     grid = _grid(_evened(sample)) if exhaustive else None  # before anything takes time
-    choice = plan_choice(job, fleet, observe=observe)
+    choice = plan_choice(job, fleet, rehearse, observe=observe)
     seconds = time.monotonic() - started
 
     def timed(plans: Plans) -> Option:
@@ -328,7 +326,7 @@ def explain(job: Job, *, exhaustive: bool = False, observe: Observer = ignore) -
         simulations=choice.simulations,
         seconds=seconds,
         states=_states(job, fleet, chosen, simulate, observe),
-        limited=_limited(job, chosen, observe),
+        limited=_limited(job, rehearse, chosen, observe),
     )
     if not exhaustive:
         return explanation
@@ -365,7 +363,7 @@ def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe:
     return tuple(states)
 
 
-def _limited(job: Job, chosen: Option, observe: Observer) -> Limited | None:
+def _limited(job: Job, rehearse: Rehearse, chosen: Option, observe: Observer) -> Limited | None:
     """Return what the limit on leakage costs; None without one."""
     most = job.config.privacy.max_leakage
     if most is None:
@@ -374,8 +372,8 @@ def _limited(job: Job, chosen: Option, observe: Observer) -> Limited | None:
         return Limited(most, job.leaky_cuts, chosen, job.leakage_guess)
     free = replace(job, leaky_cuts={})
     fleet, by_paper = free.fleet(), job.config.plan.estimate == "paper"
-    plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, observe=observe).plans
-    without = Option(plans, whole_epoch(simulation(free), fleet.sampled(), plans).epoch_s)
+    plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, rehearse, observe=observe).plans
+    without = Option(plans, whole_epoch(simulation(free, rehearse), fleet.sampled(), plans).epoch_s)
     return Limited(most, job.leaky_cuts, without, job.leakage_guess)
 
 
@@ -386,8 +384,8 @@ def _at(link: Link, number: int) -> Link:
 def _replanned(job: Job, fleet: Fleet, plans: Plans, simulate: Simulate) -> Option:
     """Return the plans that a training has behind such a change: new ones if it may choose and they are better."""
     if job.method.shares_server_model:
-        plans = recoded(fleet, plans) if can_replan(job) else plans
-    elif can_replan(job):
+        plans = recoded(fleet, plans) if job.can_replan else plans
+    elif job.can_replan:
         by_paper = job.config.plan.estimate == "paper"
         plans = plans_by_estimate(job, fleet) if by_paper else plans_again(fleet, plans)
     return Option(plans, simulate(fleet.sampled(), plans, None).epoch_s)

@@ -15,13 +15,20 @@ from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import Guard, Terms, terms_of
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.profile import Profile
-from pipar.server.epoch_results import Bounds
 from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
 
 #: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
 _SAMPLED_DEVICES = 20
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Profiled seconds of compute of one epoch: on each device, and on one core of the server."""
+
+    device_s: Mapping[str, float]
+    server_s: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,16 @@ class Job:
             return "lossy"
         cut = any(plan.micro_batches > 1 for plan in self.plans.values())
         return "statistical" if self.dropout or (self.batch_statistics and cut) else "exact"
+
+    @property
+    def can_replan(self) -> bool:
+        """Whether a device can be given another plan between two rounds.
+
+        Where devices share one server-side model, only its encodings can change; in federated learning there is nothing
+        to choose.
+        """
+        may_change = not self.method.shares_server_model or self.config.wire.encoding == "auto"
+        return self.config.plan.replan and self.method.splits and may_change
 
     def resolved_config(self) -> Config:
         """Return the configuration with the plans that were chosen: run again, it trains by the same ones."""

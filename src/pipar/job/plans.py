@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pipar.errors import PlanError
-from pipar.events import EpochResult, Observer, Preparing, ignore
-from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
+from pipar.events import Observer, Preparing, ignore
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
@@ -18,18 +17,18 @@ from pipar.planner.search import Choice, choose_by_estimate, everybodys
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
 
-#: What counts as a lane's work: the stages of the iterations, and models on the links.
-_COUNTED = frozenset({"fc", "bc", "step", "u", "decode", "fs", "bs", "encode", "d", "model"})
+#: Returns the timing of a job's first iterations by running its programs in virtual time, without the mathematics.
+Rehearse = Callable[[Job, int | None], Timing]
 #: The search ends long before in most cases; a display needs something to count towards.
 _USUAL_SIMULATIONS = 60
 
 
-def planned(job: Job, observe: Observer = ignore) -> Job:
+def planned(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> Job:
     """Return the job with every device's plan: as configured, or chosen where it says "auto"."""
-    return replace(job, plans=make_plans(job, observe))
+    return replace(job, plans=make_plans(job, rehearse, observe))
 
 
-def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
+def make_plans(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> dict[str, Plan]:
     """Return every device's plan."""
     fleet = job.fleet()
     given = _given_plans(fleet)
@@ -37,7 +36,7 @@ def make_plans(job: Job, observe: Observer = ignore) -> dict[str, Plan]:
         return given
     if job.config.plan.estimate == "paper":
         return plans_by_estimate(job, fleet)
-    return plan_choice(job, fleet, observe=observe).plans
+    return plan_choice(job, fleet, rehearse, observe=observe).plans
 
 
 def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
@@ -75,7 +74,7 @@ def _check_common(given: set[int]) -> None:
 
 
 def plan_choice(
-    job: Job, fleet: Fleet, *, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
+    job: Job, fleet: Fleet, rehearse: Rehearse, *, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
 ) -> Choice:
     """Return the chosen plans with their runners-up; `start` are those in force, when they are chosen again."""
 
@@ -83,12 +82,12 @@ def plan_choice(
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))
 
     within = None if job.method.shares_server_model else simulate_within
-    choice = choose_for(fleet, simulation(job), within=within, start=start, progress=progress)
+    choice = choose_for(fleet, simulation(job, rehearse), within=within, start=start, progress=progress)
     observe(Preparing("Planning", 1.0))
     return choice
 
 
-def simulation(job: Job) -> Simulate:
+def simulation(job: Job, rehearse: Rehearse) -> Simulate:
     """Return what runs plans: the quick simulation where it knows the method, else the virtual world itself."""
     if job.method.shares_server_model:
         return lambda fleet, plans, iterations: rehearse(_with_fleet(job, fleet, plans), iterations)
@@ -107,44 +106,3 @@ def _with_fleet(job: Job, fleet: Fleet, plans: Mapping[str, Plan]) -> Job:
         sizes={name: member.samples for name, member in members.items()},
         plans=plans,
     )
-
-
-def rehearse(job: Job, iterations: int | None) -> Timing:
-    """Return the timing of a job's first iterations, from the virtual world itself, without the mathematics."""
-    from pipar.launch.virtual import train_without_mathematics
-
-    fleet, run = job.fleet(), job.config.run
-    update = {"epochs": 1, "patience": None, "trace": "full"}
-    short = replace(
-        job,
-        config=job.config.model_copy(update={"run": run.model_copy(update=update)}),
-        sizes={name: sum(fleet.batches(size, iterations)) for name, size in job.sizes.items()},
-    )
-    results: list[tuple[EpochResult, list[Span]]] = []
-    train_without_mathematics(short, lambda result, spans: results.append((result, spans)), ignore)
-    ((result, spans),) = results
-    lanes = by_lane(span for span in spans if span.epoch == 1 and not span.waiting)
-    start = min(span.start for name in job.sizes for span in lanes[name, IO])
-
-    own = {
-        name: tuple(_busy_s(lanes.get((name, lane), [])) for lane in (COMPUTE, UPLINK, DOWNLINK)) for name in job.sizes
-    }
-    device, uplink, downlink = (max(of) for of in zip(*own.values(), strict=True))
-    cores = [of for (owner, _), of in lanes.items() if owner == SERVER]
-    return Timing(
-        epoch_s=result.seconds,
-        ends={
-            name: tuple(span.end - start for span in lanes[name, COMPUTE] if span.kind == "step") for name in job.sizes
-        },
-        busy_s={
-            "device": device,
-            "uplink": uplink,
-            "server": sum(map(_busy_s, cores)) / job.cores,
-            "downlink": downlink,
-        },
-        own_s=own,
-    )
-
-
-def _busy_s(spans: Iterable[Span]) -> float:
-    return sum(span.end - span.start for span in spans if span.kind in _COUNTED)

@@ -19,7 +19,7 @@ from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
 from pipar.job.job import Job
-from pipar.job.plans import planned
+from pipar.job.plans import Rehearse, planned
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 _LAYERS_SHARE = 0.9
 
 
-def prepare(workload: Workload, observe: Observer = ignore) -> Job:
+def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
     terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
-    return planned(unplanned(workload, observe), observe)
+    return planned(unplanned(workload, observe), rehearse, observe)
 
 
-def prepare_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
+def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = ignore) -> Job | None:
     """Return the job of a timing-only run, from counts and a profile; None for factories, which must be looked at.
 
     The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
     """
     terms_of(config)
     job = unplanned_timing_only(config, observe)
-    return None if job is None else planned(job, observe)
+    return None if job is None else planned(job, rehearse, observe)
 
 
 def unplanned(workload: Workload, observe: Observer = ignore) -> Job:

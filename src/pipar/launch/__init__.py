@@ -1,6 +1,6 @@
 """Starting the programs.
 
 Reading order: `assemble` (the two programs with all their parts), `virtual` (in virtual time, one process),
-`sizes_only` (timing-only: bodies with a size and no content), `processes` (as processes of this machine), `run` (a
-whole training in either world), `deployed_server` and `deployed_device` (across machines).
+`sizes_only` (timing-only: bodies with a size and no content), `rehearsal` (timing plans by such a run), `processes`
+(as processes of this machine), `run` (a whole training in either world), `deployment` (across machines).
 """

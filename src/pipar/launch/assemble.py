@@ -79,7 +79,7 @@ def assemble_server(
         done=done,
     )
     replanner = None
-    if choose is not None and can_replan(job):
+    if choose is not None and job.can_replan:
         learned = foresight.has_learned if foresight is not None else lambda: False
         replanner = Replanner(job.links, choose, observe, learned=learned)
 
@@ -127,16 +127,6 @@ def _both(one: Callable[[Job], None], other: Callable[[Job], None]) -> Callable[
         other(job)
 
     return call
-
-
-def can_replan(job: Job) -> bool:
-    """Return whether a device can be given another plan between two rounds.
-
-    Where devices share a server-side model, which has one cut, its encodings only; in federated learning there is
-    nothing to choose.
-    """
-    may_change = not job.method.shares_server_model or job.config.wire.encoding == "auto"
-    return job.config.plan.replan and job.method.splits and may_change
 
 
 @dataclass(frozen=True)

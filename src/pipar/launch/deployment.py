@@ -24,10 +24,12 @@ from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopp
 from pipar.execution.lanes import ThreadCompute
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
+from pipar.job.plans import make_plans
 from pipar.job.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.job.torch_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.job.workload import Own, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
@@ -156,7 +158,9 @@ class _ServerProgram:
 
     async def run(self, job: Job, found: Checkpoint | None) -> None:
         config, done = job.config, 0 if found is None else found.round
-        enrolment = Open(job, {spec.name: spec for spec in _listed(config)}, unlisted_spec)
+        enrolment = Open(
+            job, {spec.name: spec for spec in _listed(config)}, unlisted_spec, partial(make_plans, rehearse=rehearse)
+        )
         if found is not None:
             enrolment.keep_plans(found.plans)
         enrolment.changed = self._take_job

@@ -28,6 +28,7 @@ from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.job.workload import Own, Workload
+from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.privacy.budget import Spending
 from pipar.profiling.profile import Profile
@@ -416,7 +417,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
 def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
     """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
     brought = {**job.device_profiles, **profiles}
-    return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought))
+    return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought), rehearse)
 
 
 def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str) -> None:

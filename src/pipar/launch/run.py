@@ -18,6 +18,7 @@ from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracking import tracked
 from pipar.storage.run_folder import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.wording import guess_text, ruled_out_text
@@ -105,7 +106,7 @@ def _train(config: Config, world: World, own: tuple[Any, ...], told: Told) -> Re
     """Train by a configuration that is known to be right; `own` is what the user brought: model and datasets."""
     model, datasets, _, _ = own
     if world == "timing-only" and model is None and datasets is None:
-        job = prepare_timing_only(config, told.observe)
+        job = prepare_timing_only(config, rehearse, told.observe)
         if job is not None:
             return _run_timing_only(job, told)
     from pipar.job.workload import Own
@@ -192,7 +193,7 @@ def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Resul
     if world == "real":
         _check_real_world(config)
     workload = Workload(config, own)
-    job = prepare(workload, told.observe)
+    job = prepare(workload, rehearse, told.observe)
     if world == "timing-only":
         return _run_timing_only(job, told)
     if world == "virtual":

@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """A tracker that can be named: the packages that it needs, the module of pipar.trackers, and its class there."""
+    """A tracker that can be named: the packages that it needs, the module of this package, and its class there."""
 
     packages: tuple[str, ...]
     module: str
@@ -80,7 +80,7 @@ def check_installed(names: Sequence[str]) -> None:
 def make_tracker(name: str) -> Tracker:
     """Return a tracker of this name; its package is imported now."""
     known = KNOWN[name]
-    made: Tracker = getattr(importlib.import_module(f"pipar.trackers.{known.module}"), known.class_name)()
+    made: Tracker = getattr(importlib.import_module(f"pipar.monitoring.{known.module}"), known.class_name)()
     return made
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from pipar.config import Config, config_from, device_names, device_specs
 from pipar.errors import InputError
 from pipar.execution.spans import Span
-from pipar.methods import METHODS, Plan
-from pipar.storage.run_folder import plans_as_json, rows_on_disk
+from pipar.methods import METHODS, Plan, plans_as_json
+from pipar.storage.run_folder import rows_on_disk
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")
 _EPOCH = re.compile(rb'"epoch": ?(\d+)')

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pipar.config import DeviceSpec, Link
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
-from pipar.job.plans import make_plans
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.search import choose_by_estimate
@@ -52,12 +51,19 @@ class Listed:
 class Open:
     """Everybody who comes; a device that is not in the configuration is a machine of its own on a link of its own."""
 
-    def __init__(self, job: Job, specs: Mapping[str, DeviceSpec], unlisted: Callable[[str], DeviceSpec]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        specs: Mapping[str, DeviceSpec],
+        unlisted: Callable[[str], DeviceSpec],
+        make_plans: Callable[[Job], Mapping[str, Plan]],
+    ) -> None:
         self.job = replace(job, real_links=True)  # of those who have come
         self.changed: Callable[[Job], None] = lambda _: None
         self._kept: Mapping[str, Plan] = {}
         self._specs = specs
         self._unlisted = unlisted
+        self._make_plans = make_plans
 
     def keep_plans(self, plans: Mapping[str, Plan]) -> None:
         """Let devices go on by the plans that they had before this server was started."""
@@ -100,7 +106,7 @@ class Open:
         if len(kept) == len(job.sizes):
             return recoded(job.fleet(), kept)
         # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
-        return await asyncio.to_thread(make_plans, job)
+        return await asyncio.to_thread(self._make_plans, job)
 
     async def _blame(self, everybody: Sequence[Introduction]) -> None:
         """Raise if there is somebody for whom nothing can be planned, even alone."""

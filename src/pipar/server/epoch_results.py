@@ -10,18 +10,11 @@ from dataclasses import dataclass, field
 from pipar.config import Link
 from pipar.events import EpochResult
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
+from pipar.job.job import Bounds
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Foresight, since
 from pipar.planner.replanner import MeasuredLink
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Profiled seconds of compute of one epoch: on each device, and on one core of the server."""
-
-    device_s: Mapping[str, float]
-    server_s: float
 
 
 @dataclass

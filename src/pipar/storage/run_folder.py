@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job.job import Job
-from pipar.methods import Plan
+from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import Spending
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
@@ -309,11 +309,6 @@ def rows_on_disk(path: Path) -> list[dict[str, Any]]:
 def plan_from_json(entry: Mapping[str, Any]) -> Plan:
     """Return the plan of an entry of `plans`; what an older result does not say is as by default."""
     return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
-
-
-def plans_as_json(plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
-    """Return the devices' plans as result files and `pipar plan --json` have them."""
-    return [{"device": name, **asdict(plan)} for name, plan in sorted(plans.items())]
 
 
 def replan_as_json(event: Replanned) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Limits:
     A device that comes back holds a stream that it has lost and a new one, so one credential has two. `connections` is
     how many there are in all, and `newcomers` how many streams may not have said anything yet.
 
-    A device whose link breaks as soon as it is made tries four times a second in the mean (see `transport/backoff.py`): that is
+    A device whose link breaks as soon as it is made tries four times a second in the mean (see `backoff.py`): that is
     less than `streams` of one credential. Where devices have none they share `open_streams`. Refusals beyond
     `refusals` are given after `refusal_s` only.
     """

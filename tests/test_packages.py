@@ -1,0 +1,117 @@
+"""The packages import each other as docs/packages.toml allows, without a cycle, and the documents say the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import shape
+
+ALL = shape.modules()
+
+
+@pytest.mark.parametrize("module", ALL)
+def test_a_module_imports_only_what_its_package_may(module: str) -> None:
+    assert shape.breaches(module, ALL[module], ALL) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert shape.cycles(shape.graph(ALL)) == []
+
+
+def test_the_rules_themselves_have_no_circle() -> None:
+    rules = {name: rule["imports"] for name, rule in shape.RULES["packages"].items()}
+    assert shape.cycles(rules) == []
+
+
+def test_every_package_of_the_rules_is_there_and_has_a_map_of_its_modules() -> None:
+    packages = {shape.package_of(module) for module in ALL} - {shape.ROOT_PACKAGE}
+    assert packages == set(shape.RULES["packages"])
+    for package in packages:
+        text = ALL[f"{package}.__init__"]
+        own = [module.partition(".")[2] for module in ALL if shape.package_of(module) == package]
+        assert [name for name in own if name != "__init__" and f"`{name}`" not in text] == [], package
+
+
+def test_packages_are_at_most_two_levels_deep() -> None:
+    assert [module for module in ALL if module.count(".") > 1] == []
+
+
+MADE_UP = {
+    ("execution.stages", "from pipar.server.program import Server"): "execution.stages imports server.program, which",
+    ("execution.stages", "import pipar.server.program"): "execution.stages imports server.program, which",
+    ("execution.stages", "from pipar.server import program"): "execution.stages imports server.program, which",
+    ("nn.parts", "import pipar"): "nn.parts imports __init__, which",
+    (
+        "planner.search",
+        "def f():\n    from pipar.launch.virtual import x",
+    ): "planner.search imports launch.virtual, which",
+    ("units", "if TYPE_CHECKING:\n    from pipar.job.job import Job"): "units imports job.job, which",
+    ("nn.parts", "from pipar.transport.channel import Channel"): "nn.parts imports transport.channel, which",
+    ("device.program", "from pipar.server.program import Server"): "device.program imports server.program, which",
+    ("server.program", "import pipar.device.program"): "server.program imports device.program, which",
+    ("planner.costs", "import torch"): "planner.costs imports torch",
+    ("profiling.profile", "import torch"): "profiling.profile imports torch",
+    ("wire.frames", "def f():\n    from torch import nn"): "wire.frames imports torch",
+    ("launch.processes", "from grpc import aio"): "launch.processes imports grpc",
+    ("launch.processes", "import uvicorn"): "launch.processes imports uvicorn",
+    ("transport.helpers", ""): "transport.helpers has a name that says nothing",
+    ("attic.box", ""): "attic.box is in a package that docs/packages.toml does not name",
+}
+
+
+@pytest.mark.parametrize(("made_up", "sentence"), MADE_UP.items(), ids=lambda value: str(value)[:60])
+def test_a_made_up_breach_is_found(made_up: tuple[str, str], sentence: str) -> None:
+    module, source = made_up
+    assert any(found.startswith(sentence) for found in shape.breaches(module, source, ALL))
+
+
+def test_a_made_up_circle_is_found() -> None:
+    assert shape.cycles({"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": []}) == [["a", "b", "c"]]
+
+
+def test_a_type_only_import_of_torch_is_no_breach() -> None:
+    assert shape.breaches("planner.costs", "if TYPE_CHECKING:\n    import torch", ALL) == []
+
+
+def test_the_architecture_page_has_the_table_of_the_rules() -> None:
+    text = shape.ARCHITECTURE.read_text("utf-8")
+    assert shape.table() in text, "run python -m docs.shape --write"
+
+
+TIMING_ONLY = """
+import sys
+import pipar
+pipar.run(
+    {"data": {"name": "cifar10", "samples_per_device": 20}, "server": {"profile": "i7-11850h"},
+     "devices": [{"count": 2, "profile": "raspberry-pi-3b"}], "run": {"epochs": 1, "method": sys.argv[1]}},
+    world="timing-only",
+)
+print([name for name in ("torch", "grpc") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("method", ["pipar", "sfl2"])
+def test_a_timing_only_run_imports_neither_torch_nor_grpc(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    command = [sys.executable, "-c", TIMING_ONLY, method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("package", ["pipar", "pipar.planner.search", "pipar.planner.background_search", "pipar.cli"])
+def test_importing_does_not_import_torch_or_grpc(package: str) -> None:
+    program = f"import sys, {package}; print([name for name in ('torch', 'grpc') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_shape_is_printed() -> None:
+    text = "\n".join(shape.report())
+    for what in ("modules at the root", "lines a module", "lines a function", "constructor parameters", "cycles"):
+        assert what in text
