@@ -259,8 +259,8 @@ def page(place: Path) -> str:
         "# Results of the paper's evaluation",
         "",
         "Tables, comparisons and figures of `python -m reproduction`, written by "
-        "`python -m benchmarks reproduction` (quick) and `python -m benchmarks reproduction_full`. Every row of a table "
-        "and every line of a comparison "
+        "`python -m benchmarks reproduction` (quick) and `python -m benchmarks reproduction_full`. Every row of a "
+        "table and every line of a comparison "
         "names its runs: folders in `cells/` with configuration and result. "
         "[How to run the evaluation](../../../docs/reproduction.md) explains the columns.",
         "",
