@@ -27,7 +27,7 @@ from pipar.events import (
     Starting,
     TrackerFailed,
 )
-from pipar.monitoring.progress import Gauges
+from pipar.monitoring.progress import TrainingProgress
 from pipar.wording import plans_text, setting_text
 
 STARTED = Started(
@@ -60,55 +60,55 @@ def _report(owner: str, iteration: int, at_s: float, epoch: int = 1, **busy_s: f
     return Progress(owner, epoch, iteration, 100, 2.25, at_s, {lane.replace("_", " "): s for lane, s in busy_s.items()})
 
 
-def _gauges(*events: Event) -> Gauges:
-    gauges = Gauges()
+def _progress(*events: Event) -> TrainingProgress:
+    progress = TrainingProgress()
     for event in (STARTED, *events):
-        gauges.take(event)
-    return gauges
+        progress.take(event)
+    return progress
 
 
 def test_utilisation_is_busy_time_between_reports_over_the_time_between_them() -> None:
-    gauges = _gauges(
+    progress = _progress(
         _report("device-1", 1, 10.0, compute=5.0, uplink=1.0),
         _report("device-1", 2, 12.0, compute=6.5, uplink=2.0),
         _report("device-2", 1, 10.0, compute=5.0, uplink=1.0),
         _report("device-2", 2, 12.0, compute=5.5, uplink=2.0),
     )
-    assert gauges.utilisation() == {"device": 0.5, "uplink": 0.5, "server": None, "downlink": None}
+    assert progress.utilisation() == {"device": 0.5, "uplink": 0.5, "server": None, "downlink": None}
 
 
 def test_the_server_is_the_mean_of_its_cores_also_of_those_that_never_worked() -> None:
-    gauges = _gauges(
+    progress = _progress(
         _report("server", 1, 10.0, core_0=1.0, downlink=0.5),
         _report("server", 2, 14.0, core_0=3.0, downlink=1.5),
     )
-    shares = gauges.utilisation()
+    shares = progress.utilisation()
     assert (shares["server"], shares["downlink"]) == (0.25, 0.25)
 
 
 def test_one_report_says_nothing_about_how_busy_a_lane_is() -> None:
-    assert set(_gauges(_report("device-1", 1, 10.0, compute=5.0)).utilisation().values()) == {None}
+    assert set(_progress(_report("device-1", 1, 10.0, compute=5.0)).utilisation().values()) == {None}
 
 
 def test_the_place_is_that_of_the_furthest_device_and_the_share_that_of_all() -> None:
-    gauges = _gauges(_report("device-1", 4, 10.0), _report("device-2", 2, 10.0))
-    assert gauges.place() == (1, 4, 4, 0.75)
-    gauges.take(_report("device-1", 1, 11.0, epoch=2))
-    assert gauges.place() == (2, 1, 4, 0.125)
+    progress = _progress(_report("device-1", 4, 10.0), _report("device-2", 2, 10.0))
+    assert progress.place() == (1, 4, 4, 0.75)
+    progress.take(_report("device-1", 1, 11.0, epoch=2))
+    assert progress.place() == (2, 1, 4, 0.125)
 
 
 def test_samples_a_second_add_up_over_the_devices() -> None:
-    gauges = _gauges(_report("device-1", 1, 10.0), _report("device-2", 1, 10.0))
-    assert gauges.samples_per_s() is None
-    gauges.take(_report("device-1", 3, 12.0))
-    gauges.take(_report("device-2", 2, 11.0))
-    assert gauges.samples_per_s() == 25.0 + 25.0
+    progress = _progress(_report("device-1", 1, 10.0), _report("device-2", 1, 10.0))
+    assert progress.samples_per_s() is None
+    progress.take(_report("device-1", 3, 12.0))
+    progress.take(_report("device-2", 2, 11.0))
+    assert progress.samples_per_s() == 25.0 + 25.0
 
 
 def test_a_new_run_starts_from_nothing() -> None:
-    gauges = _gauges(_report("device-1", 4, 10.0), EPOCH)
-    gauges.take(STARTED)
-    assert (gauges.last, gauges.running, gauges.place()) == (None, False, (1, 0, 0, 0.0))
+    progress = _progress(_report("device-1", 4, 10.0), EPOCH)
+    progress.take(STARTED)
+    assert (progress.last, progress.running, progress.place()) == (None, False, (1, 0, 0, 0.0))
 
 
 def test_a_line_of_an_epoch_has_its_values_under_their_titles_within_80_columns() -> None:
@@ -293,14 +293,14 @@ def test_a_terminal_shows_where_the_run_is(events: list[Event], says: list[str])
 
 
 def _look_while_reporting(step: int) -> bool:
-    gauges = _gauges()
+    progress = _progress()
 
     def look() -> None:
-        gauges.place()
-        gauges.samples_per_s()
-        gauges.utilisation()
+        progress.place()
+        progress.samples_per_s()
+        progress.utilisation()
 
-    return has_step(step, Gauges.take.__code__, lambda: gauges.take(_report("device-1", 1, 10.0)), look)
+    return has_step(step, TrainingProgress.take.__code__, lambda: progress.take(_report("device-1", 1, 10.0)), look)
 
 
 def _begin_while_drawing(step: int) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipar.cli import machine_checks, main
-from pipar.cli.machine_checks import EXTRAS, Finding, Limits, TorchFacts
+from pipar.cli import doctor_checks, main
+from pipar.cli.doctor_checks import EXTRAS, Finding, Limits, TorchFacts
 from pipar.config import Config, config_from
 from pipar.data.catalog import known_datasets
 from pipar.transport.addresses import why_not_listening
@@ -31,24 +31,24 @@ def _group(root: Path, **files: str) -> Path:
 
 
 def test_python_must_be_new_enough() -> None:
-    assert machine_checks.check_python((3, 11, 0)) == Finding("Python", "ok", "3.11.0")
-    assert _state(machine_checks.check_python((3, 10, 9))) == ("problem", True)
+    assert doctor_checks.check_python((3, 11, 0)) == Finding("Python", "ok", "3.11.0")
+    assert _state(doctor_checks.check_python((3, 10, 9))) == ("problem", True)
 
 
 def test_packages_must_be_here_and_load() -> None:
-    assert machine_checks.check_packages({"click": "8.1", "torch": "2.4"}, {}).state == "ok"
-    missing = machine_checks.check_packages({"click": None, "torch": "2.4"}, {})
+    assert doctor_checks.check_packages({"click": "8.1", "torch": "2.4"}, {}).state == "ok"
+    missing = doctor_checks.check_packages({"click": None, "torch": "2.4"}, {})
     assert (missing.state, missing.found) == ("problem", "not here: click")
-    broken = machine_checks.check_packages({}, {"grpc": "ImportError: no"})
+    broken = doctor_checks.check_packages({}, {"grpc": "ImportError: no"})
     assert "grpc does not load: ImportError: no" in broken.found
     assert broken.advice.endswith("pip install --force-reinstall grpcio"), "a package grpc is somebody else's"
-    assert set(machine_checks.MACHINE_CODE.values()) <= set(machine_checks.required_packages())
+    assert set(doctor_checks.MACHINE_CODE.values()) <= set(doctor_checks.required_packages())
 
 
 def test_a_module_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_package.py").write_text("raise OSError('libgomp.so.1 is missing')", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    assert machine_checks.loading_errors(["broken_package", "no_such_package", "json"]) == {
+    assert doctor_checks.loading_errors(["broken_package", "no_such_package", "json"]) == {
         "broken_package": "OSError: libgomp.so.1 is missing"
     }
 
@@ -62,7 +62,7 @@ def test_a_module_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_torch_must_load_and_should_have_vector_instructions(facts: TorchFacts, state: str) -> None:
-    assert machine_checks.check_torch(facts).state == state
+    assert doctor_checks.check_torch(facts).state == state
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_limits_of_control_groups_of_version_2(tmp_path: Path, files: dict[str, 
     root = _group(tmp_path / "cgroup", **files)
     own = tmp_path / "own"
     own.write_text("0::/\n", "utf-8")
-    assert machine_checks.limits(root, own) == found
+    assert doctor_checks.limits(root, own) == found
 
 
 def test_the_tightest_limit_counts_also_of_a_group_around_the_own_one(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_tightest_limit_counts_also_of_a_group_around_the_own_one(tmp_path: 
     _group(root / "slice" / "job", cpu__max="300000 100000", memory__max=str(4 * GIB), memory__current="0")
     own = tmp_path / "own"
     own.write_text("0::/slice/job\n", "utf-8")
-    assert machine_checks.limits(root, own) == Limits(1.0, GIB, 0)
+    assert doctor_checks.limits(root, own) == Limits(1.0, GIB, 0)
 
 
 def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
@@ -98,17 +98,17 @@ def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
     _group(root / "memory" / "job", **{"memory__limit_in_bytes": str(GIB), "memory__usage_in_bytes": "1"})
     own = tmp_path / "own"
     own.write_text("4:memory:/job\n1:cpu:/job\n", "utf-8")
-    assert machine_checks.limits(root, own) == Limits(0.5, GIB, 1)
+    assert doctor_checks.limits(root, own) == Limits(0.5, GIB, 1)
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert machine_checks.limits(tmp_path / "none", tmp_path / "neither") == Limits()
+    assert doctor_checks.limits(tmp_path / "none", tmp_path / "neither") == Limits()
 
 
 def test_fewer_cores_than_there_seem_to_be_are_worth_a_word() -> None:
-    assert machine_checks.check_cores(8, 8, None) == Finding("cores", "ok", "8")
-    assert machine_checks.check_cores(8, 2, 4.0) == Finding("cores", "ok", "2 of 8")
-    limited = machine_checks.check_cores(8, 8, 1.5)
+    assert doctor_checks.check_cores(8, 8, None) == Finding("cores", "ok", "8")
+    assert doctor_checks.check_cores(8, 2, 4.0) == Finding("cores", "ok", "2 of 8")
+    limited = doctor_checks.check_cores(8, 8, 1.5)
     assert limited.state == "advice"
     assert "--set server.cores=1" in limited.advice
 
@@ -125,31 +125,31 @@ def test_fewer_cores_than_there_seem_to_be_are_worth_a_word() -> None:
     ],
 )
 def test_memory_must_hold_a_process_and_should_hold_several(available: int | None, limits: Limits, state: str) -> None:
-    assert machine_checks.check_memory(available, limits).state == state
+    assert doctor_checks.check_memory(available, limits).state == state
 
 
 def test_available_memory_is_what_the_system_says(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:     1024 kB\n", "utf-8")
-    assert machine_checks.available_memory(tmp_path / "meminfo") == 2**20
-    assert machine_checks.available_memory(tmp_path / "none") is None
+    assert doctor_checks.available_memory(tmp_path / "meminfo") == 2**20
+    assert doctor_checks.available_memory(tmp_path / "none") is None
 
 
 def test_a_folder_that_does_not_exist_yet_is_as_good_as_the_one_it_will_be_in(tmp_path: Path) -> None:
-    assert machine_checks.nearest(tmp_path / "a" / "b") == tmp_path
-    assert machine_checks.check_folder("runs", tmp_path / "a" / "b", "PIPAR_RUNS").state in ("ok", "advice")
+    assert doctor_checks.nearest(tmp_path / "a" / "b") == tmp_path
+    assert doctor_checks.check_folder("runs", tmp_path / "a" / "b", "PIPAR_RUNS").state in ("ok", "advice")
 
 
 def test_a_file_in_the_way_of_a_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", "utf-8")
-    found = machine_checks.check_folder("runs", tmp_path / "file" / "x", "PIPAR_RUNS")
+    found = doctor_checks.check_folder("runs", tmp_path / "file" / "x", "PIPAR_RUNS")
     assert found.state == "problem"
     assert "set PIPAR_RUNS" in found.advice
 
 
 @pytest.mark.parametrize(("free", "state"), [(2_000_000_000, "ok"), (500_000_000, "advice"), (1000, "problem")])
 def test_a_folder_needs_room(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
-    assert machine_checks.check_folder("runs", tmp_path, "PIPAR_RUNS").state == state
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    assert doctor_checks.check_folder("runs", tmp_path, "PIPAR_RUNS").state == state
 
 
 def _why_not(busy: str) -> Callable[[str], str]:
@@ -157,13 +157,13 @@ def _why_not(busy: str) -> Callable[[str], str]:
 
 
 def test_the_servers_port_must_be_free_and_loopback_must_be_there() -> None:
-    assert [one.state for one in machine_checks.check_ports("127.0.0.1:0", _why_not(""))] == ["ok"]
-    assert [one.state for one in machine_checks.check_ports("127.0.0.1:7700", _why_not(""))] == ["ok", "ok"]
-    assert [one.state for one in machine_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:7700"))] == [
+    assert [one.state for one in doctor_checks.check_ports("127.0.0.1:0", _why_not(""))] == ["ok"]
+    assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not(""))] == ["ok", "ok"]
+    assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:7700"))] == [
         "ok",
         "problem",
     ]
-    assert [one.state for one in machine_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:0"))] == ["problem"]
+    assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:0"))] == ["problem"]
 
 
 def test_a_port_that_somebody_listens_on_is_not_free() -> None:
@@ -176,23 +176,23 @@ def test_a_port_that_somebody_listens_on_is_not_free() -> None:
 def test_the_configurations_dataset_must_be_here_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPAR_DATA", raising=False)
     datasets = known_datasets(tmp_path)
-    assert [one.state for one in machine_checks.check_data(Config(), datasets, tmp_path)] == ["ok"]
-    (missing,) = machine_checks.check_data(config_from({"data": {"name": "cifar10"}}), datasets, tmp_path)
+    assert [one.state for one in doctor_checks.check_data(Config(), datasets, tmp_path)] == ["ok"]
+    (missing,) = doctor_checks.check_data(config_from({"data": {"name": "cifar10"}}), datasets, tmp_path)
     assert missing.state == "problem"
     assert "pipar data get cifar10" in missing.advice
     own = config_from({"data": {"name": "cifar10", "factory": "a:b"}})
-    assert [one.state for one in machine_checks.check_data(own, datasets, tmp_path)] == ["ok"]
+    assert [one.state for one in doctor_checks.check_data(own, datasets, tmp_path)] == ["ok"]
     monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "typo"))
-    assert [one.state for one in machine_checks.check_data(Config(), datasets, tmp_path / "typo")] == ["advice"]
+    assert [one.state for one in doctor_checks.check_data(Config(), datasets, tmp_path / "typo")] == ["advice"]
 
 
 def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
     extra = EXTRAS["tensorboard"]
     assert (
-        machine_checks.check_extra("tensorboard", extra, lambda _: "2.20").found
+        doctor_checks.check_extra("tensorboard", extra, lambda _: "2.20").found
         == "tensorboard 2.20, for --tracker tensorboard"
     )
-    absent = machine_checks.check_extra("tensorboard", extra, lambda _: None)
+    absent = doctor_checks.check_extra("tensorboard", extra, lambda _: None)
     assert (absent.state, absent.advice) == ("advice", "If you want it: pip install 'pipar[tensorboard]'")
 
 
@@ -202,22 +202,22 @@ def test_every_extra_that_pipar_offers_its_users_is_looked_for() -> None:
 
 
 def test_links_are_emulated_without_the_kernel() -> None:
-    assert machine_checks.check_links([], "").state == "ok"
-    assert _state(machine_checks.check_links(["tc"], "")) == ("advice", True)
-    assert _state(machine_checks.check_links([], "operation not permitted")) == ("advice", True)
+    assert doctor_checks.check_links([], "").state == "ok"
+    assert _state(doctor_checks.check_links(["tc"], "")) == ("advice", True)
+    assert _state(doctor_checks.check_links([], "operation not permitted")) == ("advice", True)
 
 
 def test_every_problem_has_one_line_of_advice(tmp_path: Path) -> None:
     """Whatever is wrong: each branch above, once more for its words."""
     found = [
-        machine_checks.check_python((3, 9)),
-        machine_checks.check_packages({"x": None}, {}),
-        machine_checks.check_packages({}, {"x": "no"}),
-        machine_checks.check_torch(TorchFacts(error="no")),
-        machine_checks.check_memory(1, Limits()),
-        machine_checks.check_folder("runs", Path("/dev/null/x"), "PIPAR_RUNS"),
-        *machine_checks.check_ports("127.0.0.1:1", lambda _: "no"),
-        *machine_checks.check_data(config_from({"data": {"name": "mnist"}}), known_datasets(tmp_path), tmp_path),
+        doctor_checks.check_python((3, 9)),
+        doctor_checks.check_packages({"x": None}, {}),
+        doctor_checks.check_packages({}, {"x": "no"}),
+        doctor_checks.check_torch(TorchFacts(error="no")),
+        doctor_checks.check_memory(1, Limits()),
+        doctor_checks.check_folder("runs", Path("/dev/null/x"), "PIPAR_RUNS"),
+        *doctor_checks.check_ports("127.0.0.1:1", lambda _: "no"),
+        *doctor_checks.check_data(config_from({"data": {"name": "mnist"}}), known_datasets(tmp_path), tmp_path),
     ]
     assert {one.state for one in found} == {"problem"}
     assert all(one.advice and "\n" not in one.advice for one in found)
@@ -227,7 +227,7 @@ def test_every_problem_has_one_line_of_advice(tmp_path: Path) -> None:
 
 
 def _examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    monkeypatch.setattr(machine_checks, "examine", lambda _: list(findings))
+    monkeypatch.setattr(doctor_checks, "examine", lambda _: list(findings))
 
 
 OK, ADVICE = Finding("cores", "ok", "2"), Finding("wandb", "advice", "not installed", "If you want it: pip")
@@ -257,7 +257,7 @@ def test_the_exit_code_says_whether_pipar_can_work(
 @pytest.mark.slow
 def test_this_machine_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
-    found = machine_checks.examine(Config())
-    assert machine_checks.is_usable(found), found
+    found = doctor_checks.examine(Config())
+    assert doctor_checks.is_usable(found), found
     assert {one.check for one in found} >= {"Python", "packages", "torch", "cores", "memory", "runs", "profiles"}
     assert list(tmp_path.iterdir()) == []

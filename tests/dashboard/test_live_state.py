@@ -30,7 +30,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
-from pipar.monitoring.progress import Pace
+from pipar.monitoring.progress import TimeEstimate
 
 
 def started(*names: str, epochs: int = 4, iterations: int = 10) -> Started:
@@ -275,11 +275,11 @@ def test_of_too_many_devices_those_in_trouble_are_shown() -> None:
 
 
 def test_the_end_is_foretold_from_the_share_of_the_first_epoch() -> None:
-    pace = Pace()
-    pace.note(0.1, 100.0)
-    assert pace.ends_at(4) is None
-    pace.note(0.6, 105.0)  # an epoch in ten seconds
-    assert pace.ends_at(4) == pytest.approx(105.0 + 34.0)
+    estimate = TimeEstimate()
+    estimate.note(0.1, 100.0)
+    assert estimate.ends_at(4) is None
+    estimate.note(0.6, 105.0)  # an epoch in ten seconds
+    assert estimate.ends_at(4) == pytest.approx(105.0 + 34.0)
 
 
 def test_reports_that_come_all_at_once_are_no_pace() -> None:
@@ -292,16 +292,16 @@ def test_reports_that_come_all_at_once_are_no_pace() -> None:
 
 
 def test_the_last_epochs_count_for_the_end_and_not_those_before() -> None:
-    pace = Pace()
+    estimate = TimeEstimate()
     for epoch in range(10):
-        pace.note(float(epoch), 100.0 * epoch)
+        estimate.note(float(epoch), 100.0 * epoch)
     for epoch in range(10, 16):
-        pace.note(float(epoch), 900.0 + (epoch - 9))  # a hundred times as fast
-    assert pace.ends_at(20) == pytest.approx(906.0 + 5.0)
+        estimate.note(float(epoch), 900.0 + (epoch - 9))  # a hundred times as fast
+    assert estimate.ends_at(20) == pytest.approx(906.0 + 5.0)
 
 
 def test_a_pace_that_seems_to_go_back_is_not_believed() -> None:
-    pace = Pace()
+    estimate = TimeEstimate()
     for done, at in ((0.0, 0.0), (1.0, 10.0), (0.9, 11.0)):
-        pace.note(done, at)
-    assert pace.ends_at(2) == pytest.approx(20.0)
+        estimate.note(done, at)
+    assert estimate.ends_at(2) == pytest.approx(20.0)

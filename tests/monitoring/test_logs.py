@@ -52,7 +52,7 @@ from pipar.events import (
     Welcomed,
     tell_all,
 )
-from pipar.monitoring.logs import LogFormat, Narrator, log_observer, logged
+from pipar.monitoring.logs import EventDescriber, LogFormat, log_observer, logged
 
 STARTED = Started(
     folder="runs/x",
@@ -218,7 +218,7 @@ def test_that_something_long_begins_is_said_once() -> None:
 
 def test_what_is_known_of_a_round_is_said_and_no_more() -> None:
     bare = replace(EPOCH, train_loss=None, val_loss=None, val_accuracy=None)
-    assert Narrator().sentence(bare) == "result of round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
+    assert EventDescriber().sentence(bare) == "result of round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
 
 
 @pytest.mark.parametrize(

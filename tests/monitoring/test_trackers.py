@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from support.interleaving import has_step
 
-from pipar.cli import machine_checks, main
+from pipar.cli import doctor_checks, main
 from pipar.config import Config, config_from, load_config
 from pipar.errors import ConfigError, InputError
 from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
 from pipar.monitoring import tracker as trackers
 from pipar.monitoring.tracker import (
-    KNOWN,
+    TRACKER_PACKAGES,
     RunDescription,
     Tracker,
     check_installed,
@@ -34,7 +34,7 @@ from pipar.monitoring.tracker import (
     make_tracker,
     scalars,
 )
-from pipar.monitoring.tracking import TrackerThread, Tracking, tracked
+from pipar.monitoring.tracker_threads import TrackerThread, Tracking, tracked
 
 ROOT = Path(__file__).parents[2]
 EPOCH = EpochResult(
@@ -246,15 +246,17 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_begins(
 def test_a_folder_with_the_name_of_a_tracker_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder_of_runs").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(trackers.KNOWN, "wandb", trackers.Known(("json", "folder_of_runs"), "wandb", "WandbTracker"))
+    monkeypatch.setitem(
+        trackers.TRACKER_PACKAGES, "wandb", trackers.TrackerPackage(("json", "folder_of_runs"), "wandb", "WandbTracker")
+    )
     with pytest.raises(InputError, match=r"^The tracker wandb is asked for, but folder_of_runs is not installed"):
         check_installed(["wandb"])
-    assert machine_checks.installed("folder-of-runs") is None
+    assert doctor_checks.installed("folder-of-runs") is None
 
 
 def test_a_tracker_needs_all_packages_of_its_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    for name, known in KNOWN.items():
+    for name, known in TRACKER_PACKAGES.items():
         packages = {re.split(r"[^\w-]", line)[0].removesuffix("-skinny") for line in extras[name]}
         assert set(known.packages) == packages
 
@@ -434,4 +436,4 @@ def _items(items: Iterable[Any]) -> dict[str, Any]:
 def test_known_trackers_are_those_of_the_configuration() -> None:
     from pipar.config import TRACKERS
 
-    assert tuple(KNOWN) == TRACKERS
+    assert tuple(TRACKER_PACKAGES) == TRACKERS

@@ -26,7 +26,7 @@ from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
 from pipar.launch.run import with_method
 from pipar.methods import Plan
-from pipar.monitoring.logs import Narrator
+from pipar.monitoring.logs import EventDescriber
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of
@@ -221,7 +221,7 @@ def test_training_ends_before_a_round_that_would_exceed_the_budget_and_says_so()
     assert (stopped.epoch, stopped.device) == (2, "a")
     assert terms.target_epsilon is not None
     assert outcome.results[-1].epsilon <= terms.target_epsilon < stopped.epsilon
-    assert Narrator().sentence(stopped) == (
+    assert EventDescriber().sentence(stopped) == (
         f"Training ends behind epoch 2: one more would bring a to epsilon {stopped.epsilon:.4g}, and "
         f"privacy.target_epsilon is {terms.target_epsilon:g}."
     )
@@ -354,7 +354,7 @@ def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> N
     assert [(event.epsilon, event.target) for event in told] == [
         (pytest.approx(one), pytest.approx(spent[2])) for one in spent[:2]
     ]
-    assert Narrator().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} is spent of {spent[2]:.4g}")
+    assert EventDescriber().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} is spent of {spent[2]:.4g}")
 
 
 def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from support.small_runs import SETTINGS
 import pipar
 from pipar.execution.spans import Span
 from pipar.report.content import content
-from pipar.report.critical import Window, critical_path
+from pipar.report.critical_path import Window, critical_path
 from pipar.report.page import render
 from pipar.report.record import RunRecord
-from pipar.report.timeline import Traced, epoch_timeline, iteration_timeline
+from pipar.report.timeline import EpochTrace, epoch_timeline, iteration_timeline
 from pipar.storage.run_folder import strict_json
 
 
@@ -91,7 +91,7 @@ def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(fin
 
 @pytest.mark.parametrize("most", [1500, 700, 400, 50])
 def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path, most: int) -> None:
-    traced = Traced(RunRecord.read(finely_cut).spans, 1)
+    traced = EpochTrace(RunRecord.read(finely_cut).spans, 1)
     whole, fewer = (iteration_timeline(traced, traced.devices, most=count) for count in (4000, most))
     assert whole is not None
     assert fewer is not None
@@ -109,7 +109,7 @@ def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path,
 
 
 def test_the_whole_critical_path_is_on_lanes_that_are_drawn(finely_cut: Path) -> None:
-    traced = Traced(RunRecord.read(finely_cut).spans, 1)
+    traced = EpochTrace(RunRecord.read(finely_cut).spans, 1)
     for number in (0, 3):
         devices = traced.devices[number:] + traced.devices[:number]
         for draw in (iteration_timeline, epoch_timeline):
@@ -129,7 +129,7 @@ def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
     spans += [Span("a", "downlink", "d", 1, 1, 1, 4.0, 5.0), Span("a", "compute", "bc", 1, 1, 1, 5.0, 6.0)]
     spans += [Span("a", "compute", "step", 1, 1, 0, 6.0, 7.0)]
     spans += [Span("server", "core of another program", "validate", 1, 1, 1, 0.0, 1.0)]
-    timeline = iteration_timeline(Traced(spans, 1), ["a"])
+    timeline = iteration_timeline(EpochTrace(spans, 1), ["a"])
     assert timeline is not None
     cores = [lane["lane"] for lane in timeline["lanes"] if lane["owner"] == "server"]
     assert cores == [*(f"core {core}" for core in range(7)), "core 19"]

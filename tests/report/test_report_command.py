@@ -17,7 +17,7 @@ from pipar.cli import cli, main
 from pipar.config import load_config
 from pipar.events import Event, ReportFailed, ReportWritten
 from pipar.launch import virtual
-from pipar.report import leave_comparison, writing
+from pipar.report import try_write_comparison, writing
 
 #: A method with nothing to plan.
 QUICK = (*SETTINGS, 'run.method="fl"')
@@ -85,7 +85,7 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
     assert "ZeroDivisionError: in the page" in failed.reason
     assert result.report is None
     assert len(result.epochs) == 2
-    assert leave_comparison([result.folder], load_config(None, QUICK), events.append) is None
+    assert try_write_comparison([result.folder], load_config(None, QUICK), events.append) is None
     assert not list(tmp_path.glob("*-comparison")), "an empty folder is left"
 
 

@@ -1,8 +1,9 @@
 """Commands and the terminal.
 
-`options` and `names` are shared; one module a command: `train`, `deploy`, `plan`, `profile`, `leakage`, `report`,
-`certs`, `data`, `doctor`, `completion`. What a person sees: `display`, `tables`, `plan_view`, `timeline_text`,
-`machine_checks`.
+Shared by the commands: `options`, `completion_candidates`. One module a command, or two that belong together:
+`train` (run, compare), `deploy` (server, device), `plan`, `profile`, `leakage`, `report`, `certs`, `data`, `doctor`
+with its `doctor_checks`, `completion`. What a person sees: `display` (while a run is under way), `tables`,
+`plan_view`, `timeline_text`.
 """
 
 from __future__ import annotations

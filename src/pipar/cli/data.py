@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.names import one_of
+from pipar.cli.completion_candidates import one_of
 from pipar.cli.options import JSON, SET, Group, example, help_if_alone, load, options, print_json, watched
 from pipar.config import DATASETS
 

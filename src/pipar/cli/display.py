@@ -30,7 +30,7 @@ from pipar.events import (
 )
 from pipar.methods import METHODS, Plan
 from pipar.monitoring.logs import one_line, starting_text
-from pipar.monitoring.progress import Gauges, Pace
+from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import plans_text
 
 #: How often the live part is drawn; more is a cost without a gain.
@@ -53,8 +53,8 @@ class Display:
         self._emulated = emulated
         self._console = console
         self._quiet = quiet
-        self._gauges = Gauges()
-        self._pace = Pace()
+        self._progress = TrainingProgress()
+        self._estimate = TimeEstimate()
         self._preparing: Preparing | None = None
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
@@ -81,7 +81,7 @@ class Display:
 
     def observe(self, event: Event) -> None:
         """Take one event; be quick about it."""
-        self._gauges.take(event)
+        self._progress.take(event)
         if isinstance(event, Starting):
             self._say_what_starts(event)
         elif isinstance(event, Preparing):
@@ -89,11 +89,11 @@ class Display:
             self._say_how_far(event)
         elif isinstance(event, Started):
             self._preparing, self._replanned, self._since = None, None, time.monotonic()
-            self._pace = Pace()
+            self._estimate = TimeEstimate()
             self._introduce(event)
             self.folders.append(Path(event.folder))
         elif isinstance(event, Joined):
-            self._pace.begin(0.0, time.monotonic())
+            self._estimate.begin(0.0, time.monotonic())
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
             self._tell_new_plans()
@@ -131,7 +131,7 @@ class Display:
 
     def _left(self, started: Started) -> str:
         """Return how long it has taken and will take: "0:12, 1:05 left"."""
-        end = self._pace.ends_at(started.epochs)
+        end = self._estimate.ends_at(started.epochs)
         return self._elapsed() if end is None else f"{self._elapsed()}, {clock_text(end - time.monotonic())} left"
 
     def _tell_new_plans(self) -> None:
@@ -139,7 +139,7 @@ class Display:
 
         An epoch's record is complete only when its validation is, and that runs beside the next epoch.
         """
-        new, done = self._replanned, self._gauges.last.epoch if self._gauges.last else 0
+        new, done = self._replanned, self._progress.last.epoch if self._progress.last else 0
         if new is not None and done >= new.epoch - 1:
             plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
             why = f" ({one_line(new.reason)})" if new.reason else ""
@@ -153,7 +153,7 @@ class Display:
 
     def _tell_budget(self) -> None:
         """Write why the training has ended, below the line of its last epoch."""
-        spent, done = self._spent, self._gauges.last.epoch if self._gauges.last else 0
+        spent, done = self._spent, self._progress.last.epoch if self._progress.last else 0
         if spent is not None and done >= spent.epoch:
             self._print(Text(spent.reason), whole=True, always=True)
             self._spent = None
@@ -181,22 +181,22 @@ class Display:
         if preparing is not None:
             words = Text(f"{preparing.what}  {self._elapsed()}", no_wrap=True, overflow="ellipsis")
             return Group(words, _bar_line("", preparing.share, percent(preparing.share, 0)))
-        if self._gauges.started is None:
+        if self._progress.started is None:
             return Text("Preparing", style="dim")
-        if not self._gauges.running:
+        if not self._progress.running:
             return Text(
-                f"{self._gauges.joined} of {len(self._gauges.started.samples)} devices have joined", style="dim"
+                f"{self._progress.joined} of {len(self._progress.started.samples)} devices have joined", style="dim"
             )
-        lanes = [_bar_line(lane, share, percent(share, 0)) for lane, share in self._gauges.utilisation().items()]
-        return Group(self._headline(self._gauges.started), *lanes)
+        lanes = [_bar_line(lane, share, percent(share, 0)) for lane, share in self._progress.utilisation().items()]
+        return Group(self._headline(self._progress.started), *lanes)
 
     def _headline(self, started: Started) -> RenderableType:
-        epoch, iteration, iterations, share = self._gauges.place()
-        self._pace.note(epoch - 1 + share, time.monotonic())
-        rate = self._gauges.samples_per_s()
+        epoch, iteration, iterations, share = self._progress.place()
+        self._estimate.note(epoch - 1 + share, time.monotonic())
+        rate = self._progress.samples_per_s()
         words = [f"epoch {epoch}/{started.epochs}", f"iteration {iteration}/{iterations or '?'}"]
         words += [f"{rate:.3g} samples/s"] if rate else []
-        last, loss = self._gauges.last, self._gauges.loss
+        last, loss = self._progress.last, self._progress.loss
         words += [f"loss {loss:.3f}"] if loss is not None else []
         words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
         return Group(

@@ -21,7 +21,7 @@ def doctor(config: Path | None, settings: Sequence[str], as_json: bool) -> int:
     CONFIG is a TOML file, whose data and port are checked, too. The exit code is 0 if pipar can work, else 1.
     """
     loaded = load(config, settings)
-    from pipar.cli import machine_checks as checks
+    from pipar.cli import doctor_checks as checks
 
     findings = checks.examine(loaded)
     if as_json:

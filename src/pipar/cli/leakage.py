@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipar.cli.names import one_of, some_of
+from pipar.cli.completion_candidates import one_of, some_of
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
 from pipar.config import MODELS
 from pipar.errors import InputError
@@ -115,15 +115,15 @@ def leakage(
 def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
     """Return what is told of a long preparation and adds to its words how long it will take."""
     from pipar.cli.display import clock_text
-    from pipar.monitoring.progress import Pace
+    from pipar.monitoring.progress import TimeEstimate
 
-    pace = Pace()
-    pace.begin(0.0, clock())
+    estimate = TimeEstimate()
+    estimate.begin(0.0, clock())
 
     def told(what: str, share: float) -> None:
         now = clock()
-        pace.note(min(share, 0.999), now)  # behind a whole one the next would begin
-        end = pace.ends_at(1)
+        estimate.note(min(share, 0.999), now)  # behind a whole one the next would begin
+        end = estimate.ends_at(1)
         observe(Preparing(what if end is None else f"{what}, {clock_text(max(0.0, end - now))} left", share))
 
     return told

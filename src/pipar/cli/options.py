@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from pipar.cli.names import a_setting, one_of
+from pipar.cli.completion_candidates import a_setting, one_of
 from pipar.config import DATASETS, MODELS, NAMED_LINKS, TRACKERS, Config, load_config
 from pipar.errors import InputError
 from pipar.methods import METHODS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.names import a_run
+from pipar.cli.completion_candidates import a_run
 from pipar.cli.options import JSON, example, options, print_json
 
 

@@ -22,7 +22,7 @@ from pipar.units import format_bytes, format_percent
 from pipar.wording import privacy_text, range_text, setting_text
 
 if TYPE_CHECKING:
-    from pipar.cli.machine_checks import Finding
+    from pipar.cli.doctor_checks import Finding
     from pipar.data.catalog import DatasetInfo
     from pipar.launch.run import Result
     from pipar.leakage.table import LeakageTable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipar.cli.names import some_of
+from pipar.cli.completion_candidates import some_of
 from pipar.cli.options import (
     CONFIG,
     DASHBOARD,
@@ -106,10 +106,10 @@ def compare(
     starting = Starting("compare", f"{training_text(loaded)} by {', '.join(names)}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import compare as train
-        from pipar.report import leave_comparison
+        from pipar.report import try_write_comparison
 
         results = train(loaded, methods=names, world=world, command=command_line(), report=True, **watching)
-        page = leave_comparison([result.folder for result in results.values()], loaded, watching["observe"])
+        page = try_write_comparison([result.folder for result in results.values()], loaded, watching["observe"])
     if as_json:
         print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
         return

@@ -32,8 +32,8 @@ from pipar.events import (
 )
 from pipar.execution.spans import COMPUTE, SERVER, UPLINK
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import Narrator, level_of, one_line
-from pipar.monitoring.progress import Gauges, Pace
+from pipar.monitoring.logs import EventDescriber, level_of, one_line
+from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.storage.run_folder import strict_json
 
 #: A page with more rows would be no easier to read, and dearer several times a second.
@@ -75,8 +75,8 @@ class LiveState:
     """Takes the events of one or more runs, each with the Unix time at which it was heard of."""
 
     def __init__(self) -> None:
-        self.gauges = Gauges()
-        self._narrator = Narrator()
+        self.progress = TrainingProgress()
+        self._describer = EventDescriber()
         self._phase = "preparing"
         self._preparing: Preparing | None = None
         self._waiting: Waiting | None = None
@@ -85,12 +85,12 @@ class LiveState:
         self._rows: dict[str, DeviceRow] = {}
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_LINES)
         self._losses: deque[float] = deque(maxlen=_LOSSES)
-        self._pace = Pace()
+        self._estimate = TimeEstimate()
         self._rounds_over = 0
 
     def take(self, event: Event, at: float) -> None:
         """Take one event in."""
-        self.gauges.take(event)
+        self.progress.take(event)
         self._narrate(event, at)
         self._follow_run(event, at)
         self._follow_devices(event, at)
@@ -105,10 +105,10 @@ class LiveState:
             self._phase = {"stopping": "stopped", "failed": "failed"}.get(self._phase, "over")
 
     def _narrate(self, event: Event, at: float) -> None:
-        self._narrator.remember(event)
+        self._describer.remember(event)
         if level_of(event) > logging.DEBUG and not isinstance(event, Trained | Welcomed):
             level = logging.getLevelName(level_of(event)).lower()
-            self._tell(at, level, self._narrator.sentence(event))
+            self._tell(at, level, self._describer.sentence(event))
 
     def _tell(self, at: float, level: str, text: str) -> None:
         shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
@@ -141,9 +141,9 @@ class LiveState:
             case Failed():
                 self._phase, self._trouble = "failed", one_line(event.reason)
         if isinstance(event, Started | Joined):
-            self._pace.begin(self._epochs_done(), at)
+            self._estimate.begin(self._epochs_done(), at)
         elif isinstance(event, Progress | RoundOver):
-            self._pace.note(self._epochs_done(), at)
+            self._estimate.note(self._epochs_done(), at)
 
     def _begin(self, started: Started, at: float) -> None:
         # A second run of the same program has devices and a speed of its own; those of a deployment join before it.
@@ -151,13 +151,13 @@ class LiveState:
             self._rows, self._rounds_over = {}, 0
         self._phase, self._preparing, self._since = "training", None, at
         self._losses.clear()
-        self._pace = Pace()
+        self._estimate = TimeEstimate()
         for name, samples in started.samples.items():
             row = self._rows.setdefault(name, DeviceRow("expected", at))
             row.plan, row.samples = started.plans.get(name, ""), samples
 
     def _epochs_done(self) -> float:
-        epoch, _, _, share = self.gauges.place()
+        epoch, _, _, share = self.progress.place()
         return max(float(self._rounds_over), epoch - 1 + share)
 
     # --- its devices
@@ -207,9 +207,9 @@ class LiveState:
         return document
 
     def _run_part(self) -> dict[str, Any]:
-        gauges, started = self.gauges, self.gauges.started
-        epoch, iteration, iterations, share = gauges.place()
-        last = gauges.last
+        progress, started = self.progress, self.progress.started
+        epoch, iteration, iterations, share = progress.place()
+        last = progress.last
         return {
             "phase": self._phase,
             "trouble": self._trouble,
@@ -225,12 +225,12 @@ class LiveState:
             "iterations": iterations,
             "share": share,
             "done": min(1.0, self._epochs_done() / started.epochs) if started else 0.0,
-            "ends_at": self._pace.ends_at(started.epochs) if started else None,
-            "loss": gauges.loss,
+            "ends_at": self._estimate.ends_at(started.epochs) if started else None,
+            "loss": progress.loss,
             "losses": list(self._losses),
             "accuracy": last.val_accuracy if last else None,
-            "samples_per_s": gauges.samples_per_s(),
-            "lanes": gauges.utilisation(),
+            "samples_per_s": progress.samples_per_s(),
+            "lanes": progress.utilisation(),
             "lanes_before": last.utilisation if last else {},
         }
 
@@ -245,8 +245,8 @@ class LiveState:
         }
 
     def _device(self, name: str, row: DeviceRow) -> dict[str, Any]:
-        busy, started = self.gauges.busy(name), self.gauges.started
-        epoch, iteration = self.gauges.device_place(name) or (None, None)
+        busy, started = self.progress.busy(name), self.progress.started
+        epoch, iteration = self.progress.device_place(name) or (None, None)
         state, since = row.shown
         return {
             "name": one_line(name),

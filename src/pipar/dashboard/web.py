@@ -48,7 +48,7 @@ def application(feed: Feed, access: Access, port: int) -> ASGIApp:
     """Return what answers requests."""
     routes = [Route("/", _page), Route("/events", _Events(feed)), Route("/favicon.ico", _no_icon)]
     # Browsers tell cookies of hosts apart, not of ports: another page of this host has a name of its own.
-    return _Guard(Starlette(routes=routes), access, cookie=f"pipar-{port}")
+    return _AccessMiddleware(Starlette(routes=routes), access, cookie=f"pipar-{port}")
 
 
 async def _page(request: Request) -> Response:
@@ -95,7 +95,7 @@ class _Events:
 # --- who may look
 
 
-class _Guard:
+class _AccessMiddleware:
     """Lets through who may look, and sees to it that every answer has the headers of a careful page."""
 
     def __init__(self, app: ASGIApp, access: Access, *, cookie: str) -> None:

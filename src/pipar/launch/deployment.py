@@ -34,7 +34,7 @@ from pipar.launch.run import started
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
-from pipar.monitoring.tracking import Tracking, tracked
+from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
@@ -44,7 +44,7 @@ from pipar.privacy import accounting
 from pipar.privacy.budget import Cuts, Guard, terms_of
 from pipar.privacy.budget_file import Memory, held
 from pipar.profiling.profile import Profile
-from pipar.report import leave_report
+from pipar.report import try_write_report
 from pipar.server.enrolment import Open
 from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import Silence
@@ -120,7 +120,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
         if not folder.has_result():
             folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
             folder.add_test_accuracy(_test_accuracy(learner, workload))
-            leave_report(folder_path, observe)
+            try_write_report(folder_path, observe)
         return 0  # there is nothing left to train, and nobody will come
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
     program = _ServerProgram(workload, learner, folder, options, observe, kept)
@@ -130,7 +130,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
         if stopped is None:
             result = folder.add_test_accuracy(_test_accuracy(learner, workload))
     if folder.epochs:
-        leave_report(folder_path, observe, job=folder.job if stopped is None else None, fleet=program.fleet)
+        try_write_report(folder_path, observe, job=folder.job if stopped is None else None, fleet=program.fleet)
     tracking.end(result if stopped is None else None)
     return 130 if stopped == signal.SIGINT else 0
 

@@ -19,7 +19,7 @@ from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
-from pipar.monitoring.tracking import tracked
+from pipar.monitoring.tracker_threads import tracked
 from pipar.storage.run_folder import RunFolder, drop_unused, new_folder, run_name, uninterrupted
 from pipar.wording import guess_text, ruled_out_text
 
@@ -262,9 +262,9 @@ def _open_folder(job: Job, told: Told, world: World) -> Iterator[Path]:
 
 def _leave_report(folder: Path, told: Told, job: Job | None) -> None:
     if told.report and (folder / "metrics.jsonl").exists():
-        from pipar.report import leave_report
+        from pipar.report import try_write_report
 
-        leave_report(folder, told.observe, job=job)
+        try_write_report(folder, told.observe, job=job)
 
 
 def started(job: Job, folder: Path, world: World = "real") -> Started:

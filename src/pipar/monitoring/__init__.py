@@ -1,5 +1,5 @@
-"""Telling operators.
+"""Logs, metrics, progress and experiment trackers.
 
-Reading order: `progress` (how far a training is), `logs` (log lines), `metrics` (Prometheus), `tracker` and
-`tracking` (what experiment trackers are told), `tensorboard`, `mlflow`, `wandb`.
+Reading order: `progress` (how far a training is), `logs` (log lines), `metrics` (Prometheus), `tracker` (what a tracker
+is told), `tracker_threads` (a thread for each tracker), `tensorboard`, `mlflow`, `wandb`.
 """

@@ -88,13 +88,13 @@ _LEVELS: dict[type[Event], int] = {
 def log_observer(logger: logging.Logger | None = None) -> Observer:
     """Return an observer that logs every event, by default to the logger "pipar"."""
     log = logger or logging.getLogger(LOGGER)
-    narrator = Narrator()
+    describer = EventDescriber()
 
     def observe(event: Event) -> None:
         level = logging.INFO if _is_information(event) else level_of(event)
         if log.isEnabledFor(level):
-            log.log(level, "%s", narrator.sentence(event), extra={"event": event})
-        narrator.remember(event)
+            log.log(level, "%s", describer.sentence(event), extra={"event": event})
+        describer.remember(event)
 
     return observe
 
@@ -135,7 +135,7 @@ def level_of(event: Event) -> int:
     return _LEVELS.get(type(event), logging.INFO)
 
 
-class Narrator:
+class EventDescriber:
     """Says events in plain English; remembers what one event needs to know of those before it."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 _WINDOW = 4
 
 
-class Gauges:
+class TrainingProgress:
     """What the reports of both sides say about the running training: how far it is, and how busy the lanes are.
 
     Devices on other machines report nothing here; then the server's reports alone say how far it is.
@@ -152,7 +152,7 @@ _EPOCHS = 3
 _TELLING_SHARE = 0.02
 
 
-class Pace:
+class TimeEstimate:
     """Notes how many epochs, and which share of the next one, are done at which time."""
 
     def __init__(self) -> None:

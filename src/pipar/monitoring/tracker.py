@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Known:
+class TrackerPackage:
     """A tracker that can be named: the packages that it needs, the module of this package, and its class there."""
 
     packages: tuple[str, ...]
@@ -54,10 +54,10 @@ class Known:
 
 
 #: By the names that `config.TRACKERS` has, which are also those of the extras.
-KNOWN = {
-    "tensorboard": Known(("tensorboard",), "tensorboard", "TensorBoardTracker"),
-    "mlflow": Known(("mlflow", "alembic", "sqlalchemy"), "mlflow", "MlflowTracker"),
-    "wandb": Known(("wandb",), "wandb", "WandbTracker"),
+TRACKER_PACKAGES = {
+    "tensorboard": TrackerPackage(("tensorboard",), "tensorboard", "TensorBoardTracker"),
+    "mlflow": TrackerPackage(("mlflow", "alembic", "sqlalchemy"), "mlflow", "MlflowTracker"),
+    "wandb": TrackerPackage(("wandb",), "wandb", "WandbTracker"),
 }
 
 
@@ -70,7 +70,7 @@ def is_package(name: str) -> bool:
 def check_installed(names: Sequence[str]) -> None:
     """Raise one sentence about the first tracker that lacks a package here: before anything is trained."""
     for name in names:
-        if missing := [package for package in KNOWN[name].packages if not is_package(package)]:
+        if missing := [package for package in TRACKER_PACKAGES[name].packages if not is_package(package)]:
             raise InputError(
                 f"The tracker {name} is asked for, but {missing[0]} is not installed: run "
                 f"`pip install 'pipar[{name}]'`, or leave it out of run.trackers."
@@ -79,7 +79,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 def make_tracker(name: str) -> Tracker:
     """Return a tracker of this name; its package is imported now."""
-    known = KNOWN[name]
+    known = TRACKER_PACKAGES[name]
     made: Tracker = getattr(importlib.import_module(f"pipar.monitoring.{known.module}"), known.class_name)()
     return made
 

@@ -13,7 +13,7 @@ from pipar.execution.spans import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
 from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
-from pipar.report.timeline import MOST_SPANS, Traced, epoch_timeline, iteration_timeline
+from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
 from pipar.storage.run_folder import plan_from_json
 from pipar.wording import link_text, plans_text, privacy_text, setting_text
 
@@ -91,7 +91,7 @@ def _is_equal(runs: Sequence[Mapping[str, Any]]) -> bool:
 # --- one run
 
 
-def _run(name: str, record: RunRecord, traced: Traced | None) -> dict[str, Any]:
+def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, Any]:
     result, config, epochs = record.result, configured(record), _epochs(record)
     method = METHODS.get(str(result.get("method")))
     return {
@@ -231,14 +231,14 @@ def _plans_text(entries: Sequence[Mapping[str, Any]]) -> str:
 # --- the timeline
 
 
-def _traced(record: RunRecord) -> Traced | None:
+def _traced(record: RunRecord) -> EpochTrace | None:
     epoch = shown_epoch([span.epoch for span in record.spans if span.kind == "step" and not span.waiting])
     if epoch is None:
         return None
-    return Traced([span for span in record.spans if span.epoch == epoch], epoch)
+    return EpochTrace([span for span in record.spans if span.epoch == epoch], epoch)
 
 
-def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]]:
+def _drawn_devices(traced: Sequence[EpochTrace | None], most: int) -> list[list[str]]:
     """Return whose lanes are drawn: the slowest, the fastest and some between, the same in each run if possible.
 
     The first of them, the slowest over all runs, is the one whose iteration is shown.
@@ -253,7 +253,7 @@ def _drawn_devices(traced: Sequence[Traced | None], most: int) -> list[list[str]
 
 
 def _timelines(
-    record: RunRecord, traced: Traced | None, devices: Sequence[str], like: int | None, most: int
+    record: RunRecord, traced: EpochTrace | None, devices: Sequence[str], like: int | None, most: int
 ) -> dict[str, Any]:
     if traced is None or not devices:
         return {"iteration": None, "epoch": None}
@@ -271,14 +271,16 @@ def _timelines(
 # --- the devices
 
 
-def _seconds_of(record: RunRecord, traced: Traced | None) -> float | None:
+def _seconds_of(record: RunRecord, traced: EpochTrace | None) -> float | None:
     """Return how long the epoch that is shown was; a part of it says nothing about shares of all of it."""
     if traced is None or record.spans_missing is not None:
         return None
     return next((epoch.get("seconds") for epoch in _epochs(record) if epoch.get("epoch") == traced.epoch), None)
 
 
-def _devices(record: RunRecord, config: Config | None, traced: Traced | None, seconds: float | None) -> dict[str, Any]:
+def _devices(
+    record: RunRecord, config: Config | None, traced: EpochTrace | None, seconds: float | None
+) -> dict[str, Any]:
     """Return a row for each device, traced ones first if there are too many."""
     plans = {entry["device"]: plan_from_json(entry) for entry in _plans_in_force(record.result) if "device" in entry}
     specs = {spec.name: spec for spec in device_specs(config)} if config else {}

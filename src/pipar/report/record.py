@@ -29,7 +29,7 @@ class RunRecord:
     Of a part of that epoch, `spans_missing` says how many are left out between its beginning and its end.
 
     `result` is what result.json says, of a run without one what is known so far; `config` is config.toml, and `outlook`
-    what `report.outlook` found when the run was over.
+    what `report.what_if` found when the run was over.
     """
 
     result: Mapping[str, Any]

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
-from pipar.report.critical import (
+from pipar.report.critical_path import (
     Window,
     critical_path,
     middle_iteration,
@@ -27,7 +27,7 @@ _SELDOM = (IO, NOISE)
 
 
 @dataclass(frozen=True)
-class Traced:
+class EpochTrace:
     """The spans of the epoch that is shown."""
 
     spans: Sequence[Span]
@@ -60,7 +60,7 @@ class Traced:
 
 
 def iteration_timeline(
-    traced: Traced, devices: Sequence[str], *, like: int | None = None, most: int = MOST_SPANS
+    traced: EpochTrace, devices: Sequence[str], *, like: int | None = None, most: int = MOST_SPANS
 ) -> dict[str, Any] | None:
     """Return a steady iteration of the first of these devices, and what others and the cores did meanwhile.
 
@@ -74,7 +74,7 @@ def iteration_timeline(
     return _timeline(traced.spans, window, path, [first, *sorted(others)], most)
 
 
-def epoch_timeline(traced: Traced, devices: Sequence[str], *, most: int = MOST_SPANS) -> dict[str, Any] | None:
+def epoch_timeline(traced: EpochTrace, devices: Sequence[str], *, most: int = MOST_SPANS) -> dict[str, Any] | None:
     """Return the first device's whole epoch with the exchange of models; of a long one, its last part.
 
     Whoever held it up is shown, too, as far as there is room for as many devices as these.
@@ -87,7 +87,7 @@ def epoch_timeline(traced: Traced, devices: Sequence[str], *, most: int = MOST_S
     return _timeline(traced.spans, window, path, [first, *sorted(others)], most)
 
 
-def _involved(traced: Traced, path: Sequence[Span]) -> list[str]:
+def _involved(traced: EpochTrace, path: Sequence[Span]) -> list[str]:
     """Return the devices on a critical path: those whose own lanes are on it, then those that the cores worked for."""
     names = dict.fromkeys([*(span.owner for span in path), *map(subject, path)])
     return [name for name in names if name in traced.devices]

@@ -12,9 +12,9 @@ from pipar.events import Observer, ReportFailed, ReportWritten
 from pipar.job.job import Job
 from pipar.planner.fleet import Fleet
 from pipar.report.content import content
-from pipar.report.outlook import outlook
 from pipar.report.page import render
 from pipar.report.record import RunRecord
+from pipar.report.what_if import what_if
 from pipar.storage.run_folder import (
     comparison_name,
     new_folder,
@@ -39,14 +39,16 @@ def write_report(
     return write_comparison([folder], output or Path(folder) / REPORT)
 
 
-def leave_report(folder: Path, observe: Observer, *, job: Job | None = None, fleet: Fleet | None = None) -> Path | None:
+def try_write_report(
+    folder: Path, observe: Observer, *, job: Job | None = None, fleet: Fleet | None = None
+) -> Path | None:
     """Write the page of a run that is over; what goes wrong with it is one line, never the run's failure."""
     again = f"`pipar report {folder}` tries again."
     return _left(lambda: write_report(folder, job=job, fleet=fleet), folder, again, observe)
 
 
-def leave_comparison(folders: Sequence[Path], config: Config, observe: Observer) -> Path | None:
-    """Write one page of runs that are over into a folder of its own beside theirs, as `leave_report` does."""
+def try_write_comparison(folders: Sequence[Path], config: Config, observe: Observer) -> Path | None:
+    """Write one page of runs that are over into a folder of its own beside theirs, as `try_write_report` does."""
 
     def write() -> Path:
         page, first = _page(folders), RunRecord.read(folders[0]).result  # without a page there is no folder
@@ -92,5 +94,5 @@ def _write_outlook(folder: Path, job: Job, fleet: Fleet | None) -> None:
     plans = {entry["device"]: plan_from_json(entry) for entry in entries}
     here = {name: plans[name] for name in job.sizes if name in plans}
     if len(here) == len(job.sizes):
-        written = strict_json(outlook(job, here, fleet))
+        written = strict_json(what_if(job, here, fleet))
         write_atomically(folder / "outlook.json", (json.dumps(written, indent=1) + "\n").encode())

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
-from pipar.monitoring.tracker import KNOWN, is_package
+from pipar.monitoring.tracker import TRACKER_PACKAGES, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
 from pipar.storage.run_folder import runs_folder
@@ -56,9 +56,9 @@ class Extra:
 
 
 EXTRAS = {
-    "tensorboard": Extra(KNOWN["tensorboard"].packages, "--tracker tensorboard"),
-    "mlflow": Extra(KNOWN["mlflow"].packages, "--tracker mlflow"),
-    "wandb": Extra(KNOWN["wandb"].packages, "--tracker wandb, Weights & Biases"),
+    "tensorboard": Extra(TRACKER_PACKAGES["tensorboard"].packages, "--tracker tensorboard"),
+    "mlflow": Extra(TRACKER_PACKAGES["mlflow"].packages, "--tracker mlflow"),
+    "wandb": Extra(TRACKER_PACKAGES["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
     "reproduce": Extra(("dp-accounting", "matplotlib"), "the figures of python -m reproduction, and its privacy"),
 }

@@ -19,7 +19,7 @@ from pipar.job.plans import planned
 from pipar.job.prepare import unplanned_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import Foresight
-from pipar.report.outlook import outlook
+from pipar.report.what_if import what_if
 
 
 def job(*settings: str) -> Job:
@@ -31,7 +31,7 @@ def job(*settings: str) -> Job:
 @pytest.mark.slow
 def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
     made = job()
-    found, explained = outlook(made), explain(made, rehearse)
+    found, explained = what_if(made), explain(made, rehearse)
     assert found["bottleneck"] == explained.timing.bottleneck
     assert found["epoch_s"] == pytest.approx(explained.chosen.epoch_s, rel=0.05)
     assert found["paper"]["epoch_s"] == pytest.approx(explained.other.epoch_s, rel=0.05)
@@ -48,7 +48,7 @@ def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners()
 
 
 def test_a_given_plan_is_compared_with_what_would_be_chosen() -> None:
-    found = outlook(job("plan.split_point=4", "plan.micro_batches=1"))
+    found = what_if(job("plan.split_point=4", "plan.micro_batches=1"))
     assert found["plan"].startswith("P=4 N=1")
     assert min(one["epoch_s"] for one in found["split_points"]) < found["epoch_s"] * 0.9
 
@@ -63,21 +63,21 @@ def test_other_methods_are_predicted_as_they_train(runs: dict[str, Path]) -> Non
 
 
 def test_methods_that_share_a_server_model_say_that_nothing_is_predicted() -> None:
-    found = outlook(job('run.method="sl"'))
+    found = what_if(job('run.method="sl"'))
     assert "sl" in found["note"]
     assert "epoch_s" not in found
 
 
 def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
-    found = outlook(job('devices.link="unlimited"'))
+    found = what_if(job('devices.link="unlimited"'))
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
 
 
 def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipar.report.outlook._PATIENCE_S", 0.0)
-    found = outlook(job("plan.split_point=2", "plan.micro_batches=4"))
+    monkeypatch.setattr("pipar.report.what_if._PATIENCE_S", 0.0)
+    found = what_if(job("plan.split_point=2", "plan.micro_batches=4"))
     assert [one["change"] for one in found["changes"]] == ["twice the bandwidth", "the server twice as fast"]
     assert [one["change"] for one in found["split_points"]] == ["P=1"]
     assert found["note"] == "3 of 6 questions were not asked: planning took too long."
@@ -86,14 +86,14 @@ def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_
 def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipar.report.outlook._PATIENCE_S", 0.0)
+    monkeypatch.setattr("pipar.report.what_if._PATIENCE_S", 0.0)
     made = replace(job('devices.link="unlimited"', "plan.split_point=2", "plan.micro_batches=4"), real_links=True)
-    unknown = outlook(made)
+    unknown = what_if(made)
     assert "to measure the links" in unknown["note"]
     foresight = Foresight(made.fleet(), made.plans)
     slow = {name: measured(1e6, 2e6) for name in made.sizes}
     foresight.measure_links(1, slow)
-    found = outlook(made, fleet=foresight.now())
+    found = what_if(made, fleet=foresight.now())
     assert "to measure the links" not in found["note"]
     assert found["changes"][0]["change"] == "twice the bandwidth"
     assert found["epoch_s"] > 2 * unknown["epoch_s"]
@@ -104,7 +104,7 @@ def test_ten_thousand_devices_with_much_data_take_seconds() -> None:
     much = ("devices.count=10000", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=20000")
     made = job(*much, "plan.split_point=2", "plan.micro_batches=4")
     started = time.process_time()
-    outlook(made)
+    what_if(made)
     assert time.process_time() - started < 6.0  # about 2 of patience, and one question more
 
 

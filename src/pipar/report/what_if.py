@@ -35,7 +35,7 @@ _BASES = ("fl", "sfl")
 _NEIGHBOURS = 2
 
 
-def outlook(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) -> dict[str, Any]:
+def what_if(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) -> dict[str, Any]:
     """Return what the planner predicts for the job as it is, `plans` being those in force, and as it might be.
 
     `fleet` is what the training has shown of machines and links; without it they are those of the configuration.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span
-from pipar.report.critical import Window, critical_path, middle_iteration, shares, subject, uses_link, whole_epoch
+from pipar.report.critical_path import Window, critical_path, middle_iteration, shares, subject, uses_link, whole_epoch
 from pipar.report.record import RunRecord
 
 ROUNDED_S = 3e-6
