@@ -80,7 +80,7 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
     """Yield a row for each epoch and split point."""
     settings = ["data.name=cifar10", f"data.samples_per_device={case.images}", f"model.name={case.model}"]
     workload = Workload(load_config(None, [*settings, "devices.count=1"]))
-    shard, model = workload.own_shard(workload.names[0]), workload.build_model().train()
+    shard, model = workload.keep_only_shard(workload.names[0]), workload.build_model().train()
     behind_relu = rectified_cuts(model, workload.input_shape)
     for epoch in range(1, max(EPOCHS) + 1):
         loss = train(model, workload.optimizer(), shard, epoch)

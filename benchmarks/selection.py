@@ -25,7 +25,7 @@ from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
 from pipar.config import Link, config_from
 from pipar.job.job import Job
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.planner.fleet import Fleet
 from pipar.planner.large_fleets import choose_for
 from pipar.planner.simulator import simulate, simulate_within
@@ -79,7 +79,7 @@ def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[Case]:
 
 def make_fleet(fleet: str, model: str, dataset: str, link: str, devices: int = 100) -> Fleet:
     """Return the fleet of a row, from named machines alone."""
-    job = unplanned_timing_only(config_from(_tree(fleet, model, dataset, link, devices)))
+    job = unplanned_timing_only_job(config_from(_tree(fleet, model, dataset, link, devices)))
     assert isinstance(job, Job)
     return job.fleet()
 

@@ -15,10 +15,10 @@ from pipar.config import Config, config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
 from pipar.job.job import Job
-from pipar.job.plans import planned
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.plans import with_plans
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
@@ -48,7 +48,7 @@ def _timing(config: Config, options: Mapping[str, Any]) -> Result:
     del options
     job, planning_s = _planned(config)
     results: list[EpochResult] = []
-    train_without_mathematics(job, lambda result, _: results.append(result), ignore)
+    train_timing_only(job, lambda result, _: results.append(result), ignore)
     last = results[-1]
     return {
         "plan": _plans(job.plans),
@@ -68,12 +68,12 @@ def _planned(config: Config) -> tuple[Job, float]:
     """Return the job with its plans, and the CPU seconds that choosing them took."""
     job = _unplanned(config)
     began = time.process_time()
-    job = planned(job, rehearse)
+    job = with_plans(job, rehearse)
     return job, time.process_time() - began
 
 
 def _unplanned(config: Config) -> Job:
-    job = unplanned_timing_only(config)
+    job = unplanned_timing_only_job(config)
     assert job is not None, "a named network and a named dataset need not be looked at"
     return job
 

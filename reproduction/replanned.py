@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pipar.events import Event, Replanned
 from pipar.job.job import Job
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.background_search import chosen
 from pipar.planner.fleet import Fleet
@@ -38,7 +38,7 @@ def replanned(job: Job) -> dict[str, float | int]:
         if isinstance(event, Replanned):
             replans.append(event)
 
-    train_without_mathematics(job, lambda result, _: seconds.append(result.seconds), observe, search=search)
+    train_timing_only(job, lambda result, _: seconds.append(result.seconds), observe, search=search)
     return {
         "epochs": len(seconds),
         "training_s": sum(seconds),

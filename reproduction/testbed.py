@@ -15,7 +15,7 @@ from typing import Any
 
 from pipar.config import config_from
 from pipar.job.plans import make_plans
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
@@ -112,7 +112,7 @@ class Printed:
     def predicted_s(self, board_speed: float, server_speed: float) -> float:
         """Return the seconds of the same epoch on machines of these speeds."""
         trial = replace(self.trial, board_speed=board_speed, server_speed=server_speed)
-        job = unplanned_timing_only(config_from(trial.tree()))
+        job = unplanned_timing_only_job(config_from(trial.tree()))
         assert job is not None
         fleet = job.fleet()
         return steady_epoch_s(simulate, fleet, make_plans(job, rehearse))

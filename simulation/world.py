@@ -31,7 +31,7 @@ from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.job.torch_setup import repeatable
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
@@ -40,7 +40,7 @@ from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.enrolment import Open
 from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
-from pipar.storage.checkpoint_writer import CheckpointKeeper
+from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
@@ -296,17 +296,17 @@ class World:
         self._forget_rounds_behind(done)
         folder = RunFolder(self.folder, job, world="real", command="python -m simulation", has_checkpoints=True)
         if found is not None:
-            folder.go_on(found)
+            folder.resume(found)
         else:
-            folder.begin()
-        observe = _while_alive(life, folder.watching(lambda event: self._observe(event, learner)))
+            folder.start_over()
+        observe = _while_alive(life, folder.event_recorder(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
         enrolment = Open(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
         enrolment.keep_plans({**self.scenario.plans, **(found.plans if found is not None else {})})
-        enrolment.changed = folder.take_job
+        enrolment.changed = folder.update_job
         self._disk = UnreliableDisk(lambda: self._crash_server(1.0, silently=True))
         lane = VirtualCompute(["checkpoint"], Recorder(SERVER, frozenset()), lambda _: _SAVING_S)
-        keeper = CheckpointKeeper(
+        keeper = CheckpointWriter(
             Checkpoints(checkpoints, 3, self._disk),
             learner,
             folder,
@@ -669,7 +669,7 @@ def make_config(scenario: Scenario) -> Config:
     )
 
 
-def make_own(scenario: Scenario) -> Own:
+def make_own(scenario: Scenario) -> UserObjects:
     """Return a tiny network and tiny data, drawn from the seed."""
     generator = torch.Generator().manual_seed(scenario.seed)
     with torch.random.fork_rng(devices=[]):
@@ -680,7 +680,7 @@ def make_own(scenario: Scenario) -> Own:
     for name, count in scenario.samples.items():
         inputs = torch.randn((count, _INPUTS), generator=generator, dtype=torch.float64)
         data[name] = Images(inputs, torch.randint(_CLASSES, (count,), generator=generator))
-    own = Own.of(config_from({}), model, None, None, None)
+    own = UserObjects.of(config_from({}), model, None, None, None)
     return replace(own, training=data, input_shape=(_INPUTS,), classes=_CLASSES)
 
 

@@ -17,7 +17,7 @@ from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError,
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
-from pipar.launch.sizes_only import HollowDevicePart, HollowSamples
+from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlySamples
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import LayerProfile, Profile
@@ -45,7 +45,7 @@ MODEL = Message(Kind.MODEL, 0, body=Body(16, encoding="safetensors"))
 Script = Callable[[Channel], Awaitable[None]]
 
 
-class CountingPart(HollowDevicePart):
+class CountingPart(SizesOnlyDevicePart):
     """Counts the activations that it holds, and remembers the order of its work."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def live(script: Script, *, samples: int = 20, profile: Profile | None = None, i
         costs = Costs(PROFILE)
         device = Device(
             "pi",
-            HollowSamples(samples),
+            SizesOnlySamples(samples),
             lambda _: outcome.part,
             channel=device_channel,
             compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
@@ -470,7 +470,7 @@ def test_a_device_that_is_cancelled_leaves_nothing_running() -> None:
         costs = Costs(PROFILE)
         device = Device(
             "pi",
-            HollowSamples(20),
+            SizesOnlySamples(20),
             lambda _: CountingPart(),
             channel=channel,
             compute=VirtualCompute([COMPUTE], recorder, costs.seconds),

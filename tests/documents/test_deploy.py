@@ -175,7 +175,7 @@ def test_what_units_and_images_run_takes_the_certificates_and_has_samples(
     else:
         assert options.server == "training.example.org:50051"
         assert options.security == DeviceSecurity.from_folder(folder, "pi-1")
-        assert len(device_workload(config, options).own_shard("pi-1")) > 0
+        assert len(device_workload(config, options).keep_only_shard("pi-1")) > 0
 
 
 def test_units_are_named_by_their_device() -> None:

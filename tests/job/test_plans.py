@@ -11,7 +11,7 @@ from pipar.config import Link, config_from, device_specs
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.job.job import Job, shared_costs
-from pipar.job.plans import make_plans, plan_choice, planned, simulation
+from pipar.job.plans import make_plans, plan_choice, simulation, with_plans
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
@@ -56,7 +56,7 @@ def test_plans_that_are_given_are_taken_without_a_choice() -> None:
     seen: list[Event] = []
     assert make_plans(job, rehearse, seen.append) == {"d0": Plan(1, 4), "d1": Plan(2, 3)}
     assert seen == []
-    assert planned(job, rehearse).plans == make_plans(job, rehearse)
+    assert with_plans(job, rehearse).plans == make_plans(job, rehearse)
 
 
 def test_a_choice_is_told_as_it_goes_on() -> None:
@@ -74,7 +74,7 @@ def with_coding(job: Job, encoding: str) -> Job:
     profile = replace(PROFILE, layers=layers, coding=times, changes_share=0.5)
     config = job.config.model_copy(update={"wire": job.config.wire.model_copy(update={"encoding": encoding})})
     profiles = dict.fromkeys(job.device_profiles, profile)
-    return planned(replace(job, config=config, server_profile=profile, device_profiles=profiles), rehearse)
+    return with_plans(replace(job, config=config, server_profile=profile, device_profiles=profiles), rehearse)
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])

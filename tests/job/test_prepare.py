@@ -21,7 +21,7 @@ from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
 from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES
@@ -127,7 +127,7 @@ BATCH_NORM = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn
 def test_a_single_sample_has_no_batch_statistics_in_an_own_network_either(samples: int, batch_size: int) -> None:
     config = config_from({"run": {"batch_size": batch_size}, "devices": [{}]})
     data = TensorDataset(torch.randn(samples, 4), torch.arange(samples) % 2)
-    own = Own.of(config, BATCH_NORM, [data], None, None)
+    own = UserObjects.of(config, BATCH_NORM, [data], None, None)
     with pytest.raises(DataError, match="device-1 would train on a single sample"):
         prepare(Workload(config_from({**config.model_dump(), "data": {"classes": 2}, "devices": [{}]}), own), rehearse)
 
@@ -143,7 +143,7 @@ def test_patience_needs_a_validation_set(profile: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.patience needs a validation set"):
         prepare(Workload(config), rehearse)
     given = TensorDataset(torch.zeros(4, 3, 32, 32), torch.arange(4))
-    prepare(Workload(config, Own.of(config, None, None, given, None)), rehearse)
+    prepare(Workload(config, UserObjects.of(config, None, None, given, None)), rehearse)
 
 
 def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
@@ -272,7 +272,7 @@ def test_an_own_network_is_counted_for_named_machines() -> None:
     config = named("run.batch_size=4", "data.classes=2")
     data = TensorDataset(torch.zeros(8, 4), torch.arange(8) % 2)
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 2)))
-    job = prepare(Workload(config, Own.of(config, model, [data] * 4, None, None)), rehearse)
+    job = prepare(Workload(config, UserObjects.of(config, model, [data] * 4, None, None)), rehearse)
     assert [layer.parameter_bytes for layer in job.server_profile.layers] == [120, 56]
     assert job.device_profiles["device-1"].machine.startswith("Raspberry Pi 3B")
 
@@ -392,7 +392,7 @@ def own_network(constant: int, width: int = 4) -> nn.Sequential:
 def key(model: nn.Sequential, **run: Any) -> dict[str, object]:
     config = config_from({"run": run, "devices": [{}]})
     data = TensorDataset(torch.zeros(4, 4), torch.arange(4) % 2)
-    return _own_profile_key(Workload(config, Own.of(config, None, [data], None, None)), model)
+    return _own_profile_key(Workload(config, UserObjects.of(config, None, [data], None, None)), model)
 
 
 def test_equal_networks_have_one_key_whatever_their_weights() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 import pipar
 from pipar.config import config_from
 from pipar.errors import DataError
-from pipar.job.workload import Own, Workload, is_one_for_each
+from pipar.job.workload import UserObjects, Workload, is_list_of_datasets
 from pipar.profiling.profile import Profile
 
 #: A factory that writes down who called it for what.
@@ -93,7 +93,7 @@ def calls(place: Path) -> dict[str, list[str]]:
 
 def own_workload(datasets: Any, **sections: Any) -> Workload:
     config = config_from(sections)
-    return Workload(config, Own.of(config, None, datasets, None, None))
+    return Workload(config, UserObjects.of(config, None, datasets, None, None))
 
 
 # --- who looks at whose samples
@@ -139,19 +139,19 @@ def test_the_factory_is_called_once_for_each_name_in_virtual_time(place: Path) -
 def test_what_is_sent_to_a_device_has_its_samples_and_what_all_have_in_common() -> None:
     sets = [dataset(10, classes=2), dataset(12, classes=5)]
     workload = own_workload(sets, devices=[{"count": 2}])
-    own = workload.to_send().only("device-1")
+    own = workload.for_processes().only("device-1")
     assert list(own.training or {}) == ["device-1"]
     child = Workload(workload.config, own)
-    assert len(child.own_shard("device-1")) == 10
+    assert len(child.keep_only_shard("device-1")) == 10
     assert (child.input_shape, child.classes) == ((8,), 5)
 
 
 def test_a_device_builds_a_named_network_for_a_factory_without_calling_it_for_others(place: Path) -> None:
     config = config_from({"data": {"factory": "counted_factory:samples"}, "devices": [{"count": 3}]})
-    sent = Workload(config).to_send()
+    sent = Workload(config).for_processes()
     (place / "calls.txt").unlink()
     child = Workload(config, sent.only("device-2"))
-    shard = child.own_shard("device-2")
+    shard = child.keep_only_shard("device-2")
     assert (len(shard), child.input_shape, child.classes) == (20, (8,), 3)
     assert list(calls(place).values()) == [["device-2"]]
 
@@ -181,7 +181,7 @@ PAIRS = [(torch.zeros(8), 0), (torch.ones(8), 1), (torch.ones(8), 1)]
 def test_a_list_or_tuple_of_datasets_is_one_for_each_and_anything_else_is_one(
     datasets: Any, one_for_each: bool
 ) -> None:
-    assert is_one_for_each(datasets) is one_for_each
+    assert is_list_of_datasets(datasets) is one_for_each
 
 
 @pytest.mark.usefixtures("_nothing_measured")
@@ -237,18 +237,18 @@ def test_samples_of_another_shape_or_with_too_high_a_label_are_refused() -> None
 def test_given_held_out_sets_replace_those_of_a_named_dataset() -> None:
     config = config_from({"data": {"name": "synthetic", "shape": [1, 4, 4], "validation": 30, "test": 0}})
     images = TensorDataset(torch.zeros(7, 1, 4, 4), torch.arange(7))
-    workload = Workload(config, Own.of(config, None, None, images, images))
+    workload = Workload(config, UserObjects.of(config, None, None, images, images))
     assert [sum(n for n, _ in workload.held_out_batches(which)) for which in ("validation", "test")] == [7, 7]
     assert workload.data_name == "synthetic"
-    only_test = Workload(config, Own.of(config, None, None, None, images))
+    only_test = Workload(config, UserObjects.of(config, None, None, None, images))
     assert [sum(n for n, _ in only_test.held_out_batches(which)) for which in ("validation", "test")] == [30, 7]
 
 
 def test_held_out_sets_that_do_not_fit_are_refused() -> None:
     config = config_from({"data": {"name": "synthetic", "shape": [1, 4, 4]}})
-    flat = Workload(config, Own.of(config, None, None, dataset(7), None))
+    flat = Workload(config, UserObjects.of(config, None, None, dataset(7), None))
     with pytest.raises(DataError, match=r"the validation set has samples of shape \(8,\)"):
         flat.held_out("validation")
     images = TensorDataset(torch.zeros(12, 1, 4, 4), torch.arange(12))
     with pytest.raises(DataError, match="the test set has label 11, but labels end at 9"):
-        Workload(config, Own.of(config, None, None, None, images)).held_out("test")
+        Workload(config, UserObjects.of(config, None, None, None, images)).held_out("test")

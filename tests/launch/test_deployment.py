@@ -23,7 +23,7 @@ from support.training import EXACT, largest_error
 
 from pipar.config import config_from
 from pipar.job.workload import Workload
-from pipar.launch.deployment import why_over
+from pipar.launch.deployment import reason_finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -224,10 +224,10 @@ def test_a_program_that_is_stopped_while_it_measures_its_machine_ends_in_order(h
 
 def test_a_training_that_was_over_is_not_gone_on_with_when_its_machine_starts_again() -> None:
     config = config_from({"run": {"epochs": 6, "patience": 2}})
-    assert why_over(config, [3.0, 2.0, 2.5, 2.5]) is None
-    assert "has not improved for 2 rounds" in (why_over(config, [3.0, 2.0, 2.5, 2.5, 1.0]) or "")
-    assert why_over(config_from({"run": {"epochs": 6}}), [3.0, 2.0, 2.5, 2.5, 1.0]) is None
-    assert "All 6 rounds are trained" in (why_over(config, [6.0, 5.0, 4.0, None, 3.0, 2.0]) or "")
+    assert reason_finished(config, [3.0, 2.0, 2.5, 2.5]) is None
+    assert "has not improved for 2 rounds" in (reason_finished(config, [3.0, 2.0, 2.5, 2.5, 1.0]) or "")
+    assert reason_finished(config_from({"run": {"epochs": 6}}), [3.0, 2.0, 2.5, 2.5, 1.0]) is None
+    assert "All 6 rounds are trained" in (reason_finished(config, [6.0, 5.0, 4.0, None, 3.0, 2.0]) or "")
 
 
 # --- who may take part

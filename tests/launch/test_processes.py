@@ -24,7 +24,14 @@ from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse
-from pipar.launch.processes import Failure, Sketch, Teller, Termination, _Household, plans_of_joined
+from pipar.launch.processes import (
+    EventSender,
+    Failure,
+    GracefulTermination,
+    TimelineRows,
+    _ChildProcesses,
+    plans_for_profiles,
+)
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
 
@@ -40,7 +47,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- where they live
 
 
-def tell_surroundings(teller: Teller) -> None:
+def tell_surroundings(teller: EventSender) -> None:
     teller.tell(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
 
 
@@ -54,7 +61,7 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
         monkeypatch.setenv("PIPAR_DATA", data)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path)])
-    household = _Household(ignore)
+    household = _ChildProcesses(ignore)
     household.start("one", tell_surroundings)
     assert json.loads(household.wait_for_server()) == [str(tmp_path), data, sys.path]
     household.end()
@@ -73,14 +80,14 @@ def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_wou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    teller = Teller(theirs)
+    teller = EventSender(theirs)
     monkeypatch.setattr(teller, "_end", lambda: None)  # if this test fails, it is not to end all others
     began = time.monotonic()
     for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
         teller.observe(event)
     assert time.monotonic() - began < 5  # nobody listens, and a thread that sends is stuck
     first, *others = [ours.recv() for _ in range(3)]
-    assert isinstance(first, Sketch)
+    assert isinstance(first, TimelineRows)
     assert first.picture() == picture(1)
     assert others == [Left("phone-1"), Left("phone-2")]
     teller.observe(picture(3))
@@ -97,7 +104,7 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
     ended = SimpleQueue[tuple[int, int]]()
     monkeypatch.setattr(os, "kill", lambda *words: ended.put(words))
     before = set(threading.enumerate())
-    teller = Teller(theirs)
+    teller = EventSender(theirs)
     (watching,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "parent"]
     if is_finished:
         teller.finish()
@@ -113,7 +120,7 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
 # --- whose word counts
 
 
-def say(teller: Teller, failure: Failure, after_s: float) -> None:
+def say(teller: EventSender, failure: Failure, after_s: float) -> None:
     time.sleep(after_s)
     teller.tell(failure)
     sys.exit(1)
@@ -137,7 +144,7 @@ HEARD = Failure.of(LinkError("The server is gone."))
 def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
     server: Failure, phone: Failure, tablet: Failure, error: type[Exception], sentence: str
 ) -> None:
-    household = _Household(ignore)
+    household = _ChildProcesses(ignore)
     for name, failure, after_s in (("server", server, 0.2), ("phone", phone, 0.3), ("tablet", tablet, 0.0)):
         household.start(name, say, failure, after_s)
     with pytest.raises(error, match=sentence):
@@ -151,8 +158,8 @@ def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
 def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(Case("pipar", (2,), (3,)).workload())
     again = {name: Profile.from_json(profile.to_json()) for name, profile in job.device_profiles.items()}
-    assert plans_of_joined(job, again) is job.plans
-    assert plans_of_joined(job, {}) is job.plans
+    assert plans_for_profiles(job, again) is job.plans
+    assert plans_for_profiles(job, {}) is job.plans
     planned_for: list[Job] = []
 
     def plan(for_job: Job, rehearse: Rehearse) -> dict[str, Plan]:  # noqa: ARG001
@@ -161,7 +168,7 @@ def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.
 
     monkeypatch.setattr("pipar.launch.processes.make_plans", plan)
     slower = {name: replace(profile, machine="slower") for name, profile in again.items() if name != "phone-b"}
-    assert plans_of_joined(job, slower) == {}
+    assert plans_for_profiles(job, slower) == {}
     found = planned_for[0].device_profiles
     assert {name: profile.machine for name, profile in found.items()} == {
         "phone-a": "slower", "phone-b": job.device_profiles["phone-b"].machine, "phone-c": "slower",
@@ -183,7 +190,7 @@ def test_a_request_to_end_cuts_a_coroutine_short_and_is_remembered_behind_it() -
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        termination = Termination()
+        termination = GracefulTermination()
         assert not termination.requested()
         termination.run(main())
         assert ended == ["sleep"]

@@ -19,7 +19,7 @@ from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
 from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
 from pipar.job.job import Job
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times
@@ -97,7 +97,7 @@ class Instance:
 def run(instance: Instance) -> dict[Stage, Span]:
     """Return the span of each of the 6N stages of the instance in virtual time."""
     found: list[Span] = []
-    train_without_mathematics(instance.job(), lambda _, spans: found.extend(spans), ignore)
+    train_timing_only(instance.job(), lambda _, spans: found.extend(spans), ignore)
     return {Stage(span.kind, span.micro_batch): span for span in found if span.kind in KINDS and not span.waiting}
 
 
@@ -229,7 +229,7 @@ def alone(device: Profile, server: Profile, plan: Plan, link: Link) -> float:
         model=device.model,
     )
     found: list[Span] = []
-    train_without_mathematics(job, lambda _, spans: found.extend(spans), ignore)
+    train_timing_only(job, lambda _, spans: found.extend(spans), ignore)
     computed = [span for span in found if span.kind in ("fc", "bc") and not span.waiting]
     return max(span.end for span in computed) - min(span.start for span in computed)
 

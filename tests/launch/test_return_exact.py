@@ -20,7 +20,7 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.job.job import shared_costs
 from pipar.job.torch_setup import make_learner, part_builder, repeatable
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
@@ -75,7 +75,7 @@ def roam(
     tree = case.tree()
     tree["server"] |= {"min_devices": 1, **server}
     config = config_from(tree)
-    workload = Workload(config, Own.of(config, model, None, None, None))
+    workload = Workload(config, UserObjects.of(config, model, None, None, None))
     job, out = make_job(workload), Roamed()
     plans = iter(replan)
 

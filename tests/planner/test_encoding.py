@@ -9,7 +9,7 @@ import pytest
 
 from pipar.config import Link
 from pipar.execution.stages import Work
-from pipar.launch.sizes_only import HollowServerPart
+from pipar.launch.sizes_only import SizesOnlyServerPart
 from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import Recodings, chosen
 from pipar.planner.candidates import allowed_plans, candidates
@@ -156,7 +156,7 @@ def test_a_chunk_that_shrinks_to_nothing_is_a_byte_all_the_same() -> None:
     profile = replace(PROFILE, layers=(tiny, LAST))
     assert profile.coded_bytes(1, 1, "up", "planes") == [1]
     (frame,) = cut_message(
-        Message(Kind.GRADIENT, samples=1, body=HollowServerPart(profile, 1).encode(1, "planes", ())), 1, 1
+        Message(Kind.GRADIENT, samples=1, body=SizesOnlyServerPart(profile, 1).encode(1, "planes", ())), 1, 1
     )
     assert Assembler().feed(frame) is not None
 

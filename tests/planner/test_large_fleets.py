@@ -9,7 +9,7 @@ import pytest
 
 from pipar.config import Link, config_from
 from pipar.errors import TooLittleMemoryError
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
 from pipar.planner import search
 from pipar.planner.candidates import allowed_plans
@@ -32,7 +32,7 @@ def fleet_of(model: str, data: str, count: int, **settings: object) -> Fleet:
         "server": {"profile": "i7-11850h", "cores": 2},
         "devices": [{**board, **settings}],
     }
-    fleet = unplanned_timing_only(config_from(tree)).fleet()
+    fleet = unplanned_timing_only_job(config_from(tree)).fleet()
     rates = [5e6 * 20 ** (n / max(1, count - 1)) for n in range(count)]
     links = [Link(up_bps=rate, down_bps=2 * rate, latency_s=0.01) for rate in rates]
     members = zip(fleet.members, links, strict=True)

@@ -18,7 +18,7 @@ from pipar.config import Link
 from pipar.events import EpochResult, ignore
 from pipar.job.prepare import config_from, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.busy import busy_layers, busy_s
 from pipar.planner.calibration import Fit, Machine, Shares, about, pooled, refitted
@@ -363,6 +363,6 @@ def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkey
     job = prepare_timing_only(config, rehearse)
     assert job is not None
     results: list[EpochResult] = []
-    train_without_mathematics(job, lambda result, _: results.append(result), ignore)
+    train_timing_only(job, lambda result, _: results.append(result), ignore)
     assert [result.predicted_s for result in results] == [pytest.approx(r.seconds, rel=2e-3) for r in results]
     assert forgotten == [1, 2, 3]

@@ -19,9 +19,9 @@ from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.job.prepare import prepare_timing_only
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.virtual import train_virtually, train_without_mathematics
+from pipar.launch.virtual import train_timing_only, train_virtually
 from pipar.methods import Plan
 from pipar.nn.parts import Part
 from pipar.planner import replanner
@@ -248,7 +248,7 @@ class Timed:
 
 def timed(tree: dict[str, Any], choose: Choose) -> Timed:
     config = config_from(tree)
-    job = make_job(Workload(config, Own.of(config, None, None, None, None)))
+    job = make_job(Workload(config, UserObjects.of(config, None, None, None, None)))
     timed = Timed()
 
     def emit(result: EpochResult, of_epoch: list[Span]) -> None:
@@ -259,7 +259,7 @@ def timed(tree: dict[str, Any], choose: Choose) -> Timed:
         timed.replanned += [event] if isinstance(event, Replanned) else []
         timed.failed += [event] if isinstance(event, ReplanFailed) else []
 
-    train_without_mathematics(job, emit, observe, choose=choose)
+    train_timing_only(job, emit, observe, choose=choose)
     return timed
 
 
@@ -487,7 +487,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
         device |= {"split_point": "auto", "micro_batches": "auto", "speed": 3.0}
         device["link"] = {"cycle": [{"up": "1Mbit/s", "down": "1Mbit/s"}, "unlimited"], "every": "5s"}
     config = config_from(tree)
-    workload = Workload(config, Own.of(config, None, None, None, None))
+    workload = Workload(config, UserObjects.of(config, None, None, None, None))
     seen: list[Event] = []
     learner = train_virtually(make_job(workload), workload, lambda *_: None, seen.append)
     cuts = {plan["split_point"] for event in seen if isinstance(event, Replanned) for plan in event.plans.values()}
@@ -524,7 +524,7 @@ def test_where_p_and_n_are_given_changed_links_change_the_encodings_alone(method
     def observe(event: Event) -> None:
         replanned.extend([event] if isinstance(event, Replanned) else [])
 
-    train_without_mathematics(job, lambda *_: None, observe)
+    train_timing_only(job, lambda *_: None, observe)
     assert {plan.encoding for plan in job.plans.values()} == {"raw"}
     seen = [Plan(**plan) for event in replanned for plan in event.plans.values()]
     assert "sparse-planes" in {plan.up for plan in seen}
@@ -545,7 +545,7 @@ def test_an_encoding_that_was_given_stays_whatever_links_do() -> None:
     job = prepare_timing_only(config_from(tree), rehearse)
     assert job is not None
     replanned: list[Event] = []
-    train_without_mathematics(
+    train_timing_only(
         job, lambda *_: None, lambda event: replanned.extend([event] if isinstance(event, Replanned) else [])
     )
     assert {plan.encoding for plan in job.plans.values()} == {"planes"}

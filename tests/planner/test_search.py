@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipar.config import Link, config_from
 from pipar.errors import PlanError
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import search
 from pipar.planner.candidates import Allow, Candidate, candidates
@@ -299,7 +299,7 @@ def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> Non
         "wire": {"encoding": "raw"},
         "devices": [{"count": 100, "profile": "jetson-orin-nano", "link": link}],
     }
-    job = unplanned_timing_only(config_from(tree))
+    job = unplanned_timing_only_job(config_from(tree))
     assert job is not None
     fleet = job.fleet()
     choice = choose(fleet, simulate, within=simulate_within)

@@ -16,9 +16,9 @@ from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
 from pipar.execution.stages import Work
 from pipar.job.job import Job
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.busy import busy_s
 from pipar.planner.costs import Costs
@@ -125,7 +125,7 @@ class Run:
 
 def run(job: Job) -> Run:
     found: list[tuple[EpochResult, list[Span]]] = []
-    train_without_mathematics(job, lambda result, spans: found.append((result, spans)), ignore)
+    train_timing_only(job, lambda result, spans: found.append((result, spans)), ignore)
     ((result, spans),) = found
     busy = [span for span in spans if not span.waiting and span.epoch == 1]
     start = min(span.start for span in busy if span.lane == IO)
@@ -284,7 +284,7 @@ def test_micro_batches_of_one_chunk_behind_those_of_two_are_all_sent() -> None:
         "server": {"profile": "i7-11850h"},
         "devices": [{"count": 2, "link": "4g", "profile": "raspberry-pi-3b", "split_point": 1, "micro_batches": 6}],
     }
-    job = unplanned_timing_only(config_from(tree))
+    job = unplanned_timing_only_job(config_from(tree))
     assert job is not None
     plans = {name: Plan(1, 6, 0, "planes", "planes") for name in job.sizes}
     foretold = forecast(job.fleet(), plans)

@@ -15,7 +15,7 @@ from pipar.config import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import Disguise, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
-from pipar.launch.deployment import DeviceOptions, device_workload, own_guard, take_part
+from pipar.launch.deployment import DeviceOptions, device_guard, device_workload, take_part
 from pipar.privacy.accounting import cost, epsilon_after
 from pipar.privacy.budget import Spent
 from pipar.privacy.budget_file import Memory, held
@@ -25,19 +25,19 @@ def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Pat
     path = tmp_path / "pi.json"
     target = epsilon_after(4.0, 3, 1e-5) * 1.001
     config = config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}})
-    first = own_guard(config, memory=Memory.open(path, "pi"))
+    first = device_guard(config, memory=Memory.open(path, "pi"))
     for _ in range(2):
         first.note(4.0)
-    again = own_guard(config, memory=Memory.open(path, "pi"))
+    again = device_guard(config, memory=Memory.open(path, "pi"))
     assert again.spent == Spent(2, 2 * cost(4.0))
     assert again.noise_seed != first.noise_seed
     again.note(4.0)
     with pytest.raises(BudgetSpentError, match="has sent 3 updates"):
-        own_guard(config, memory=Memory.open(path, "pi")).check(4.0)
+        device_guard(config, memory=Memory.open(path, "pi")).check(4.0)
 
 
 def test_what_a_server_has_seen_is_remembered_too(tmp_path: Path) -> None:
-    guard = own_guard(config_from({}), memory=Memory.open(tmp_path / "pi.json", "pi"))
+    guard = device_guard(config_from({}), memory=Memory.open(tmp_path / "pi.json", "pi"))
     guard.accept(4.0, Spent(5, 5 * cost(4.0)))
     assert Memory.open(tmp_path / "pi.json", "pi").spent.releases == 5
 
@@ -49,7 +49,7 @@ def test_the_file_is_its_owners_only(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_down_is_not_sent(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    guard = own_guard(config_from({}), memory=Memory.open(folder / "pi.json", "pi"))
+    guard = device_guard(config_from({}), memory=Memory.open(folder / "pi.json", "pi"))
     (folder / "pi.json").unlink()
     folder.rmdir()
     folder.write_text("no folder any more")

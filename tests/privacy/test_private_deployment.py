@@ -17,20 +17,20 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
-from pipar.launch.deployment import discreet, own_cuts, own_guard
+from pipar.launch.deployment import allowed_cuts, device_guard, without_sample_statistics
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
 from pipar.privacy.budget_file import Memory
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
-from pipar.storage.checkpoint_writer import CheckpointKeeper
+from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.wire.messages import EMPTY
 
 
 def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> None:
     target = epsilon_after(4.0, 2, 1e-5) * 1.001
-    guard = own_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)
+    guard = device_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)
     assert guard.noise_seed == 7
     with pytest.raises(TrainingError, match="start both with the same"):
         guard.accept(3.0, Spent())
@@ -39,14 +39,14 @@ def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> 
     assert guard.spent.releases == 2
     with pytest.raises(TrainingError, match="privacy budget"):
         guard.check(4.0)
-    free = own_guard(config_from({}))
+    free = device_guard(config_from({}))
     free.accept(0.0, Spent())
     assert free.noise_seed > 2**64  # but for one in 2^64
 
 
 def cuts_of(method: str, **privacy: object) -> Cuts | None:
     workload = Workload(config_from({"run": {"method": method}, "privacy": privacy}))
-    return own_cuts(workload, workload.build_model())
+    return allowed_cuts(workload, workload.build_model())
 
 
 def test_a_device_of_federated_learning_lets_its_network_be_cut_nowhere(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ PROFILE = Profile(
 def test_a_profile_tells_nothing_that_was_measured_of_samples_where_these_are_hidden(
     tree: dict[str, Any], tells: bool
 ) -> None:
-    told = discreet(config_from(tree), PROFILE)
+    told = without_sample_statistics(config_from(tree), PROFILE)
     assert (told.layers[0].shares, told.changes_share) == (({"sparse": (0.4, 0.3)}, 0.7) if tells else ({}, 1.0))
     assert told.layers[0].forward_s == PROFILE.layers[0].forward_s
 
@@ -100,7 +100,7 @@ def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_on
         lane = VirtualCompute(["save"], Recorder("server"), lambda _: 0.0)
         job: Any = SimpleNamespace(sizes={})
         learner: Any = SimpleNamespace(snapshot=lambda: EMPTY)
-        keeper = CheckpointKeeper(
+        keeper = CheckpointWriter(
             saved, learner, folder, config=config, job=lambda: job, lane=lane, observe=ignore, done=0
         )
         found = []

@@ -8,7 +8,7 @@ import pytest
 
 from pipar.config import MODELS, config_from
 from pipar.job.job import Job
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
 from pipar.profiling.counts import Counts, known_changes_share, known_counts
 from pipar.profiling.machines import MACHINES, machine_profile, pass_s
@@ -138,7 +138,7 @@ def test_a_named_server_sends_changes_to_named_boards_on_slow_links() -> None:
         "server": {"profile": "i7-11850h"},
         "devices": [board],
     }
-    job = unplanned_timing_only(config_from(tree))
+    job = unplanned_timing_only_job(config_from(tree))
     assert isinstance(job, Job)
     fleet = job.fleet()
     assert fleet.sends_changes(fleet.members[0], fleet.members[0].link.up_bps)

@@ -94,10 +94,10 @@ def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeyp
         train(*arguments, **words)
         raise KeyboardInterrupt
 
-    train = virtual.train_without_mathematics
+    train = virtual.train_timing_only
     events: list[Event] = []
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
-    monkeypatch.setattr(virtual, "train_without_mathematics", interrupted)
+    monkeypatch.setattr(virtual, "train_timing_only", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
     (written,) = [event.path for event in events if isinstance(event, ReportWritten)]

@@ -15,17 +15,17 @@ from support.small_runs import SETTINGS
 from pipar.config import load_config
 from pipar.job.explain import explain
 from pipar.job.job import Job
-from pipar.job.plans import planned
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.plans import with_plans
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import Foresight
 from pipar.report.what_if import what_if
 
 
 def job(*settings: str) -> Job:
-    made = unplanned_timing_only(load_config(None, [*SETTINGS, *settings]))
+    made = unplanned_timing_only_job(load_config(None, [*SETTINGS, *settings]))
     assert made is not None
-    return planned(made, rehearse)
+    return with_plans(made, rehearse)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from support.made_up_cells import TINY, outcomes, timing
 
 from pipar.config import config_from
 from pipar.errors import InputError, PlanError
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
 from pipar.planner.search import choose
 from pipar.planner.simulator import simulate
@@ -417,7 +417,7 @@ def test_speeds_that_are_a_quarter_off_fit_the_papers_epochs_of_vgg5_worse() -> 
 @pytest.mark.slow
 def test_of_boards_of_two_speeds_no_plan_is_chosen_that_is_slower_over_an_epoch_than_split_federated_learning() -> None:
     # By its first two iterations another plan promises 6 % less, and takes 7 % more in the end.
-    job = unplanned_timing_only(config_from(Trial("resnet18", "cifar10", "wifi", slow=0.5).tree()))
+    job = unplanned_timing_only_job(config_from(Trial("resnet18", "cifar10", "wifi", slow=0.5).tree()))
     assert job is not None
     fleet = job.fleet()
     uncut = {member.name: Plan(1, 1) for member in fleet.members}

@@ -8,7 +8,7 @@ import pytest
 from support.fleets import PROFILE, fleet, plans
 
 from pipar.config import config_from
-from pipar.job.prepare import unplanned_timing_only
+from pipar.job.prepare import unplanned_timing_only_job
 from pipar.planner.exhaustive import search_all
 from pipar.planner.search import choose
 from pipar.planner.simulator import forecast, simulate
@@ -63,7 +63,7 @@ def test_a_choice_is_within_two_per_cent_of_the_best_in_a_world_it_does_not_know
             "devices": [{"count": 100, "profile": "raspberry-pi-3b", "link": link, "speed": speed}],
         }
     )
-    job = unplanned_timing_only(config)
+    job = unplanned_timing_only_job(config)
     assert job is not None
     truth, world = perturbed(job.fleet(), 11), judging(11)
     chosen = choose(job.fleet(), simulate).plans

@@ -23,7 +23,7 @@ from pipar.storage.run_folder import (
     RunFolder,
     new_folder,
     run_name,
-    uninterrupted,
+    signals_deferred,
     versions,
     write_atomically,
 )
@@ -131,7 +131,7 @@ def test_ctrl_c_waits_for_the_end_of_what_is_being_saved(tmp_path: Path) -> None
     handler = signal.getsignal(signal.SIGINT)
 
     def save() -> None:
-        with uninterrupted():
+        with signals_deferred():
             signal.raise_signal(signal.SIGINT)
             write_atomically(tmp_path / "result.json", b"saved")
 
@@ -196,7 +196,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
 
 def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
     seen: list[Event] = []
-    watch = folder.watching(seen.append)
+    watch = folder.event_recorder(seen.append)
     plans = {
         name: {"split_point": 2, "micro_batches": 1, "window": 0, "up": "raw", "down": "raw"}
         for name in ("pi-2", "pi-1")
@@ -247,7 +247,7 @@ def told(path: Path, name: str) -> list[int]:
 
 
 def train_rounds(folder: RunFolder, *numbers: int, saved: int) -> None:
-    watch = folder.watching(ignore)
+    watch = folder.event_recorder(ignore)
     for number in numbers:
         watch(RoundOver(number, {"pi-2": 20, "pi-1": 20}, {"pi-3": 4} if number == 2 else {}))
         if number == saved:
@@ -263,7 +263,7 @@ def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Pa
     log, partly = before.round_log[:2], {"2": {"pi-3": 4}}
     found = Checkpoint(2, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], log, {"partly": partly})
     after = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
-    after.go_on(found)
+    after.resume(found)
     assert after.trained_again == 0  # as far as anybody was told
     train_rounds(after, 3, 4, saved=3)
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3]
@@ -271,7 +271,7 @@ def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Pa
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3, 4]
     assert [row.get("partly") for row in result["rounds"]] == [None, {"pi-3": 4}, None, None]
     once_more = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
-    once_more.go_on(found)
+    once_more.resume(found)
     assert once_more.trained_again == 2
 
 
@@ -288,7 +288,7 @@ def test_a_crash_behind_the_last_round_leaves_a_result_to_be_written(tmp_path: P
 def test_a_training_that_begins_anew_does_not_tell_of_one_that_was_lost(tmp_path: Path) -> None:
     train_rounds(RunFolder(tmp_path, job(), world="real", command=""), 1, 2, saved=0)
     again = RunFolder(tmp_path, job(), world="real", command="", has_checkpoints=True)
-    again.begin()
+    again.start_over()
     train_rounds(again, 1, saved=1)
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1]
 
@@ -322,14 +322,14 @@ def test_who_asks_for_pictures_is_told_of_the_lanes_if_they_were_traced(
     folder: RunFolder, pictures: bool, spans: list[Span], told: int
 ) -> None:
     heard: list[Event] = []
-    folder.emitting(heard.append, pictures=pictures)(EPOCH, spans)
+    folder.epoch_recorder(heard.append, pictures=pictures)(EPOCH, spans)
     assert heard == [EPOCH, *[Pictured(1, (SPAN,), is_whole=True)] * told]
 
 
 def test_of_many_spans_a_picture_has_some(folder: RunFolder) -> None:
     heard: list[Event] = []
     spans = [replace(SPAN, kind="step", iteration=1 + number // 10) for number in range(5000)]
-    folder.emitting(heard.append, pictures=True)(EPOCH, spans)
+    folder.epoch_recorder(heard.append, pictures=True)(EPOCH, spans)
     (_, picture) = heard
     assert isinstance(picture, Pictured)
     assert (len(picture.spans), picture.is_whole) == (30, False)

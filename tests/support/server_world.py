@@ -16,7 +16,7 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.job.job import Bounds
 from pipar.launch.assemble import Equipment, run_device
-from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner
@@ -46,7 +46,7 @@ E = TypeVar("E")
 PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
-class ScriptedLearner(HollowLearner):
+class ScriptedLearner(SizesOnlyLearner):
     """A hollow model whose validation losses are written down beforehand; remembers who was averaged and forgotten."""
 
     def __init__(self, split_points: dict[str, int], losses: Sequence[float]) -> None:
@@ -260,8 +260,8 @@ async def _outcome(life: Awaitable[None]) -> BaseException | None:
 def _equipment(samples: int, speed: float, profile: Profile | None, guard: Guard | None = None) -> Equipment:
     costs = Costs(PROFILE, speed)
     return Equipment(
-        HollowSamples(samples),
-        lambda orders: HollowDevicePart(PROFILE, orders.plan.split_point),
+        SizesOnlySamples(samples),
+        lambda orders: SizesOnlyDevicePart(PROFILE, orders.plan.split_point),
         lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds),
         profile,
         guard or Guard(),

@@ -17,8 +17,8 @@ from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
-from pipar.job.plans import planned
-from pipar.job.workload import Own, Workload
+from pipar.job.plans import with_plans
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually
 from pipar.methods import METHODS
@@ -108,7 +108,7 @@ class Case:
 
     def workload(self, model: nn.Sequential | None = None) -> Workload:
         config = config_from(self.tree())
-        return Workload(config, Own.of(config, model, None, None, None))
+        return Workload(config, UserObjects.of(config, model, None, None, None))
 
     def rules(self, **changes: Any) -> Rules:
         kept = self.momentum == "keep"
@@ -148,7 +148,7 @@ def make_job(workload: Workload) -> Job:
         dataset=workload.data_name,
         model=workload.model_name,
     )
-    return planned(job, rehearse)
+    return with_plans(job, rehearse)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipar.errors import InputError
 from pipar.events import Observer, Preparing
 
 if TYPE_CHECKING:
-    from pipar.job.leakage_audit import Attacked
+    from pipar.job.leakage_audit import AuditResult
     from pipar.leakage.attacks import Attack
 
 #: What the attacks are called; the module that knows them brings torch.
@@ -95,13 +95,13 @@ def leakage(
         raise InputError(f"Cannot write to the folder {output}: {error.strerror}; give another one.") from None
     with watched(quiet=as_json) as display:
         display.observe(Preparing("Loading torch, the network and the data", 0.0))
-        from pipar.job.leakage_audit import attack
+        from pipar.job.leakage_audit import audit_leakage
         from pipar.job.workload import Workload
         from pipar.leakage.attacks import ATTACKS
 
         means: dict[str, Attack] = {name: ATTACKS[name] for name in chosen}
         told = with_time_left(display.observe)
-        done = attack(Workload(loaded), means, weights=weights, split_points=cuts, images=images, told=told)
+        done = audit_leakage(Workload(loaded), means, weights=weights, split_points=cuts, images=images, told=told)
     written = _write(done, output)
     if as_json:
         click.echo(done.table.to_json(), nl=False)
@@ -160,7 +160,7 @@ def _attack_names(text: str | None) -> list[str]:
     return [name for name in _NAMES if name in asked]
 
 
-def _write(done: Attacked, folder: Path) -> list[Path]:
+def _write(done: AuditResult, folder: Path) -> list[Path]:
     """Write the table in three formats, and a picture if the samples are pictures; return where."""
     from pipar.leakage.picture import can_be_drawn, draw
     from pipar.leakage.table import as_csv, as_markdown

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipar.cli.tables import new_table, percent
 from pipar.cli.timeline_text import Chart
-from pipar.job.explain import Exhaustive, Explanation, Limited, Option, Picture, Plans, Row
+from pipar.job.explain import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES
@@ -28,7 +28,7 @@ def plan_view(explained: Explanation) -> RenderableType:
     parts += [_epoch_line(explained), *_limit_line(explained), _lanes(explained)]
     if explained.states:
         parts += [_states_line(explained), _states(explained)]
-    picture = explained.picture()
+    picture = explained.timeline()
     if picture is not None:
         parts += [_picture_title(explained, picture), Chart(picture.spans)]
     if explained.runners_up:
@@ -91,19 +91,19 @@ def _devices_text(members: Sequence[Member]) -> str:
     return members[0].name if len(members) == 1 else f"{len(members)} x {', '.join(groups)}"
 
 
-def _machine_text(row: Row) -> str:
+def _machine_text(row: DeviceGroup) -> str:
     machine, speed = row.machine or "this machine", row.devices[0].costs.speed
     short = Path(machine).name  # of a file; a name stays as it is
     return short if speed == 1 else f"{short} x {speed:g}"
 
 
-def _memory_text(row: Row) -> str:
+def _memory_text(row: DeviceGroup) -> str:
     if row.memory_bytes is None:
         return "no limit"
     return f"{row.needed_bytes / 2**20:.0f} of {row.memory_bytes / 2**20:.0f}"
 
 
-def _shares_text(row: Row) -> str:
+def _shares_text(row: DeviceGroup) -> str:
     up, down = (percent(share, 0) for share in row.shares)
     return f"{up}/{down}"
 
@@ -115,14 +115,14 @@ def _epoch_line(explained: Explanation) -> Text:
 
 def _limit_line(explained: Explanation) -> list[Text]:
     """Return which cuts the limit on leakage has ruled out, and what that costs."""
-    limited = explained.limited
+    limited = explained.leakage_limit
     if limited is None:
         return []
     limit, guess = ruled_out_text(limited.most, limited.ruled_out), guess_text(limited.most, limited.guess)
     return [Text(f"{limit}{_cost_of_limit(explained, limited)}"), *([Text(guess)] if guess else [])]
 
 
-def _cost_of_limit(explained: Explanation, limited: Limited) -> str:
+def _cost_of_limit(explained: Explanation, limited: LeakageLimitCost) -> str:
     if not limited.ruled_out:
         return "."
     if limited.without.plans == explained.chosen.plans:
@@ -144,7 +144,7 @@ def _lanes(explained: Explanation) -> Table:
     return table
 
 
-def _picture_title(explained: Explanation, picture: Picture) -> Text:
+def _picture_title(explained: Explanation, picture: Timeline) -> Text:
     plan = explained.chosen.plans[picture.device]
     if picture.whole_epoch:
         return Text(f"\nOne epoch of {picture.device}, {plan}, with the exchange of models\n", style="bold")
@@ -242,7 +242,7 @@ def _other_line(explained: Explanation) -> Text:
     return Text(f"{who} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated.")
 
 
-def _exhaustive_lines(explained: Explanation, found: Exhaustive) -> Text:
+def _exhaustive_lines(explained: Explanation, found: ExhaustiveSearch) -> Text:
     best = _plans_text(explained, found.best.plans)
     tried = "Every plan" if found.grid is None else f"Every plan with N of {', '.join(map(str, found.grid))}"
     counts = f"{found.simulated:,} simulated in {found.seconds:.2f} s, {found.ruled_out:,} ruled out by their bounds"

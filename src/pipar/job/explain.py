@@ -48,7 +48,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceGroup:
     """Devices that are alike and have one plan; `machine` is whose profile they have, None for this machine's."""
 
     devices: tuple[Member, ...]
@@ -89,7 +89,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Timeline:
     """What a device's lanes, and the cores that work for it, do in one iteration, or in a whole epoch."""
 
     device: str
@@ -98,7 +98,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class State:
+class LinkState:
     """Links that change, when each is at the same place of its cycle, and the plans of a training at that time."""
 
     links: tuple[Link, ...]  # in the order of the configuration, equal ones once
@@ -106,7 +106,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Exhaustive:
+class ExhaustiveSearch:
     """What a full search found. `grid` are the N that it tried, None for all."""
 
     best: Option
@@ -123,7 +123,7 @@ class Exhaustive:
 
 
 @dataclass(frozen=True)
-class Limited:
+class LeakageLimitCost:
     """What `privacy.max_leakage` does to a choice: the split points that it rules out, with what they leak."""
 
     most: float
@@ -144,9 +144,9 @@ class Explanation:
     other: Option  # what the other estimate would have chosen
     simulations: int
     seconds: float
-    exhaustive: Exhaustive | None = None
-    states: tuple[State, ...] = ()  # of links that change; all else here is about the first of them
-    limited: Limited | None = None
+    exhaustive: ExhaustiveSearch | None = None
+    states: tuple[LinkState, ...] = ()  # of links that change; all else here is about the first of them
+    leakage_limit: LeakageLimitCost | None = None
 
     @property
     def estimate(self) -> str:
@@ -168,7 +168,7 @@ class Explanation:
             for m in kind
         }
 
-    def rows(self, plans: Plans | None = None) -> list[Row]:
+    def rows(self, plans: Plans | None = None) -> list[DeviceGroup]:
         """Return the devices, those together that are alike and have one plan, in the configuration's order."""
         plans = self.chosen.plans if plans is None else plans
         together: dict[tuple[object, ...], list[Member]] = {}
@@ -178,14 +178,14 @@ class Explanation:
             together.setdefault(key, []).append(member)
         return [self._row(tuple(members), plans[members[0].name]) for members in together.values()]
 
-    def _row(self, members: tuple[Member, ...], plan: Plan) -> Row:
+    def _row(self, members: tuple[Member, ...], plan: Plan) -> DeviceGroup:
         first, fleet = members[0], self.fleet
         profile, needed = first.costs.profile, needed_bytes(fleet, first, plan)
         machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
         ended_s = max(self.predicted_s[member.name] for member in members)
         p, server = plan.split_point, fleet.server.profile
         shares = (profile.share(p, "up", plan.up), server.share(p, "down", plan.down))
-        return Row(members, machine, plan, ended_s, needed, self._utilisation(members, plan), shares)
+        return DeviceGroup(members, machine, plan, ended_s, needed, self._utilisation(members, plan), shares)
 
     def _utilisation(self, members: tuple[Member, ...], plan: Plan) -> dict[str, float]:
         """Return how busy the lanes of the one with most data are; the server's cores are everybody's."""
@@ -193,7 +193,7 @@ class Explanation:
         own = {lane: s / self.timing.epoch_s for lane, s in lane_s(self.fleet, busiest, plan).items()}
         return {lane: own.get(lane, self.utilisation[lane]) for lane in LANES}
 
-    def picture(self) -> Picture | None:
+    def timeline(self) -> Timeline | None:
         """Return one iteration of the device that ends last; None if nothing forecasts the method's.
 
         Of P = Q, which uses the links and the server for nothing but the models, it is the epoch with their exchange.
@@ -203,8 +203,8 @@ class Explanation:
         slowest = max(self.timing.device_s.items(), key=lambda item: item[1])[0]
         fleet, plans = self.fleet.sampled(), self.chosen.plans
         if plans[slowest].split_point == fleet.layers:
-            return Picture(slowest, timeline(fleet, plans, slowest, exchange=True), whole_epoch=True)
-        return Picture(slowest, timeline(fleet, plans, slowest, iterations=1), whole_epoch=False)
+            return Timeline(slowest, timeline(fleet, plans, slowest, exchange=True), whole_epoch=True)
+        return Timeline(slowest, timeline(fleet, plans, slowest, iterations=1), whole_epoch=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `pipar plan --json` prints."""
@@ -241,12 +241,14 @@ class Explanation:
                 }
                 for state in self.states
             ]
-        if self.limited is not None:
-            without = self.limited.without
+        if self.leakage_limit is not None:
+            without = self.leakage_limit.without
             document["privacy"] = {
-                "max_leakage": self.limited.most,
-                "guess": self.limited.guess,
-                "ruled_out": [{"split_point": p, "leakage": leaks} for p, leaks in self.limited.ruled_out.items()],
+                "max_leakage": self.leakage_limit.most,
+                "guess": self.leakage_limit.guess,
+                "ruled_out": [
+                    {"split_point": p, "leakage": leaks} for p, leaks in self.leakage_limit.ruled_out.items()
+                ],
                 "without": {"plans": _tree(without), "epoch_s": without.epoch_s},
                 "relative": self.chosen.epoch_s / without.epoch_s,
             }
@@ -286,13 +288,13 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
     """Return the job of a configuration, as the training itself would; torch is needed if something must be measured
     or a factory called.
     """
-    from pipar.job.prepare import unplanned, unplanned_timing_only
+    from pipar.job.prepare import unplanned_job, unplanned_timing_only_job
 
-    job = unplanned_timing_only(config, observe)
+    job = unplanned_timing_only_job(config, observe)
     if job is None:
         from pipar.job.workload import Workload
 
-        job = unplanned(Workload(config), observe)
+        job = unplanned_job(Workload(config), observe)
     return job
 
 
@@ -326,7 +328,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
         simulations=choice.simulations,
         seconds=seconds,
         states=_states(job, fleet, chosen, simulate, observe),
-        limited=_limited(job, rehearse, chosen, observe),
+        leakage_limit=_leakage_limit_cost(job, rehearse, chosen, observe),
     )
     if not exhaustive:
         return explanation
@@ -334,7 +336,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
     best, found = _search(fleet, simulate, grid, timed, observe)
     # Beside a grid of N there may be better ones that the choice has come across.
     tried = (found, chosen, other, *explanation.runners_up)
-    searched = Exhaustive(
+    searched = ExhaustiveSearch(
         best=min(tried, key=lambda option: option.epoch_s),
         chosen_epoch_s=chosen.epoch_s,
         grid=grid,
@@ -345,7 +347,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
     return replace(explanation, exhaustive=searched)
 
 
-def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe: Observer) -> tuple[State, ...]:
+def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe: Observer) -> tuple[LinkState, ...]:
     """Return what a training would do at each place of the links' cycles; nothing if no link changes.
 
     Cycles of different lengths or times do not stay together as they are here, which is how they begin.
@@ -359,22 +361,22 @@ def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe:
         observe(Preparing("Planning for links that change", number / count))
         there = replace(fleet, members=tuple(replace(m, link=_at(m.link, number)) for m in fleet.members))
         option = chosen if number == 0 else _replanned(job, there, chosen.plans, simulate)
-        states.append(State(tuple(_at(link, number) for link in changing), option))
+        states.append(LinkState(tuple(_at(link, number) for link in changing), option))
     return tuple(states)
 
 
-def _limited(job: Job, rehearse: Rehearse, chosen: Option, observe: Observer) -> Limited | None:
+def _leakage_limit_cost(job: Job, rehearse: Rehearse, chosen: Option, observe: Observer) -> LeakageLimitCost | None:
     """Return what the limit on leakage costs; None without one."""
     most = job.config.privacy.max_leakage
     if most is None:
         return None
     if not job.leaky_cuts or not job.method.splits:
-        return Limited(most, job.leaky_cuts, chosen, job.leakage_guess)
+        return LeakageLimitCost(most, job.leaky_cuts, chosen, job.leakage_guess)
     free = replace(job, leaky_cuts={})
     fleet, by_paper = free.fleet(), job.config.plan.estimate == "paper"
     plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, rehearse, observe=observe).plans
     without = Option(plans, whole_epoch(simulation(free, rehearse), fleet.sampled(), plans).epoch_s)
-    return Limited(most, job.leaky_cuts, without, job.leakage_guess)
+    return LeakageLimitCost(most, job.leaky_cuts, without, job.leakage_guess)
 
 
 def _at(link: Link, number: int) -> Link:

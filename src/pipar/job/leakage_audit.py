@@ -27,7 +27,7 @@ _OTHERS = 5000
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AuditResult:
     """A table, and the pictures that belong to it: the originals, and what each attack has made of them."""
 
     table: LeakageTable
@@ -35,7 +35,7 @@ class Attacked:
     measured: Measured
 
 
-def attack(
+def audit_leakage(
     workload: Workload,
     attacks: Mapping[str, Attack],
     *,
@@ -43,7 +43,7 @@ def attack(
     split_points: Sequence[int] | None = None,
     images: int = 16,
     told: Told = lambda _, __: None,
-) -> Attacked:
+) -> AuditResult:
     """Return what the cuts of a workload's network give away of the first device's samples.
 
     The network has its first weights, or those of a file. P = Q, where no activations leave, is not measured.
@@ -72,7 +72,7 @@ def attack(
         attacks={name: one.words for name, one in attacks.items()},
         cuts=measured.cuts,
     )
-    return Attacked(table, samples.pixels(samples.attacked), measured)
+    return AuditResult(table, samples.pixels(samples.attacked), measured)
 
 
 def checked_cuts(split_points: Sequence[int] | None, layers: int, model: str) -> list[int]:

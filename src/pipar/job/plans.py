@@ -23,7 +23,7 @@ Rehearse = Callable[[Job, int | None], Timing]
 _USUAL_SIMULATIONS = 60
 
 
-def planned(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> Job:
+def with_plans(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> Job:
     """Return the job with every device's plan: as configured, or chosen where it says "auto"."""
     return replace(job, plans=make_plans(job, rehearse, observe))
 

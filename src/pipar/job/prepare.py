@@ -19,7 +19,7 @@ from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
 from pipar.job.job import Job
-from pipar.job.plans import Rehearse, planned
+from pipar.job.plans import Rehearse, with_plans
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
@@ -43,7 +43,7 @@ _LAYERS_SHARE = 0.9
 def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
     terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
-    return planned(unplanned(workload, observe), rehearse, observe)
+    return with_plans(unplanned_job(workload, observe), rehearse, observe)
 
 
 def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = ignore) -> Job | None:
@@ -52,11 +52,11 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
     The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
     """
     terms_of(config)
-    job = unplanned_timing_only(config, observe)
-    return None if job is None else planned(job, rehearse, observe)
+    job = unplanned_timing_only_job(config, observe)
+    return None if job is None else with_plans(job, rehearse, observe)
 
 
-def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
+def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
     from pipar.nn.aggregators import make_aggregator
     from pipar.nn.models import uses_batch_statistics, uses_dropout
@@ -81,7 +81,7 @@ def unplanned(workload: Workload, observe: Observer = ignore) -> Job:
     return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
 
 
-def unplanned_timing_only(config: Config, observe: Observer = ignore) -> Job | None:
+def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job | None:
     """Return the job of a timing-only run before its plans are chosen; None for factories."""
     if config.data.factory or config.model.factory:
         return None

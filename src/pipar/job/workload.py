@@ -32,7 +32,7 @@ _EVALUATION_BATCH = 250
 
 
 @dataclass(frozen=True)
-class Own:
+class UserObjects:
     """Objects that the user passed in Python instead of naming them in the configuration.
 
     The model travels to the processes that this one starts as the bytes that cloudpickle makes of it, so that
@@ -48,7 +48,7 @@ class Own:
     classes: int | None = None
 
     @classmethod
-    def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> Own:
+    def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> UserObjects:
         """Return the user's objects, checked; a single dataset is partitioned over the devices."""
         return cls(
             model=None if model is None else cloudpickle.dumps(check_sequential(model)),
@@ -57,13 +57,13 @@ class Own:
             test=None if test is None else dataset_images(test),
         )
 
-    def only(self, device: str) -> Own:
+    def only(self, device: str) -> UserObjects:
         """Return what one device needs of it."""
         training = None if self.training is None else {device: self.training[device]}
         return replace(self, training=training, validation=None, test=None)
 
 
-def is_one_for_each(datasets: Any) -> TypeGuard[Sequence[Any]]:
+def is_list_of_datasets(datasets: Any) -> TypeGuard[Sequence[Any]]:
     """Return True for a list or tuple of datasets; a list of (sample, label) pairs is a dataset itself."""
     return isinstance(datasets, list | tuple) and not (datasets and all(map(_is_pair, datasets)))
 
@@ -89,7 +89,7 @@ def _by_device(config: Config, datasets: Any) -> dict[str, Images]:
                 f"datasets are given for {', '.join(sorted(datasets))}, but the devices are {', '.join(sorted(names))}."
             )
         return {name: dataset_images(datasets[name]) for name in names}
-    if is_one_for_each(datasets):
+    if is_list_of_datasets(datasets):
         if len(datasets) != len(names):
             raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one each.")
         return {name: dataset_images(one) for name, one in zip(names, datasets, strict=True)}
@@ -117,7 +117,7 @@ class Workload:
     def __init__(
         self,
         config: Config,
-        own: Own | None = None,
+        own: UserObjects | None = None,
         *,
         noise_seed: int | None = None,
         label_seed: int | None = None,
@@ -126,7 +126,7 @@ class Workload:
         #: Of what is to be noise to everybody else. A simulation repeats it; who really has something to hide does not.
         self.noise_seed = config.run.seed if noise_seed is None else noise_seed
         self._label_seed = label_seed  # None: the same
-        self.own = own or Own()
+        self.user_objects = own or UserObjects()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self._own_shards: dict[str, Shard] = {}
@@ -134,19 +134,19 @@ class Workload:
 
     @property
     def data_name(self) -> str:
-        if self.own.training is not None:
+        if self.user_objects.training is not None:
             return "own"
         return self.config.data.factory or self.config.data.name
 
     @property
     def model_name(self) -> str:
-        if self.own.model is not None:
+        if self.user_objects.model is not None:
             return "own"
         return self.config.model.factory or self.config.model.name
 
     @property
     def _has_own_sets(self) -> bool:
-        return self.own.training is not None or self.config.data.factory is not None
+        return self.user_objects.training is not None or self.config.data.factory is not None
 
     @cached_property
     def _dataset(self) -> Dataset:
@@ -192,15 +192,15 @@ class Workload:
         return self._own_shards[device]
 
     def _own_images(self, device: str) -> Images:
-        if self.own.training is not None:
-            return self.own.training[device]
+        if self.user_objects.training is not None:
+            return self.user_objects.training[device]
         assert self.config.data.factory is not None
         images = factory_images(self.config.data.factory, device)
         if images is None:
             raise DataError(f"data.factory {self.config.data.factory} returned None for the training data of {device}.")
         return images
 
-    def own_shard(self, device: str) -> Shard:
+    def keep_only_shard(self, device: str) -> Shard:
         """Return a copy of one device's samples and let go of the rest: what a device's process keeps in memory."""
         shard = self.shard(device).materialised()
         _ = self.input_shape, self.classes  # the network is built later, and needs to know
@@ -209,9 +209,9 @@ class Workload:
         self._own_shards.clear()
         return shard
 
-    def to_send(self) -> Own:
+    def for_processes(self) -> UserObjects:
         """Return what other processes need to know to make the same workload of the same configuration."""
-        return replace(self.own, input_shape=self.input_shape, classes=self.classes)
+        return replace(self.user_objects, input_shape=self.input_shape, classes=self.classes)
 
     def held_out(self, which: str) -> Images | None:
         """Return the "validation" or the "test" set; None if there is none. A given one goes over the dataset's."""
@@ -223,8 +223,8 @@ class Workload:
         return self._held_out[which]
 
     def _find_held_out(self, which: str) -> Images | None:
-        given = self.own.validation if which == "validation" else self.own.test
-        if given is not None or self.own.training is not None:
+        given = self.user_objects.validation if which == "validation" else self.user_objects.test
+        if given is not None or self.user_objects.training is not None:
             return given
         if self.config.data.factory is not None:
             return factory_images(self.config.data.factory, which)
@@ -272,16 +272,16 @@ class Workload:
 
     @cached_property
     def input_shape(self) -> tuple[int, ...]:
-        if self.own.input_shape is not None:
-            return self.own.input_shape
+        if self.user_objects.input_shape is not None:
+            return self.user_objects.input_shape
         if self._has_own_sets:
             return self.shard(self.names[0]).images.shape
         return self._dataset.input_shape
 
     @cached_property
     def classes(self) -> int:
-        if self.own.classes is not None:
-            return self.own.classes
+        if self.user_objects.classes is not None:
+            return self.user_objects.classes
         if not self._has_own_sets:
             return self._dataset.classes
         if self.config.data.classes is not None:
@@ -292,8 +292,8 @@ class Workload:
     def build_model(self) -> nn.Sequential:
         """Return the network with its first weights: the same each time for the same seed."""
         seed, section = self.config.run.seed, self.config.model
-        if self.own.model is not None:
-            model = cloudpickle.loads(self.own.model)  # made by this process or by the one that started it
+        if self.user_objects.model is not None:
+            model = cloudpickle.loads(self.user_objects.model)  # made by this process or by the one that started it
         elif section.factory is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)

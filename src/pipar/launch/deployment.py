@@ -27,10 +27,10 @@ from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.job.prepare import check_given_plans, measured_profile, sample_bytes
 from pipar.job.torch_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.run import started
+from pipar.launch.run import started_event
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
@@ -49,8 +49,8 @@ from pipar.server.enrolment import Open
 from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import Silence
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
-from pipar.storage.checkpoint_writer import CheckpointKeeper
-from pipar.storage.run_folder import RunFolder, run_name, runs_folder, uninterrupted
+from pipar.storage.checkpoint_writer import CheckpointWriter
+from pipar.storage.run_folder import RunFolder, run_name, runs_folder, signals_deferred
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.grpc import Listener, connect
@@ -114,7 +114,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     else:
         seed_dropout(config.run.seed, SERVER)
     folder = _open_folder(folder_path, before, found, options.command)
-    if found is not None and (why := why_over(config, [result.val_loss for result in folder.epochs])):
+    if found is not None and (why := reason_finished(config, [result.val_loss for result in folder.epochs])):
         observe(Resumed(found.round))
         observe(Stopping(why))
         if not folder.has_result():
@@ -125,7 +125,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     kept = Checkpoints(checkpoints, config.server.checkpoint_keep)
     program = _ServerProgram(workload, learner, folder, options, observe, kept)
     stopped = _until_signal(program.run(job, found))
-    with uninterrupted():
+    with signals_deferred():
         result = folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         if stopped is None:
             result = folder.add_test_accuracy(_test_accuracy(learner, workload))
@@ -151,7 +151,7 @@ class _ServerProgram:
         self._learner = learner
         self._folder = folder
         self._options = options
-        self._observe = folder.watching(observe)
+        self._observe = folder.event_recorder(observe)
         self._checkpoints = checkpoints
         self._has_begun = self._is_stopping = False
         self.fleet: Fleet | None = None  # as the training has shown it, when it is over
@@ -163,10 +163,10 @@ class _ServerProgram:
         )
         if found is not None:
             enrolment.keep_plans(found.plans)
-        enrolment.changed = self._take_job
+        enrolment.changed = self._update_job
         chooser = Chooser()
         saving = ThreadCompute(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
-        keeper = CheckpointKeeper(
+        keeper = CheckpointWriter(
             self._checkpoints,
             self._learner,
             self._folder,
@@ -183,7 +183,7 @@ class _ServerProgram:
             enrolment=enrolment,
             pool=partial(ThreadCompute, speed=config.server.speed),
             background=partial(ThreadCompute, nice=19),
-            emit=self._folder.emitting(self._observe, pictures=self._options.pictures),
+            emit=self._folder.epoch_recorder(self._observe, pictures=self._options.pictures),
             observe=self._observe,
             search=chooser,
             session_numbers=_random_numbers(),
@@ -230,12 +230,12 @@ class _ServerProgram:
             server.close()
             saving.close()
 
-    def _take_job(self, job: Job) -> None:
+    def _update_job(self, job: Job) -> None:
         """The fleet is known, or has grown."""
-        self._folder.take_job(job)
+        self._folder.update_job(job)
         if not self._has_begun:
             self._has_begun = True
-            self._observe(started(job, self._folder.path))
+            self._observe(started_event(job, self._folder.path))
 
 
 def server_workload(config: Config) -> Workload:
@@ -248,7 +248,7 @@ def server_workload(config: Config) -> Workload:
         raise ConfigError(
             "A server has none of the devices' data: with data.factory, give data.shape and data.classes, too."
         )
-    return Workload(config, Own(input_shape=tuple(shape), classes=classes))
+    return Workload(config, UserObjects(input_shape=tuple(shape), classes=classes))
 
 
 def held_out(workload: Workload, which: str) -> Batches:
@@ -274,7 +274,7 @@ def _to_measure(workload: Workload) -> Workload:
             workload.shard(name)
             return workload
     blank = Images(torch.zeros((1, *workload.input_shape)), torch.zeros(1, dtype=torch.int64))
-    return Workload(workload.config, replace(workload.own, training={name: blank}))
+    return Workload(workload.config, replace(workload.user_objects, training={name: blank}))
 
 
 def unlisted_spec(name: str) -> DeviceSpec:
@@ -327,7 +327,7 @@ def _checkpoint(config: Config, folder: Path, options: ServerOptions, observe: O
     return latest(folder, identity_of(config), lambda sentence: observe(SaveFailed(0, sentence)))
 
 
-def why_over(config: Config, losses: Sequence[float | None]) -> str | None:
+def reason_finished(config: Config, losses: Sequence[float | None]) -> str | None:
     """Return why a training of which these validation losses are known has nothing left to do; None if it has."""
     done, patience = len(losses), config.run.patience
     if done >= config.run.epochs:
@@ -356,9 +356,9 @@ def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -
     has_checkpoints = job.config.server.checkpoint_every > 0
     folder = RunFolder(path, job, world="real", command=command, has_checkpoints=has_checkpoints)
     if found is not None:
-        folder.go_on(found)
+        folder.resume(found)
     else:
-        folder.begin()
+        folder.start_over()
     return folder
 
 
@@ -383,9 +383,11 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     memory = None if options.privacy_file is None else Memory.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if memory is None else memory.label_seed)
-    samples, model = workload.own_shard(options.name), workload.checked_model()
-    guard = own_guard(config, seed, cuts=own_cuts(workload, model), memory=memory)
-    profile = discreet(config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes))
+    samples, model = workload.keep_only_shard(options.name), workload.checked_model()
+    guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), memory=memory)
+    profile = without_sample_statistics(
+        config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
+    )
     seed_dropout(config.run.seed, options.name)
     build, lanes = part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed)
     equipment = Equipment(samples, build, lanes, profile, guard)
@@ -409,7 +411,7 @@ async def _live(
     observe(Stopping("The training is over."))
 
 
-def own_guard(
+def device_guard(
     config: Config, noise_seed: int | None = None, *, cuts: Cuts | None = None, memory: Memory | None = None
 ) -> Guard:
     """Return what a device allows by its own configuration, whatever its server says."""
@@ -428,7 +430,7 @@ def own_guard(
     )
 
 
-def own_cuts(workload: Workload, model: nn.Sequential) -> Cuts | None:
+def allowed_cuts(workload: Workload, model: nn.Sequential) -> Cuts | None:
     """Return where a device lets the network be cut: nowhere in federated learning, or where it leaks little enough."""
     config, layers = workload.config, len(model)
     if not METHODS[config.run.method].splits:
@@ -442,7 +444,7 @@ def own_cuts(workload: Workload, model: nn.Sequential) -> Cuts | None:
     return Cuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
 
 
-def discreet(config: Config, profile: Profile) -> Profile:
+def without_sample_statistics(config: Config, profile: Profile) -> Profile:
     """Return a profile without what its samples have told, where a server is to learn nothing of them by that.
 
     How well activations, gradients and changes are compressed was measured with the device's own samples. Where no

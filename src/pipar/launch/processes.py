@@ -27,7 +27,7 @@ from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
-from pipar.job.workload import Own, Workload
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.privacy.budget import Spending
@@ -57,12 +57,12 @@ _SERVER = "server"
 class Failure:
     """What a child process failed with, as it travels to this one.
 
-    `is_hearsay` if the child only says that its peer is gone or has given up.
+    `is_about_peer` if the child only says that its peer is gone or has given up.
     """
 
     message: str
     is_input: bool = False
-    is_hearsay: bool = False
+    is_about_peer: bool = False
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -73,14 +73,14 @@ class Failure:
         """Return how far it is from the cause: bad input, a device's own trouble, the server's, what others heard."""
         if self.is_input:
             return 0
-        return 2 if owner == _SERVER else 3 if self.is_hearsay else 1
+        return 2 if owner == _SERVER else 3 if self.is_about_peer else 1
 
     def error(self) -> PiparError:
         return (InputError if self.is_input else TrainingError)(self.message)
 
 
 @dataclass(frozen=True)
-class Sketch:
+class TimelineRows:
     """A picture as it travels to this process: plain rows are pickled ten times as quickly as spans."""
 
     epoch: int
@@ -89,7 +89,7 @@ class Sketch:
     left_out: int
 
     @classmethod
-    def of(cls, picture: Pictured) -> Sketch:
+    def of(cls, picture: Pictured) -> TimelineRows:
         return cls(picture.epoch, [_row_of(span) for span in picture.spans], picture.is_whole, picture.left_out)
 
     def picture(self) -> Pictured:
@@ -100,7 +100,7 @@ _row_of: Callable[[Span], tuple[Any, ...]] = attrgetter(*(one.name for one in fi
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessEnvironment:
     """What a process finds around it. The fork server keeps that of the first run, so a child is told of its own."""
 
     folder: str = field(default_factory=os.getcwd)
@@ -116,10 +116,10 @@ class Surroundings:
 
 
 def train_in_processes(
-    job: Job, own: Own, folder: Path, command: str, observe: Observer, *, pictures: bool = False
+    job: Job, own: UserObjects, folder: Path, command: str, observe: Observer, *, pictures: bool = False
 ) -> None:
     """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
-    household = _Household(observe)
+    household = _ChildProcesses(observe)
     _ = job.terms  # chosen here, once: each device would have to import an accountant for it
     try:
         household.start(_SERVER, _server_process, job, own, folder, command, pictures)
@@ -140,7 +140,7 @@ def check_address(address: str) -> None:
     check_listening(address)
 
 
-class _Household:
+class _ChildProcesses:
     """The processes of one run, and what they say."""
 
     def __init__(self, observe: Observer) -> None:
@@ -154,7 +154,7 @@ class _Household:
 
     def start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        words = (theirs, Surroundings(), target, *arguments)
+        words = (theirs, ProcessEnvironment(), target, *arguments)
         process = self._context.Process(target=_child, args=words, name=name, daemon=True)
         with _without_main():
             process.start()
@@ -196,11 +196,11 @@ class _Household:
                 continue
             self._heard(self._connections[connection], said)
 
-    def _heard(self, name: str, said: Event | Sketch | Failure) -> None:
+    def _heard(self, name: str, said: Event | TimelineRows | Failure) -> None:
         if isinstance(said, Failure):
             self._failures.setdefault(name, said)
             return
-        if isinstance(said, Sketch):
+        if isinstance(said, TimelineRows):
             said = said.picture()
         if isinstance(said, Listening):
             self._address = said.address
@@ -241,7 +241,9 @@ def _without_main() -> Iterator[None]:
 # --- in the children
 
 
-def _child(connection: Connection, surroundings: Surroundings, target: Callable[..., None], *arguments: Any) -> None:
+def _child(
+    connection: Connection, surroundings: ProcessEnvironment, target: Callable[..., None], *arguments: Any
+) -> None:
     """Run one child's program; a failure becomes an event for the parent."""
     import torch
 
@@ -251,7 +253,7 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
     surroundings.take_up()
     torch.set_num_threads(1)
     keep_freed_memory()
-    teller = Teller(connection)
+    teller = EventSender(connection)
     try:
         target(teller, *arguments)
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent is told why
@@ -261,7 +263,7 @@ def _child(connection: Connection, surroundings: Surroundings, target: Callable[
         teller.finish()
 
 
-class Teller:
+class EventSender:
     """Tells the parent what happens, in order, from a thread of its own, and ends the process if the parent is gone.
 
     A picture is more than a pipe holds: a training that sent it itself would wait until the parent has taken it.
@@ -302,7 +304,7 @@ class Teller:
     def _work(self) -> None:
         while (said := self._untold.get()) is not None:
             try:
-                self._connection.send(Sketch.of(said) if isinstance(said, Pictured) else said)
+                self._connection.send(TimelineRows.of(said) if isinstance(said, Pictured) else said)
             except OSError:  # the parent is gone
                 self._end()
                 return
@@ -325,7 +327,7 @@ class Teller:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Termination:
+class GracefulTermination:
     """SIGTERM as a request: it cuts a running coroutine short, and what is done behind it may look it up.
 
     The event loop's own handlers are gone with the loop; from then on a signal would end a process that saves.
@@ -362,7 +364,9 @@ class Termination:
             self._cancel = lambda: None
 
 
-def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: str, pictures: bool) -> None:
+def _server_process(
+    teller: EventSender, job: Job, own: UserObjects, folder: Path, command: str, pictures: bool
+) -> None:
     from pipar.job.torch_setup import make_learner, measure_test_accuracy, seed_dropout, warm_up
     from pipar.storage.run_folder import RunFolder
 
@@ -371,10 +375,10 @@ def _server_process(teller: Teller, job: Job, own: Own, folder: Path, command: s
     warm_up(job, workload)
     seed_dropout(job.config.run.seed, _SERVER)
     run = RunFolder(folder, job, world="real", command=command)
-    termination = Termination()
+    termination = GracefulTermination()
     try:
-        emit = run.emitting(teller.observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.watching(teller.observe), run.spending))
+        emit = run.epoch_recorder(teller.observe, pictures=pictures)
+        termination.run(_serve(job, workload, learner, emit, run.event_recorder(teller.observe), run.spending))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
@@ -397,7 +401,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
         background=partial(ThreadCompute, nice=19),
         emit=emit,
         observe=observe,
-        enrolment=Listed(job, partial(plans_of_joined, job)),
+        enrolment=Listed(job, partial(plans_for_profiles, job)),
         search=chooser,
         spending=spending,
     )
@@ -414,15 +418,15 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
         server.close()
 
 
-def plans_of_joined(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
+def plans_for_profiles(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
     """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
     brought = {**job.device_profiles, **profiles}
     return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought), rehearse)
 
 
-def _device_process(teller: Teller, job: Job, own: Own, name: str, address: str) -> None:
+def _device_process(teller: EventSender, job: Job, own: UserObjects, name: str, address: str) -> None:
     workload = Workload(job.config, own)
-    Termination().run(_live(job, workload, name, address, teller.observe))
+    GracefulTermination().run(_live(job, workload, name, address, teller.observe))
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
@@ -432,7 +436,7 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     from pipar.transport.grpc import connect
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
-    samples, build = workload.own_shard(name), part_builder(workload, name)
+    samples, build = workload.keep_only_shard(name), part_builder(workload, name)
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 from pipar.job.job import Job
-from pipar.launch.virtual import train_without_mathematics
+from pipar.launch.virtual import train_timing_only
 from pipar.planner.timing import Timing
 
 #: What counts as a lane's work: the stages of the iterations, and models on the links.
@@ -25,7 +25,7 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
         sizes={name: sum(fleet.batches(size, iterations)) for name, size in job.sizes.items()},
     )
     results: list[tuple[EpochResult, list[Span]]] = []
-    train_without_mathematics(short, lambda result, spans: results.append((result, spans)), ignore)
+    train_timing_only(short, lambda result, spans: results.append((result, spans)), ignore)
     ((result, spans),) = results
     lanes = by_lane(span for span in spans if span.epoch == 1 and not span.waiting)
     start = min(span.start for name in job.sizes for span in lanes[name, IO])

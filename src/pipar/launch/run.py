@@ -20,13 +20,13 @@ from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
-from pipar.storage.run_folder import RunFolder, drop_unused, new_folder, run_name, uninterrupted
+from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, signals_deferred
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:
     import torch
 
-    from pipar.job.workload import Own
+    from pipar.job.workload import UserObjects
 
 World = Literal["real", "virtual", "timing-only"]
 WORLDS = ("real", "virtual", "timing-only")
@@ -96,22 +96,22 @@ def run(
     if world == "timing-only" and resolved.run.patience is not None:
         raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
     with tracked(resolved, observe) as tracking:
-        told = Told(command if command is not None else "pipar.run", tracking.observe, report, pictures)
-        result = _train(resolved, world, (model, datasets, validation, test), told)
+        options = RunOptions(command if command is not None else "pipar.run", tracking.observe, report, pictures)
+        result = _train(resolved, world, (model, datasets, validation, test), options)
         tracking.end(result.content)
         return result
 
 
-def _train(config: Config, world: World, own: tuple[Any, ...], told: Told) -> Result:
+def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
     """Train by a configuration that is known to be right; `own` is what the user brought: model and datasets."""
     model, datasets, _, _ = own
     if world == "timing-only" and model is None and datasets is None:
-        job = prepare_timing_only(config, rehearse, told.observe)
+        job = prepare_timing_only(config, rehearse, options.observe)
         if job is not None:
-            return _run_timing_only(job, told)
-    from pipar.job.workload import Own
+            return _run_timing_only(job, options)
+    from pipar.job.workload import UserObjects
 
-    return _run_with_torch(config, Own.of(config, *own), world, told)
+    return _run_with_torch(config, UserObjects.of(config, *own), world, options)
 
 
 def compare(
@@ -152,15 +152,15 @@ def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Confi
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
     """Return a [[devices]] section with a device for each dataset; nothing if there is one dataset for all."""
-    from pipar.job.workload import is_one_for_each
+    from pipar.job.workload import is_list_of_datasets
 
     if isinstance(datasets, Mapping):
         return {"devices": [{"name": name} for name in datasets]}
-    return {"devices": [{"count": len(datasets)}]} if is_one_for_each(datasets) else {}
+    return {"devices": [{"count": len(datasets)}]} if is_list_of_datasets(datasets) else {}
 
 
 @dataclass(frozen=True)
-class Told:
+class RunOptions:
     """What a run is to tell, and whom: the command in result.json, everything that happens, and a page at its end."""
 
     command: str
@@ -168,60 +168,60 @@ class Told:
     report: bool = False
     pictures: bool = False  # of every epoch's lanes, for who observes
 
-    def emitting(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
+    def epoch_recorder(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
         """Return what takes an epoch: it goes to the folder, and to who observes."""
-        return folder.emitting(self.observe, pictures=self.pictures)
+        return folder.epoch_recorder(self.observe, pictures=self.pictures)
 
 
-def _run_timing_only(job: Job, told: Told) -> Result:
-    from pipar.launch.virtual import train_without_mathematics
+def _run_timing_only(job: Job, options: RunOptions) -> Result:
+    from pipar.launch.virtual import train_timing_only
 
-    with _open_folder(job, told, "timing-only") as path:
-        folder = RunFolder(path, job, world="timing-only", command=told.command)
+    with _open_folder(job, options, "timing-only") as path:
+        folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
-            watch = folder.watching(told.observe)
-            train_without_mathematics(job, told.emitting(folder), watch, spending=folder.spending)
+            watch = folder.event_recorder(options.observe)
+            train_timing_only(job, options.epoch_recorder(folder), watch, spending=folder.spending)
         finally:  # whatever ended it, the epochs so far are kept
-            with uninterrupted():
+            with signals_deferred():
                 content = folder.finish()
         return Result(path, content)
 
 
-def _run_with_torch(config: Config, own: Own, world: World, told: Told) -> Result:
+def _run_with_torch(config: Config, own: UserObjects, world: World, options: RunOptions) -> Result:
     from pipar.job.workload import Workload
 
     if world == "real":
         _check_real_world(config)
     workload = Workload(config, own)
-    job = prepare(workload, rehearse, told.observe)
+    job = prepare(workload, rehearse, options.observe)
     if world == "timing-only":
-        return _run_timing_only(job, told)
+        return _run_timing_only(job, options)
     if world == "virtual":
-        return _run_virtual(job, workload, told)
-    return _run_real(job, workload.to_send(), told)
+        return _run_virtual(job, workload, options)
+    return _run_real(job, workload.for_processes(), options)
 
 
-def _run_virtual(job: Job, workload: Any, told: Told) -> Result:
+def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
     from pipar.job.torch_setup import make_learner, measure_test_accuracy
     from pipar.launch.virtual import train_virtually
 
     learner = make_learner(job, workload)
-    with _open_folder(job, told, "virtual") as path:
-        folder = RunFolder(path, job, world="virtual", command=told.command)
+    with _open_folder(job, options, "virtual") as path:
+        folder = RunFolder(path, job, world="virtual", command=options.command)
         try:
-            watch = folder.watching(told.observe)
-            train_virtually(job, workload, told.emitting(folder), watch, learner, spending=folder.spending)
+            watch = folder.event_recorder(options.observe)
+            train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, spending=folder.spending)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
-            with uninterrupted():
+            with signals_deferred():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         return Result(path, folder.add_test_accuracy(measure_test_accuracy(learner, workload)))
 
 
-def _run_real(job: Job, own: Own, told: Told) -> Result:
+def _run_real(job: Job, own: UserObjects, options: RunOptions) -> Result:
     from pipar.launch.processes import train_in_processes
 
-    with _open_folder(job, told, "real") as folder:
-        train_in_processes(job, own, folder, told.command, told.observe, pictures=told.pictures)
+    with _open_folder(job, options, "real") as folder:
+        train_in_processes(job, own, folder, options.command, options.observe, pictures=options.pictures)
         return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
 
 
@@ -239,35 +239,35 @@ def _check_real_world(config: Config) -> None:
 
 
 @contextmanager
-def _open_folder(job: Job, told: Told, world: World) -> Iterator[Path]:
+def _open_folder(job: Job, options: RunOptions, world: World) -> Iterator[Path]:
     """Make the run's folder and say that the training begins; when it is over, write its page, if there is to be one.
 
     A run that fails at once leaves no folder behind.
     """
     folder = new_folder(run_name(job.config, job.model, job.dataset))
-    told.observe(started(job, folder, world))
+    options.observe(started_event(job, folder, world))
     try:
         yield folder
     except KeyboardInterrupt:
         if not (folder / "result.json").exists():
-            drop_unused(folder)
-        _leave_report(folder, told, None)  # who has pressed Ctrl-C does not wait for an outlook
+            remove_if_no_epochs(folder)
+        _leave_report(folder, options, None)  # who has pressed Ctrl-C does not wait for an outlook
         raise
     except Exception:
-        drop_unused(folder)
-        _leave_report(folder, told, None)
+        remove_if_no_epochs(folder)
+        _leave_report(folder, options, None)
         raise
-    _leave_report(folder, told, job)
+    _leave_report(folder, options, job)
 
 
-def _leave_report(folder: Path, told: Told, job: Job | None) -> None:
-    if told.report and (folder / "metrics.jsonl").exists():
+def _leave_report(folder: Path, options: RunOptions, job: Job | None) -> None:
+    if options.report and (folder / "metrics.jsonl").exists():
         from pipar.report import try_write_report
 
-        try_write_report(folder, told.observe, job=job)
+        try_write_report(folder, options.observe, job=job)
 
 
-def started(job: Job, folder: Path, world: World = "real") -> Started:
+def started_event(job: Job, folder: Path, world: World = "real") -> Started:
     """Return what is said when a training begins."""
     run, cut = job.config.run, job.batch_statistics
     return Started(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # it brings numpy
 
 
 @dataclass(frozen=True, slots=True)
-class HollowPiece:
+class SizesOnlyPiece:
     """As many samples as a micro-batch has, and nothing in them."""
 
     samples: int
@@ -46,7 +46,7 @@ class _Cut:
         return Body(size, (), dtype, shape, encoding, chunks)
 
 
-class HollowSamples:
+class SizesOnlySamples:
     """A device's data, counted only."""
 
     def __init__(self, count: int, noised_bytes: int = 0) -> None:
@@ -59,14 +59,14 @@ class HollowSamples:
     def order(self, epoch: int) -> Sequence[int]:  # noqa: ARG002
         return range(self._count)
 
-    def pieces(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[HollowPiece]:  # noqa: ARG002
-        return [HollowPiece(size, len(positions)) for size in sizes]
+    def pieces(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[SizesOnlyPiece]:  # noqa: ARG002
+        return [SizesOnlyPiece(size, len(positions)) for size in sizes]
 
-    def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[HollowPiece]) -> list[HollowPiece]:  # noqa: ARG002
+    def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[SizesOnlyPiece]) -> list[SizesOnlyPiece]:  # noqa: ARG002
         return pieces
 
 
-class HollowDevicePart:
+class SizesOnlyDevicePart:
     """Layers 1..P: activations and weights that have a size only."""
 
     last_loss: float | None = None
@@ -76,7 +76,7 @@ class HollowDevicePart:
         self._weights = Body(profile.parameter_bytes(1, split_point), encoding="safetensors")
         self._changes = Body(round(self._weights.size_bytes * changes_share), encoding="changes")
 
-    def forward(self, micro_batch: int, piece: HollowPiece) -> HollowPiece:  # noqa: ARG002
+    def forward(self, micro_batch: int, piece: SizesOnlyPiece) -> SizesOnlyPiece:  # noqa: ARG002
         return piece
 
     def backward(self, micro_batch: int, gradient: Any) -> None:
@@ -94,10 +94,10 @@ class HollowDevicePart:
     def take_error(self) -> None:
         return None
 
-    def chunk_bytes(self, activation: HollowPiece, encoding: str) -> list[int]:
+    def chunk_bytes(self, activation: SizesOnlyPiece, encoding: str) -> list[int]:
         return self._cut.chunk_bytes(activation.samples, encoding)
 
-    def encode(self, activation: HollowPiece, piece: HollowPiece, encoding: str, place: Place) -> Body:  # noqa: ARG002
+    def encode(self, activation: SizesOnlyPiece, piece: SizesOnlyPiece, encoding: str, place: Place) -> Body:  # noqa: ARG002
         return self._cut.body(activation.samples, encoding, piece.samples * LABEL_BYTES)
 
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
@@ -112,14 +112,14 @@ class HollowDevicePart:
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         pass
 
-    def take_over(self, before: HollowDevicePart) -> Body:
+    def take_over(self, before: SizesOnlyDevicePart) -> Body:
         return Body(max(0, before._weights.size_bytes - self._weights.size_bytes), encoding="safetensors")
 
     def take_momentum(self, body: Body) -> None:
         pass
 
 
-class HollowServerPart:
+class SizesOnlyServerPart:
     """Layers P+1..Q: takes sizes, gives sizes back."""
 
     def __init__(self, profile: Profile, split_point: int) -> None:
@@ -153,18 +153,18 @@ class HollowServerPart:
         pass
 
 
-class HollowLearner:
+class SizesOnlyLearner:
     """A global model that has a size only."""
 
     def __init__(self, profile: Profile, split_points: Mapping[str, int]) -> None:
         self._profile = profile
         self._split_points = dict(split_points)
-        self._parts: dict[int, HollowServerPart] = {}
+        self._parts: dict[int, SizesOnlyServerPart] = {}
 
-    def replica(self, device: str) -> HollowServerPart:
+    def replica(self, device: str) -> SizesOnlyServerPart:
         split_point = self._split_points[device]
         if split_point not in self._parts:
-            self._parts[split_point] = HollowServerPart(self._profile, split_point)
+            self._parts[split_point] = SizesOnlyServerPart(self._profile, split_point)
         return self._parts[split_point]
 
     def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:

@@ -14,7 +14,7 @@ from pipar.execution.lanes import VirtualCompute
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
-from pipar.launch.sizes_only import HollowDevicePart, HollowLearner, HollowSamples
+from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
 from pipar.planner.background_search import Search, search_at_once
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose
@@ -56,7 +56,7 @@ def train_virtually(
     return learner
 
 
-def train_without_mathematics(
+def train_timing_only(
     job: Job,
     emit: Emit,
     observe: Observer,
@@ -66,14 +66,14 @@ def train_without_mathematics(
     spending: Spending | None = None,
 ) -> None:
     """Run the same programs over sizes and costs alone, without torch; new plans come from `choose` or `search`."""
-    learner = HollowLearner(job.server_profile, job.split_points)
+    learner = SizesOnlyLearner(job.server_profile, job.split_points)
 
     def samples(name: str) -> Samples:
-        return HollowSamples(job.sizes[name], job.noised_bytes)
+        return SizesOnlySamples(job.sizes[name], job.noised_bytes)
 
     def builder(name: str) -> Callable[[Orders], DevicePart]:
         profile, share = job.device_profiles[name], job.server_profile.changes_share
-        return lambda orders: HollowDevicePart(profile, orders.plan.split_point, share)
+        return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share)
 
     run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search, spending))
 

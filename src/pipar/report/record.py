@@ -15,7 +15,7 @@ from pipar.config import Config, config_from, device_names, device_specs
 from pipar.errors import InputError
 from pipar.execution.spans import Span
 from pipar.methods import METHODS, Plan, plans_as_json
-from pipar.storage.run_folder import rows_on_disk
+from pipar.storage.run_folder import read_rows
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")
 _EPOCH = re.compile(rb'"epoch": ?(\d+)')
@@ -141,8 +141,8 @@ def _result_so_far(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
         "seed": config.run.seed,
         "plans": plans_as_json(_given_plans(config)),
         "replans": [],
-        "epochs": rows_on_disk(path / "metrics.jsonl"),
-        "rounds": rows_on_disk(path / "rounds.jsonl"),
+        "epochs": read_rows(path / "metrics.jsonl"),
+        "rounds": read_rows(path / "rounds.jsonl"),
         "test_accuracy": None,
     }
 

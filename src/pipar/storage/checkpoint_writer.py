@@ -18,19 +18,19 @@ from pipar.storage.run_folder import RunFolder
 from pipar.wire.messages import Body
 
 
-class Snapshots(Protocol):
+class SupportsSnapshot(Protocol):
     """A learner whose state can be copied."""
 
     def snapshot(self) -> Body: ...
 
 
-class CheckpointKeeper:
+class CheckpointWriter:
     """Saves a checkpoint every few rounds. The copy is taken between two rounds, and written beside the next one."""
 
     def __init__(
         self,
         checkpoints: Checkpoints,
-        learner: Snapshots,
+        learner: SupportsSnapshot,
         folder: RunFolder,
         *,
         config: Config,

@@ -50,7 +50,7 @@ def new_folder(name: str) -> Path:
             return folder
 
 
-def drop_unused(folder: Path) -> None:
+def remove_if_no_epochs(folder: Path) -> None:
     """Remove the folder of a run that came to nothing: not one epoch was finished."""
     if not (folder / "metrics.jsonl").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -82,7 +82,7 @@ def _remove_partial_files(folder: Path) -> None:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Hold Ctrl-C and SIGTERM back until the block is over, so that what is being saved is saved whole."""
     if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
         yield
@@ -149,16 +149,16 @@ class RunFolder:
             with suppress(OSError), (self.path / name).open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def begin(self) -> None:
+    def start_over(self) -> None:
         """Begin anew, maybe in a folder whose files tell of a training of which nothing was saved."""
         for name in ("metrics.jsonl", "rounds.jsonl"):
             (self.path / name).unlink(missing_ok=True)
 
-    def go_on(self, found: Checkpoint) -> None:
+    def resume(self, found: Checkpoint) -> None:
         """Take up a run behind the round of a checkpoint; whatever the files say of later ones is trained again."""
         done = found.round
-        self.trained_again = sum(row["epoch"] > done for row in rows_on_disk(self.path / "rounds.jsonl"))
-        rows = (*found.metrics, *rows_on_disk(self.path / "metrics.jsonl"))
+        self.trained_again = sum(row["epoch"] > done for row in read_rows(self.path / "rounds.jsonl"))
+        rows = (*found.metrics, *read_rows(self.path / "metrics.jsonl"))
         known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
         self.round_log = [dict(counted) for counted in found.round_log[:done]]
         self.partly = {int(number): dict(taught) for number, taught in found.notes.get("partly", {}).items()}
@@ -186,7 +186,7 @@ class RunFolder:
             return False
         return len(told.get("rounds", ())) >= len(self.round_log)
 
-    def take_job(self, job: Job) -> None:
+    def update_job(self, job: Job) -> None:
         """The fleet has grown."""
         self._job = job
 
@@ -195,7 +195,7 @@ class RunFolder:
         """The training as far as it is known: the fleet of a deployment grows."""
         return self._job
 
-    def emitting(self, observe: Observer, *, pictures: bool = False) -> Callable[[EpochResult, list[Span]], None]:
+    def epoch_recorder(self, observe: Observer, *, pictures: bool = False) -> Callable[[EpochResult, list[Span]], None]:
         """Return what takes an epoch's result and spans: they are kept, and the result is passed on.
 
         With `pictures` some of the spans are, too, if any are kept.
@@ -210,7 +210,7 @@ class RunFolder:
 
         return emit
 
-    def watching(self, observe: Observer) -> Observer:
+    def event_recorder(self, observe: Observer) -> Observer:
         """Return an observer that passes everything on and keeps what the result tells of."""
 
         def watch(event: Event) -> None:
@@ -293,7 +293,7 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode())
 
 
-def rows_on_disk(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl or rounds.jsonl, which grow: the last one may be cut off."""
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
