@@ -37,7 +37,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.server.enrolment import Open
+from pipar.server.enrolment import OpenEnrolment
 from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
@@ -301,12 +301,12 @@ class World:
             folder.start_over()
         observe = _while_alive(life, folder.event_recorder(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
-        enrolment = Open(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
+        enrolment = OpenEnrolment(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
         enrolment.keep_plans({**self.scenario.plans, **(found.plans if found is not None else {})})
-        enrolment.changed = folder.update_job
+        enrolment.add_listener(folder.update_job)
         self._disk = UnreliableDisk(lambda: self._crash_server(1.0, silently=True))
         lane = VirtualCompute(["checkpoint"], Recorder(SERVER, frozenset()), lambda _: _SAVING_S)
-        keeper = CheckpointWriter(
+        checkpointer = CheckpointWriter(
             Checkpoints(checkpoints, 3, self._disk),
             learner,
             folder,
@@ -327,8 +327,8 @@ class World:
             observe=observe,
             choose=self._choose if self.scenario.replans else None,
             session_numbers=iter(lambda: 1 + self._numbers.getrandbits(31), 0),
-            keeper=keeper,
-            spending=folder.spending,
+            checkpointer=checkpointer,
+            accountant=folder.accountant,
             done=[result.val_loss for result in folder.epochs][:done],
         )
         self._network.listen(server.admit, contextvars.copy_context(), self._admitted)
@@ -336,14 +336,14 @@ class World:
             observe(Resumed(done))
         try:
             await server.train(done)
-            await server.farewell()
+            await server.wait_until_left()
         except asyncio.CancelledError:
             if not life.is_dead:
                 await server.dismiss("The server stops for now.")
             raise
         finally:
             if not life.is_dead:
-                await keeper.finish()
+                await checkpointer.finish()
                 self._network.hang_up(silently=False)
             server.close()
 

@@ -23,7 +23,7 @@ from pipar.launch.run import Result, World
 from pipar.methods import Plan
 from pipar.planner import replanner
 from pipar.planner.replanner import Choose
-from pipar.server.enrolment import Listed
+from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -59,7 +59,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
         job,
         learner,
         validation,
-        enrolment=Listed(job),
+        enrolment=ClosedEnrolment(job),
         pool=lanes,
         background=lanes,
         emit=emit,
@@ -79,7 +79,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
             for name in reversed(workload.names):
                 group.create_task(live(name))
             await server.train()
-            await server.farewell()
+            await server.wait_until_left()
     finally:
         await listener.stop()
         server.close()

@@ -25,7 +25,7 @@ from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_d
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
-from pipar.server.enrolment import Listed
+from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.in_memory import memory_pair
@@ -100,7 +100,7 @@ def roam(
             job,
             learner,
             workload.held_out_batches("validation"),
-            enrolment=Listed(job),
+            enrolment=ClosedEnrolment(job),
             pool=of_server,
             background=of_server,
             emit=lambda result, _: out.results.append(result),
@@ -132,7 +132,7 @@ def roam(
         lives = [asyncio.create_task(live(spec.name, number)) for number, spec in enumerate(job.specs)]
         await enough.wait()
         await server.train(0 if goes_on is None else goes_on[0])
-        await server.farewell()
+        await server.wait_until_left()
         await asyncio.gather(*lives)
         await asyncio.gather(*admissions)
         out.carried = {name: link.carried for name, link in first.items()}

@@ -29,7 +29,7 @@ from pipar.methods import Plan
 from pipar.monitoring.logs import EventDescriber
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
-from pipar.privacy.budget import Cuts, Guard, Spending, Spent, Terms, terms_of
+from pipar.privacy.budget import Cuts, Guard, PrivacyAccountant, Spent, Terms, terms_of
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message
@@ -46,7 +46,7 @@ def limited(releases: int, multiplier: float = 4.0) -> Terms:
 
 
 def releases(outcome: Outcome) -> dict[str, int]:
-    return {name: outcome.spending.of(name).releases for name in ("a", "b")}
+    return {name: outcome.accountant.of(name).releases for name in ("a", "b")}
 
 
 # --- what a configuration says
@@ -66,9 +66,9 @@ def test_a_target_alone_chooses_noise_that_lasts_for_all_epochs() -> None:
 def test_without_noise_nothing_is_counted_and_no_accountant_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "find_spec", lambda _: None)
     assert terms_of(config_from({"privacy": {"pixel_epsilon": 1.0, "label_epsilon": 1.0}})) is None
-    spending = Spending(None)
-    spending.note("a")
-    assert (spending.epsilons(), spending.largest_epsilon(), spending.as_result()) == ({}, None, None)
+    accountant = PrivacyAccountant(None)
+    accountant.note("a")
+    assert (accountant.epsilons(), accountant.largest_epsilon(), accountant.as_result()) == ({}, None, None)
     with pytest.raises(accounting.NoAccountantError, match="dp-accounting"):
         terms_of(config_from({"privacy": {"noise_multiplier": 1.0}}))
 
@@ -132,14 +132,14 @@ def test_whatever_noise_and_rounds_nobody_exceeds_the_target(
 
 
 def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
-    spending = Spending(limited(3))
+    accountant = PrivacyAccountant(limited(3))
     for device in ("a", "b", "a"):
-        spending.note(device)
-    notes = {"spent": spending.as_notes()}
+        accountant.note(device)
+    notes = {"spent": accountant.as_notes()}
     kept = read(Checkpoints(tmp_path / "kept").save(Checkpoint(2, EMPTY, {}, {}, {}, notes=notes)))
-    again = Spending(limited(3))
+    again = PrivacyAccountant(limited(3))
     again.go_on(kept.notes["spent"])
-    assert again.epsilons() == spending.epsilons()
+    assert again.epsilons() == accountant.epsilons()
     assert again.would_exceed(["a", "b"]) is None
     again.note("a")
     assert again.would_exceed(["b"]) is None
@@ -149,11 +149,11 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_larger_one_of_two_counts_is_the_one_to_go_by() -> None:
-    spending = Spending(NO_LIMIT)
-    spending.note("a")
-    spending.learn("a", Spent(3, 3 * cost(4.0)))
-    spending.learn("a", Spent(2, 2 * cost(4.0)))
-    assert spending.of("a") == Spent(3, 3 * cost(4.0))
+    accountant = PrivacyAccountant(NO_LIMIT)
+    accountant.note("a")
+    accountant.learn("a", Spent(3, 3 * cost(4.0)))
+    accountant.learn("a", Spent(2, 2 * cost(4.0)))
+    assert accountant.of("a") == Spent(3, 3 * cost(4.0))
     guard = Guard(1)
     guard.note(4.0)
     guard.accept(4.0, Spent(5, 5 * cost(4.0)))

@@ -20,7 +20,7 @@ from pipar.job.workload import Workload
 from pipar.launch.deployment import allowed_cuts, device_guard, without_sample_statistics
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
-from pipar.privacy.budget import Cuts, Spending, Spent, terms_of
+from pipar.privacy.budget import Cuts, PrivacyAccountant, Spent, terms_of
 from pipar.privacy.budget_file import Memory
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
@@ -93,24 +93,24 @@ def test_a_profile_tells_nothing_that_was_measured_of_samples_where_these_are_hi
 
 def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_one_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
-    spending, saved = Spending(terms_of(config)), Checkpoints(tmp_path)
-    folder: Any = SimpleNamespace(spending=spending, plans={}, epochs=[], round_log=[], partly={})
+    accountant, saved = PrivacyAccountant(terms_of(config)), Checkpoints(tmp_path)
+    folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=[], round_log=[], partly={})
 
     async def keep() -> list[dict[str, Any]]:
         lane = VirtualCompute(["save"], Recorder("server"), lambda _: 0.0)
         job: Any = SimpleNamespace(sizes={})
         learner: Any = SimpleNamespace(snapshot=lambda: EMPTY)
-        keeper = CheckpointWriter(
+        checkpointer = CheckpointWriter(
             saved, learner, folder, config=config, job=lambda: job, lane=lane, observe=ignore, done=0
         )
         found = []
         for epoch, last in ((0, True), (1, False), (1, True), (1, True)):
-            await keeper.keep(epoch, last=last)
-            await keeper.finish()
+            await checkpointer.keep(epoch, last=last)
+            await checkpointer.finish()
             now = latest(tmp_path, identity_of(config), print)
             found.append({} if now is None else dict(now.notes["spent"]))
             if (epoch, last) != (1, True):
-                spending.note("pi")
+                accountant.note("pi")
         return found
 
     counts = [notes.get("pi", {}).get("releases") for notes in run_virtually(keep())]

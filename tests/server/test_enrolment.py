@@ -21,7 +21,7 @@ from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.server.enrolment import Open
+from pipar.server.enrolment import OpenEnrolment
 from pipar.server.session import Introduction, read_profile
 from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import EMPTY
@@ -42,19 +42,19 @@ IN_HALVES = Plan(2, 1, 0, "fp16", "fp16")
 
 def opened(
     link: Link = SLOW, *, kept: dict[str, Plan] | None = None, plans: MakePlans = MAKE_PLANS, **tree: Any
-) -> Open:
+) -> OpenEnrolment:
     """Return an open training with a server that has the whole network; devices have this link and no other limit."""
     job = Job(
         config=config_from({"run": {"method": "sfl2", "batch_size": 10}, **tree}),
         specs=(), sizes={}, server_profile=WHOLE, device_profiles={}, batch_statistics=False, dropout=False, plans={},
         dataset="own", model="any",
     )  # fmt: skip
-    enrolment = Open(job, {}, lambda name: DeviceSpec(name, link, 1.0, None, "auto", "auto"), plans)
+    enrolment = OpenEnrolment(job, {}, lambda name: DeviceSpec(name, link, 1.0, None, "auto", "auto"), plans)
     enrolment.keep_plans(kept or {})
     return enrolment
 
 
-def begun(enrolment: Open, *names: str, profile: Profile = WHOLE) -> dict[str, Orders]:
+def begun(enrolment: OpenEnrolment, *names: str, profile: Profile = WHOLE) -> dict[str, Orders]:
     everybody = [Introduction(name, 100, profile) for name in names]
     for who in everybody:
         enrolment.check(who)

@@ -16,20 +16,20 @@ from pipar.events import EpochResult
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.job.job import Bounds
-from pipar.server.epoch_results import Ledger
+from pipar.server.epoch_results import ResultCollector
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
 
 
 class Book:
-    """A ledger of two devices on two cores, and what came out of it."""
+    """A collector for two devices on two cores, and the results it has emitted."""
 
     def __init__(self, bounds: Bounds | None = None, links: Mapping[str, Link] = LINKS) -> None:
         self.results: list[EpochResult] = []
         self.spans: list[list[Span]] = []
         self.recorder, self.background = Recorder("server"), Recorder("server")
         self.reported: defaultdict[int, set[str]] = defaultdict(set)  # whose traces are in
-        self.ledger = Ledger(
+        self.collector = ResultCollector(
             links,
             bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0),
             2,
@@ -52,16 +52,18 @@ class Book:
         down = EpochTrace(name, epoch, {"downlink": Totals(downlink, 0.0, 14.0, 15.0)})
         span = Span(name, "compute", "fc", epoch, 1, 1, start, end)
         self.reported[epoch].add(name)
-        self.ledger.add_trace(EpochTrace(name, epoch, totals, [span]), down, bytes_up, bytes_down)
+        self.collector.add_trace(EpochTrace(name, epoch, totals, [span]), down, bytes_up, bytes_down)
 
     def add_round(self, epoch: int) -> None:
         self.recorder.busy("core 0", "fs", epoch, 1, 1, 12.0, 15.0, "a")
         self.recorder.busy("core 1", "fs", epoch, 1, 1, 12.0, 14.0, "b")
-        self.ledger.add_round(epoch, {"a": 30, "b": 20}, 1.25, reporting={"a", "b"} - self.reported[epoch], seconds=9.0)
+        self.collector.add_round(
+            epoch, {"a": 30, "b": 20}, 1.25, reporting={"a", "b"} - self.reported[epoch], seconds=9.0
+        )
 
     def add_validation(self, epoch: int, loss: float | None = 0.5) -> None:
         self.background.busy("validation", "validate", epoch, 0, 0, 20.0, 20.75)
-        self.ledger.add_validation(epoch, loss, 0.9)
+        self.collector.add_validation(epoch, loss, 0.9)
 
     def add_all(self, epoch: int) -> None:
         self.add_device("a", epoch)
@@ -177,7 +179,7 @@ def test_an_epoch_goes_out_when_the_last_of_it_is_in_and_never_before_the_one_be
 def test_who_waits_for_completion_goes_on_at_the_last_epoch() -> None:
     async def main() -> float:
         book = Book()
-        waiting = asyncio.create_task(book.ledger.complete(2))
+        waiting = asyncio.create_task(book.collector.complete(2))
         for epoch in (1, 2):
             await asyncio.sleep(1.0)
             assert not waiting.done()
@@ -206,7 +208,7 @@ def test_stale_epochs_count_from_the_best_loss(losses: list[float | None], stale
         for epoch, loss in enumerate(losses, start=1):
             book.add_validation(epoch, loss)
         book.add_validation(len(losses) + 1, 0.0)  # a later one that is not asked for
-        return await book.ledger.stale_epochs(len(losses))
+        return await book.collector.stale_epochs(len(losses))
 
     assert run_virtually(main()) == stale
 
@@ -214,7 +216,7 @@ def test_stale_epochs_count_from_the_best_loss(losses: list[float | None], stale
 def test_staleness_waits_for_the_validation_that_it_needs() -> None:
     async def main() -> tuple[int, float]:
         book = Book()
-        waiting = asyncio.create_task(book.ledger.stale_epochs(2))
+        waiting = asyncio.create_task(book.collector.stale_epochs(2))
         for epoch in (1, 2):
             await asyncio.sleep(1.0)
             book.add_validation(epoch, 1.0)
@@ -227,12 +229,12 @@ def test_a_failure_wakes_everybody_who_waits_and_everybody_who_comes_later() -> 
     async def main() -> None:
         book = Book()
         failure = TrainingError("pi was lost")
-        waiting = [asyncio.create_task(book.ledger.complete(1)), asyncio.create_task(book.ledger.stale_epochs(1))]
+        waiting = [asyncio.create_task(book.collector.complete(1)), asyncio.create_task(book.collector.stale_epochs(1))]
         await asyncio.sleep(1.0)
-        book.ledger.fail(failure)
+        book.collector.fail(failure)
         assert await asyncio.gather(*waiting, return_exceptions=True) == [failure, failure]
         with pytest.raises(TrainingError, match="pi was lost"):
-            await book.ledger.complete(1)
+            await book.collector.complete(1)
 
     run_virtually(main())
 
@@ -242,7 +244,7 @@ def test_a_loss_that_has_diverged_is_worse_than_any_other() -> None:
         book = Book()
         for epoch, loss in enumerate((float("nan"), 2.0, 1.0, float("inf")), start=1):
             book.add_all(epoch)
-            book.ledger._losses[-1] = loss
-        return [await book.ledger.stale_epochs(epoch) for epoch in (1, 2, 3, 4)]
+            book.collector._losses[-1] = loss
+        return [await book.collector.stale_epochs(epoch) for epoch in (1, 2, 3, 4)]
 
     assert run_virtually(main()) == [0, 0, 0, 1]

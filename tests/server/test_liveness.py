@@ -11,7 +11,7 @@ from support.server_world import LINK, Named, World, _equipment, honest, train
 
 from pipar.events import Event, Heard, Silent, ignore
 from pipar.launch.assemble import run_device
-from pipar.server.liveness import PATIENCE_S, Silence
+from pipar.server.liveness import PATIENCE_S, LivenessMonitor
 from pipar.transport.channel import Transport
 from pipar.wire.frames import Frame
 
@@ -62,7 +62,7 @@ def watched(seen: Seen, for_s: float = 500.0) -> Named:
             assert isinstance(event, Silent | Heard)
             seen.append((clock(), event))
 
-        silence = Silence(lambda: world.server.sessions, observe)
+        silence = LivenessMonitor(lambda: world.server.sessions, observe)
         with suppress(TimeoutError):
             async with asyncio.timeout(for_s):
                 await silence.watch()

@@ -189,19 +189,19 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tel
         return learners[-1]
 
     for step in range(1, 200):
-        keeper = Scribe()
+        checkpointer = Scribe()
         outcome = train(
             [roaming("a", gives_up_s=0.0), roaming("b", gives_up_s=0.0)],
             epochs=3,
             method=method,
             aggregate_s=1.0,
             stops_at_s=0.9 * step,
-            keeper=keeper,
+            checkpointer=checkpointer,
             learner=learner,
         )
-        told, saved = len(outcome.counted), max(keeper.saved, default=0)
+        told, saved = len(outcome.counted), max(checkpointer.saved, default=0)
         assert len(learners[-1].averaged) == told * turns, f"stopped behind {0.9 * step:g} s"
-        assert keeper.saved == {epoch: epoch * turns for epoch in keeper.saved}
+        assert checkpointer.saved == {epoch: epoch * turns for epoch in checkpointer.saved}
         assert saved == told or (method == "sl" and saved == told - told % 2)
         seen.add(told)
         if not outcome.of(Left)[0].reason:  # it was over before

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.execution.clock import run_virtually
-from pipar.server.turn_order import Turns
+from pipar.server.turn_order import TurnOrder
 
 
 def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[tuple[int, str]]:
     """The turns that devices got, which come with these delays before each of their iterations."""
     log: list[tuple[int, str]] = []
 
-    async def device(turns: Turns, name: str) -> None:
+    async def device(turns: TurnOrder, name: str) -> None:
         for iteration in range(1, iterations[name] + 1):
             await asyncio.sleep(delays[name][iteration])
             await turns.mine(name)
@@ -27,7 +27,7 @@ def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[t
         turns.finish(name)
 
     async def main() -> None:
-        turns = Turns(iterations)
+        turns = TurnOrder(iterations)
         await asyncio.gather(*(device(turns, name) for name in iterations))
 
     run_virtually(main())
@@ -65,7 +65,7 @@ def test_a_device_that_finishes_early_is_passed_over() -> None:
 
 def test_a_device_waits_for_a_slower_one_that_comes_before_it_by_name() -> None:
     async def main() -> float:
-        turns = Turns(["a", "b"])
+        turns = TurnOrder(["a", "b"])
 
         async def slow() -> None:
             await asyncio.sleep(5.0)
@@ -84,7 +84,7 @@ def test_a_device_waits_for_a_slower_one_that_comes_before_it_by_name() -> None:
 
 def test_a_device_that_finishes_while_it_is_next_lets_the_others_on() -> None:
     async def main() -> None:
-        turns = Turns(["a", "b"])
+        turns = TurnOrder(["a", "b"])
         waiting = asyncio.create_task(turns.mine("b"))
         await asyncio.sleep(1.0)
         assert not waiting.done()
@@ -96,7 +96,7 @@ def test_a_device_that_finishes_while_it_is_next_lets_the_others_on() -> None:
 
 def test_a_turn_is_held_up_by_who_has_it_while_others_wait() -> None:
     async def main() -> None:
-        turns = Turns(["a", "b", "c"])
+        turns = TurnOrder(["a", "b", "c"])
         assert turns.held_up_by() is None
         waiting = asyncio.create_task(turns.mine("c"))
         await asyncio.sleep(1.0)

@@ -23,7 +23,7 @@ from pipar.execution.clock import VirtualTimeLoop
 from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
-from pipar.server.membership import Reception
+from pipar.server.membership import Membership
 from pipar.server.program import Server
 from pipar.server.session import Session
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, Disk, _content
@@ -420,7 +420,7 @@ def test_half_received_messages_that_are_kept_are_found(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_place_that_is_kept_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: Reception, session: Session, error: LinkError) -> None:
+    def keep(self: Membership, session: Session, error: LinkError) -> None:
         if session.is_over or not session.is_welcome:
             self.end(session, error)
         else:
@@ -430,7 +430,7 @@ def test_a_place_that_is_kept_for_ever_is_found(monkeypatch: pytest.MonkeyPatch)
         cut = Fault(2.0, "cut", scenario.names[0], 8.0, 0)
         return replace(scenario, faults=(cut,), resume_window_s=2.0, round_deadline_s=None)
 
-    monkeypatch.setattr(Reception, "_lost", keep)
+    monkeypatch.setattr(Membership, "_lost", keep)
     assert found(stays_away) == "memory is bounded"
 
 

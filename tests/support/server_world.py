@@ -20,10 +20,10 @@ from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, Sizes
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner
-from pipar.privacy.budget import Guard, Spending, Terms
+from pipar.privacy.budget import Guard, PrivacyAccountant, Terms
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.server.epoch_results import Ledger
-from pipar.server.program import Keeper, Server, Training
+from pipar.server.epoch_results import ResultCollector
+from pipar.server.program import Checkpointer, Server, Training
 from pipar.server.session import Introduction
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
@@ -108,7 +108,7 @@ class Outcome:
     learner: ScriptedLearner | None = None
     unacknowledged: list[int] = field(default_factory=list)  # the most of any session, at the end of each round
     left_running: int = 0
-    spending: Spending = field(default_factory=lambda: Spending(None))
+    accountant: PrivacyAccountant = field(default_factory=lambda: PrivacyAccountant(None))
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -157,7 +157,7 @@ def train(
     resume_window_s: float = 0.0,
     keep_spans: frozenset[str] | None = None,
     terms: Terms | None = None,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     aggregate_s: float = 0.0,
     stops_at_s: float | None = None,
     learner: Callable[[dict[str, int], Sequence[float]], ScriptedLearner] = ScriptedLearner,
@@ -167,7 +167,7 @@ def train(
     `done` are the validation losses of the rounds that were trained before. Behind `stops_at_s` of training it is
     asked to stop.
     """
-    outcome = Outcome(spending=Spending(terms))
+    outcome = Outcome(accountant=PrivacyAccountant(terms))
     plan = Plan(2 if method == "fl" else 1, 2 if METHODS[method].pipelines else 1)
     noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
     if terms is not None and terms.target_epsilon is not None:
@@ -189,7 +189,7 @@ def train(
                 enough.set()
 
         links = dict.fromkeys(devices, LINK)
-        ledger = Ledger(
+        results = ResultCollector(
             links,
             Bounds(dict.fromkeys(devices, 1.0), 1.0),
             1,
@@ -219,11 +219,11 @@ def train(
             ),
             background=VirtualCompute(["validation"], beside, costs.seconds),
             recorder=recorder,
-            ledger=ledger,
+            results=results,
             keep_spans=keep_spans,
             replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
-            spending=outcome.spending,
-            keeper=keeper,
+            accountant=outcome.accountant,
+            checkpointer=checkpointer,
             observe=observe,
         )
         world = World(server)
@@ -236,7 +236,7 @@ def train(
             outcome.failure = await training
         except asyncio.CancelledError:
             await server.dismiss("The server stops for now.")
-        await server.farewell()
+        await server.wait_until_left()
         outcome.lives = [await task for task in tasks]
         await asyncio.gather(*world.admissions)
         outcome.carried = [link.carried for link in world.links]

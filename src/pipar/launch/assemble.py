@@ -17,11 +17,11 @@ from pipar.job.job import Job
 from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
 from pipar.planner.predictor import Foresight
 from pipar.planner.replanner import Choose, Replanner
-from pipar.privacy.budget import Guard, Spending
+from pipar.privacy.budget import Guard, PrivacyAccountant
 from pipar.profiling.profile import Profile
-from pipar.server.enrolment import Listed, Open
-from pipar.server.epoch_results import Ledger
-from pipar.server.program import Keeper, Learner, Server, Training
+from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
+from pipar.server.epoch_results import ResultCollector
+from pipar.server.program import Checkpointer, Learner, Server, Training
 from pipar.server.session import fault
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.reconnect import Lifeline
@@ -36,7 +36,7 @@ def assemble_server(
     learner: Learner,
     validation: Sequence[tuple[int, Any]],
     *,
-    enrolment: Listed | Open,
+    enrolment: ClosedEnrolment | OpenEnrolment,
     pool: MakeCompute,
     background: MakeCompute,
     emit: Callable[[EpochResult, list[Span]], None],
@@ -44,14 +44,14 @@ def assemble_server(
     choose: Choose | None = None,
     search: Search | None = None,
     session_numbers: Iterable[int] | None = None,
-    keeper: Keeper | None = None,
-    spending: Spending | None = None,
+    checkpointer: Checkpointer | None = None,
+    accountant: PrivacyAccountant | None = None,
     done: Sequence[float | None] = (),
 ) -> Server:
     """Return the server of a job, ready to admit devices; `enrolment` says which, and by which orders.
 
     `choose` makes new plans when links change; without it, they are those that `search` finds for what the server has
-    learned of the fleet. `spending` is what the devices have spent of their privacy before, and where it is counted.
+    learned of the fleet. `accountant` is what the devices have spent of their privacy before, and where it is counted.
     `done` are the validation losses of the epochs that were trained before.
     """
     config = job.config
@@ -67,7 +67,7 @@ def assemble_server(
         choose = Choices(foresight, search_by_estimate if by_paper else search)
     elif choose is None and search is not None and config.wire.encoding == "auto":
         choose = recodings
-    ledger = Ledger(
+    results = ResultCollector(
         job.links,
         job.bounds(),
         job.cores,
@@ -89,9 +89,9 @@ def assemble_server(
         if foresight is not None:
             foresight.fleet = recodings.fleet
         for name, link in now.links.items():
-            ledger.join(name, link)
+            results.join(name, link)
 
-    enrolment.changed = _both(enrolment.changed, changed)
+    enrolment.add_listener(changed)
     training = Training(
         method=job.method,
         epochs=config.run.epochs,
@@ -110,23 +110,15 @@ def assemble_server(
         pool=pool([f"{CORE} {number}" for number in range(job.cores)], recorder),
         background=background(["validation"], beside),
         recorder=recorder,
-        ledger=ledger,
+        results=results,
         keep_spans=keep,
         session_numbers=session_numbers,
-        real_links=isinstance(enrolment, Open),
+        real_links=isinstance(enrolment, OpenEnrolment),
         replanner=replanner,
-        keeper=keeper,
-        spending=spending or Spending(job.terms),
+        checkpointer=checkpointer,
+        accountant=accountant or PrivacyAccountant(job.terms),
         observe=observe,
     )
-
-
-def _both(one: Callable[[Job], None], other: Callable[[Job], None]) -> Callable[[Job], None]:
-    def call(job: Job) -> None:
-        one(job)
-        other(job)
-
-    return call
 
 
 @dataclass(frozen=True)

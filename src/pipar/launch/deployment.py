@@ -45,9 +45,9 @@ from pipar.privacy.budget import Cuts, Guard, terms_of
 from pipar.privacy.budget_file import Memory, held
 from pipar.profiling.profile import Profile
 from pipar.report import try_write_report
-from pipar.server.enrolment import Open
+from pipar.server.enrolment import OpenEnrolment
 from pipar.server.epoch_results import stale_epochs
-from pipar.server.liveness import Silence
+from pipar.server.liveness import LivenessMonitor
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder, run_name, runs_folder, signals_deferred
@@ -158,15 +158,15 @@ class _ServerProgram:
 
     async def run(self, job: Job, found: Checkpoint | None) -> None:
         config, done = job.config, 0 if found is None else found.round
-        enrolment = Open(
+        enrolment = OpenEnrolment(
             job, {spec.name: spec for spec in _listed(config)}, unlisted_spec, partial(make_plans, rehearse=rehearse)
         )
         if found is not None:
             enrolment.keep_plans(found.plans)
-        enrolment.changed = self._update_job
+        enrolment.add_listener(self._update_job)
         chooser = Chooser()
         saving = ThreadCompute(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
-        keeper = CheckpointWriter(
+        checkpointer = CheckpointWriter(
             self._checkpoints,
             self._learner,
             self._folder,
@@ -187,8 +187,8 @@ class _ServerProgram:
             observe=self._observe,
             search=chooser,
             session_numbers=_random_numbers(),
-            keeper=keeper,
-            spending=self._folder.spending,
+            checkpointer=checkpointer,
+            accountant=self._folder.accountant,
             done=[result.val_loss for result in self._folder.epochs][:done] if found is not None else (),
         )
         keepalive = Keepalive.every(config.server.keepalive)
@@ -210,12 +210,12 @@ class _ServerProgram:
         self._observe(Listening(f"{host}:{port}"))
         if found is not None:
             self._observe(Resumed(done, self._folder.trained_again))
-        silence = Silence(lambda: server.sessions, self._observe)
-        listening = asyncio.create_task(silence.watch()) if self._options.pictures else None  # for who looks at a page
+        liveness = LivenessMonitor(lambda: server.sessions, self._observe)
+        listening = asyncio.create_task(liveness.watch()) if self._options.pictures else None  # for who looks at a page
         try:
             await server.train(done)
             self.fleet = server.fleet()
-            await server.farewell()
+            await server.wait_until_left()
         except asyncio.CancelledError:
             self._is_stopping = True
             self._observe(Stopping("The server was asked to stop; `--resume` goes on from here."))
@@ -224,7 +224,7 @@ class _ServerProgram:
         finally:
             if listening is not None:
                 listening.cancel()
-            await keeper.finish()
+            await checkpointer.finish()
             await chooser.close()
             await listener.stop()
             server.close()

@@ -30,7 +30,7 @@ from pipar.job.plans import make_plans
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
-from pipar.privacy.budget import Spending
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
@@ -378,18 +378,20 @@ def _server_process(
     termination = GracefulTermination()
     try:
         emit = run.epoch_recorder(teller.observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.event_recorder(teller.observe), run.spending))
+        termination.run(_serve(job, workload, learner, emit, run.event_recorder(teller.observe), run.accountant))
     finally:  # whatever ended the training, the epochs so far and the last global model are kept
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
         run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
 
 
-async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, spending: Spending) -> None:
+async def _serve(
+    job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, accountant: PrivacyAccountant
+) -> None:
     from pipar.execution.lanes import ThreadCompute
     from pipar.launch.assemble import assemble_server
     from pipar.planner.background_search import Chooser
-    from pipar.server.enrolment import Listed
+    from pipar.server.enrolment import ClosedEnrolment
     from pipar.transport.grpc import Listener
 
     chooser = Chooser()
@@ -401,9 +403,9 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
         background=partial(ThreadCompute, nice=19),
         emit=emit,
         observe=observe,
-        enrolment=Listed(job, partial(plans_for_profiles, job)),
+        enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
         search=chooser,
-        spending=spending,
+        accountant=accountant,
     )
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")
@@ -411,7 +413,7 @@ async def _serve(job: Job, workload: Workload, learner: Any, emit: Any, observe:
     observe(Listening(f"{host}:{port}"))
     try:
         await server.train()
-        await server.farewell()
+        await server.wait_until_left()
     finally:
         await chooser.close()
         await listener.stop()

@@ -180,7 +180,7 @@ def _run_timing_only(job: Job, options: RunOptions) -> Result:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
             watch = folder.event_recorder(options.observe)
-            train_timing_only(job, options.epoch_recorder(folder), watch, spending=folder.spending)
+            train_timing_only(job, options.epoch_recorder(folder), watch, accountant=folder.accountant)
         finally:  # whatever ended it, the epochs so far are kept
             with signals_deferred():
                 content = folder.finish()
@@ -210,7 +210,7 @@ def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
         folder = RunFolder(path, job, world="virtual", command=options.command)
         try:
             watch = folder.event_recorder(options.observe)
-            train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, spending=folder.spending)
+            train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, accountant=folder.accountant)
         finally:  # whatever ended the training, the epochs so far and the last global model are kept
             with signals_deferred():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())

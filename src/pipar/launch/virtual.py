@@ -18,8 +18,8 @@ from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, Sizes
 from pipar.planner.background_search import Search, search_at_once
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose
-from pipar.privacy.budget import Spending
-from pipar.server.enrolment import Listed
+from pipar.privacy.budget import PrivacyAccountant
+from pipar.server.enrolment import ClosedEnrolment
 from pipar.server.program import Learner
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
@@ -39,19 +39,19 @@ def train_virtually(
     learner: TorchLearner | None = None,
     *,
     choose: Choose | None = None,
-    spending: Spending | None = None,
+    accountant: PrivacyAccountant | None = None,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
     Who passes the learner in has the model as far as it came, even if the training is interrupted. `choose` makes new
-    plans when links change; it may take no virtual time. `spending` is where what the devices send is counted.
+    plans when links change; it may take no virtual time. `accountant` is where what the devices send is counted.
     """
     from pipar.job.torch_setup import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
     build = partial(part_builder, workload)
     validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose, spending=spending)
+    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose, accountant=accountant)
     run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
@@ -63,7 +63,7 @@ def train_timing_only(
     *,
     choose: Choose | None = None,
     search: Search = search_at_once,
-    spending: Spending | None = None,
+    accountant: PrivacyAccountant | None = None,
 ) -> None:
     """Run the same programs over sizes and costs alone, without torch; new plans come from `choose` or `search`."""
     learner = SizesOnlyLearner(job.server_profile, job.split_points)
@@ -75,7 +75,7 @@ def train_timing_only(
         profile, share = job.device_profiles[name], job.server_profile.changes_share
         return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search, spending))
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search, accountant))
 
 
 async def _train(
@@ -88,21 +88,21 @@ async def _train(
     observe: Observer,
     choose: Choose | None,
     search: Search = search_at_once,
-    spending: Spending | None = None,
+    accountant: PrivacyAccountant | None = None,
 ) -> None:
     server_lanes = _lanes(job.server_costs())
     server = assemble_server(
         job,
         learner,
         validation,
-        enrolment=Listed(job),
+        enrolment=ClosedEnrolment(job),
         pool=server_lanes,
         background=server_lanes,
         emit=emit,
         observe=observe,
         choose=choose,
         search=search,
-        spending=spending,
+        accountant=accountant,
     )
     costs = shared_costs()
     try:

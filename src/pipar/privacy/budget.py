@@ -75,7 +75,7 @@ def terms_of(config: Config) -> Terms | None:
     return terms
 
 
-class Spending:
+class PrivacyAccountant:
     """What each device of a training has spent, as far as its server knows."""
 
     def __init__(self, terms: Terms | None) -> None:

@@ -16,17 +16,23 @@ from pipar.profiling.profile import Profile
 from pipar.server.session import Introduction
 from pipar.wire.orders import Orders
 
+#: Is called with the job when it has changed.
+Listener = Callable[[Job], None]
 #: Returns every device's plan for the profiles that the devices brought with them.
 PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
-class Listed:
+class ClosedEnrolment:
     """The devices of a job, and nobody else."""
 
     def __init__(self, job: Job, plan_joined: PlanJoined | None = None) -> None:
         self.job = job
-        self.changed: Callable[[Job], None] = lambda _: None
+        self._listeners: list[Listener] = []
         self._plan_joined = plan_joined
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call this with the job whenever its devices, their profiles or their first plans change."""
+        self._listeners.append(listener)
 
     def check(self, who: Introduction) -> None:
         if who.name not in self.job.links:
@@ -41,14 +47,14 @@ class Listed:
             brought = {who.name: who.profile for who in everybody if who.profile is not None}
             self.job = replace(self.job, device_profiles={**self.job.device_profiles, **brought})
             self.job = replace(self.job, plans=self._plan_joined(brought))
-            self.changed(self.job)
+            _tell(self._listeners, self.job)
         return self.job.orders()
 
     def join(self, who: Introduction) -> Orders:
         return self.job.orders()[who.name]
 
 
-class Open:
+class OpenEnrolment:
     """Everybody who comes; a device that is not in the configuration is a machine of its own on a link of its own."""
 
     def __init__(
@@ -59,7 +65,7 @@ class Open:
         make_plans: Callable[[Job], Mapping[str, Plan]],
     ) -> None:
         self.job = replace(job, real_links=True)  # of those who have come
-        self.changed: Callable[[Job], None] = lambda _: None
+        self._listeners: list[Listener] = []
         self._kept: Mapping[str, Plan] = {}
         self._specs = specs
         self._unlisted = unlisted
@@ -68,6 +74,10 @@ class Open:
     def keep_plans(self, plans: Mapping[str, Plan]) -> None:
         """Let devices go on by the plans that they had before this server was started."""
         self._kept = dict(plans)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call this with the job whenever its devices, their profiles or their first plans change."""
+        self._listeners.append(listener)
 
     def check(self, who: Introduction) -> None:
         if who.profile is None:
@@ -174,7 +184,12 @@ class Open:
 
     def _change(self, job: Job) -> None:
         self.job = job
-        self.changed(job)
+        _tell(self._listeners, job)
+
+
+def _tell(listeners: Sequence[Listener], job: Job) -> None:
+    for listener in listeners:
+        listener(job)
 
 
 #: What planning raises if one device allows no plan, or if its numbers are none to compute with.

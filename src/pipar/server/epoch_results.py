@@ -36,7 +36,7 @@ class _Epoch:
     validation: EpochTrace | None = None
 
 
-class Ledger:
+class ResultCollector:
     """Collects traces, counts and losses of the epochs; `emit` gets each epoch's result and its spans."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Ledger:
         self._changed.set()
 
     def check(self) -> None:
-        """Raise what the ledger has failed with."""
+        """Raise the failure, if there was one."""
         if self._failure is not None:
             raise self._failure
 

@@ -46,7 +46,7 @@ class _Rhythm:
         return max(PATIENCE_S, _USUAL * (max(known) + _LOOK_EVERY_S)) if known else math.inf
 
 
-class Silence:
+class LivenessMonitor:
     """Tells of devices that fall silent, and when they are heard again."""
 
     def __init__(self, sessions: Callable[[], Sequence[Session]], observe: Observer) -> None:

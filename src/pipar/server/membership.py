@@ -15,9 +15,9 @@ from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
-from pipar.privacy.budget import Spending
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
-from pipar.server.epoch_results import Ledger
+from pipar.server.epoch_results import ResultCollector
 from pipar.server.session import Introduction, Session, fault, read_hello
 from pipar.transport.channel import Channel, Transport
 from pipar.wire.frames import Frame, body_limit, cut_message
@@ -32,7 +32,7 @@ _FAREWELL_S = 30.0
 _LAST_WORDS_S = 2.0
 
 
-class Doorkeeper(Protocol):
+class AdmissionPolicy(Protocol):
     """Knows who may take part."""
 
     def check(self, who: Introduction) -> None:
@@ -42,26 +42,26 @@ class Doorkeeper(Protocol):
         """Return what the device's link is to be like."""
 
 
-class Reception:
+class Membership:
     """Where devices join, leave and come back. Who has no orders yet waits for the next round."""
 
     def __init__(
         self,
-        doorkeeper: Doorkeeper,
-        ledger: Ledger,
+        policy: AdmissionPolicy,
+        results: ResultCollector,
         *,
         network: Profile | None = None,
         resume_window_s: float = 0.0,
         numbers: Iterable[int] | None = None,
         real_links: bool = False,
         keep_spans: frozenset[str] | None = None,
-        spending: Spending | None = None,
+        accountant: PrivacyAccountant | None = None,
         observe: Observer = ignore,
     ) -> None:
-        self._spending = spending or Spending(None)
+        self._accountant = accountant or PrivacyAccountant(None)
         self.sessions: dict[str, Session] = {}
-        self._doorkeeper = doorkeeper
-        self._ledger = ledger
+        self._policy = policy
+        self._results = results
         self._network = network
         self._resume_window_s = resume_window_s
         self._numbers = iter(numbers if numbers is not None else count(1))
@@ -95,9 +95,9 @@ class Reception:
         if hello.message.kind is not Kind.HELLO:
             raise ProtocolError(f"The first message is to be HELLO, but {hello.message} came.")
         who = read_hello(hello.only(), self._network, peer)
-        self._doorkeeper.check(who)
+        self._policy.check(who)
         self._replace(who.name, is_proved=peer is not None)
-        self._spending.learn(who.name, who.spent)  # of who is let in: nobody else may say what a device has spent
+        self._accountant.learn(who.name, who.spent)  # of who is let in: nobody else may say what a device has spent
         return self._begin(who, transport)
 
     def _replace(self, name: str, *, is_proved: bool) -> None:
@@ -122,7 +122,7 @@ class Reception:
         session.hello_at = self._loop.time()
         channel.session = session.number
         channel.limit(body_limit({}))  # small messages only, until its plan is known
-        channel.emulate(self._doorkeeper.link(who.name), attrgetter("down_bps"))
+        channel.emulate(self._policy.link(who.name), attrgetter("down_bps"))
         self.sessions[who.name] = session
         self._lives[session] = self._loop.create_task(self._live(session))
         self._observe(Joined(who.name, len(self.sessions)))
@@ -177,7 +177,7 @@ class Reception:
         """Tell a device its orders."""
         session.is_welcome = True
         session.welcome_at = self._loop.time()
-        spent = self._spending.of(session.device)
+        spent = self._accountant.of(session.device)
         told = replace(orders, session=session.number, releases=spent.releases, spent=spent.mu_squared)
         session.channel.post(Message(Kind.WELCOME, body=told.to_body()))
 
@@ -193,7 +193,7 @@ class Reception:
             del self.sessions[session.device]
         session.inbox.put_nowait(reason)
         session.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
-        self._ledger.lose(session.device)
+        self._results.lose(session.device)
         self._observe(_farewell_of(session, reason))
         self._notify()
 
@@ -221,7 +221,7 @@ class Reception:
         session.stopped = True
         session.channel.post(Message(Kind.STOP, epoch))
 
-    async def farewell(self) -> None:
+    async def wait_until_left(self) -> None:
         """Return when every device has left; those that are away are not waited for longer than the window."""
         try:
             async with asyncio.timeout(max(_FAREWELL_S, self._resume_window_s)):
@@ -252,7 +252,7 @@ class Reception:
             await self.dismiss(session, error)
             forget_frames(error)
         except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits is told
-            self._ledger.fail(error)
+            self._results.fail(error)
             session.inbox.put_nowait(error)
             await self.dismiss(session, error)
         finally:
@@ -272,7 +272,7 @@ class Reception:
         if not session.is_welcome:
             raise ProtocolError(f"{message} came before the device was welcome.")
         if message.kind is Kind.END_EPOCH:  # its update follows, and some of it may come even if not all does
-            self._spending.note(session.device)
+            self._accountant.note(session.device)
         if message.kind is Kind.TRACE:
             self._take_trace(session, message)
         elif message.kind is Kind.HELLO:
@@ -296,7 +296,7 @@ class Reception:
         if trace.clock is not None:
             trace = trace.later(trace.clock.offset_s(clock_machine(), session.hello_at, session.welcome_at))
         downlink = session.recorder.take(trace.epoch)
-        self._ledger.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
+        self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
 
 
 def _farewell_of(session: Session, reason: Exception) -> Left | Lost:

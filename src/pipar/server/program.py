@@ -29,10 +29,10 @@ from pipar.execution.stages import Place, Work
 from pipar.methods import Method, Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.replanner import MeasuredLink, Replanner
-from pipar.privacy.budget import Spending
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
-from pipar.server.epoch_results import Ledger
-from pipar.server.membership import Doorkeeper, Reception
+from pipar.server.epoch_results import ResultCollector
+from pipar.server.membership import AdmissionPolicy, Membership
 from pipar.server.session import (
     Answer,
     Introduction,
@@ -43,7 +43,7 @@ from pipar.server.session import (
     expect,
     read_end,
 )
-from pipar.server.turn_order import Turns
+from pipar.server.turn_order import TurnOrder
 from pipar.server.validation import Validation
 from pipar.transport.channel import Transport
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit
@@ -105,7 +105,7 @@ class Training:
     profile: Profile | None = None  # of the network; a device's own has to be of the same one
 
 
-class Keeper(Protocol):
+class Checkpointer(Protocol):
     """Saves the training, so that another server can go on with it."""
 
     async def keep(self, epoch: int, *, last: bool) -> None:
@@ -115,7 +115,7 @@ class Keeper(Protocol):
         """Return when all is saved."""
 
 
-class Enrolment(Doorkeeper, Protocol):
+class Enrolment(AdmissionPolicy, Protocol):
     """Who may take part, and by which orders."""
 
     async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
@@ -157,16 +157,16 @@ class Server:
         pool: Compute,
         background: Compute,
         recorder: Recorder,
-        ledger: Ledger,
+        results: ResultCollector,
         keep_spans: frozenset[str] | None = None,
         session_numbers: Iterable[int] | None = None,
         real_links: bool = False,
         replanner: Replanner | None = None,
-        keeper: Keeper | None = None,
-        spending: Spending | None = None,
+        checkpointer: Checkpointer | None = None,
+        accountant: PrivacyAccountant | None = None,
         observe: Observer = ignore,
     ) -> None:
-        self._spending = spending or Spending(None)
+        self._accountant = accountant or PrivacyAccountant(None)
         self._training = training
         self._enrolment = enrolment
         self._orders: dict[str, Orders] = {}  # with the plans that are in force
@@ -174,30 +174,30 @@ class Server:
         self._pool = pool
         self._background = background
         self._recorder = recorder
-        self._ledger = ledger
+        self._results = results
         self._replanner = replanner
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._measured: dict[str, MeasuredLink] = {}
         self._unmeasured: set[str] = set()  # devices of the round whose links are not measured yet
         self._observe = observe
         self._loop = asyncio.get_running_loop()
-        self._reception = Reception(
+        self._membership = Membership(
             enrolment,
-            ledger,
+            results,
             network=training.profile,
             resume_window_s=training.resume_window_s,
             numbers=session_numbers,
             real_links=real_links,
             keep_spans=keep_spans,
-            spending=self._spending,
+            accountant=self._accountant,
             observe=observe,
         )
-        self._turns: Turns | None = None
+        self._turn_order: TurnOrder | None = None
         self._taught: dict[str, int] = {}  # samples of whole batches in a shared model, by device, in this round
         self._taking_part: set[str] = set()  # who has a replica, and plans are made for
         self._deadline_s = training.round_deadline_s
         self._was_late = False  # somebody, in this round
-        self._validation = Validation(learner.evaluator, training.validation, background=background, ledger=ledger)
+        self._validation = Validation(learner.evaluator, training.validation, background=background, results=results)
         self._wanted = 0  # devices, if there were too few for the aggregation
         self._last_round_s = 0.0
         self.done = 0  # the last round that is complete
@@ -208,12 +208,12 @@ class Server:
 
     async def admit(self, transport: Transport, peer: str | None = None) -> None:
         """Let a device in, or back in; one call a connection. `peer` is the name in its credential."""
-        await self._reception.admit(transport, peer)
+        await self._membership.admit(transport, peer)
 
     @property
     def sessions(self) -> Sequence[Session]:
         """The sessions of all who are here, or may come back."""
-        return self._reception.present()
+        return self._membership.present()
 
     def plan_of(self, device: str) -> Plan:
         """Return the plan that is in force for a device."""
@@ -221,25 +221,25 @@ class Server:
 
     def fleet(self) -> Fleet | None:
         """Return the fleet as the training has shown it; None where nothing is foreseen."""
-        return self._ledger.fleet()
+        return self._results.fleet()
 
     def close(self) -> None:
         """Let running work end, so that nobody changes the model any more."""
-        self._reception.close()
+        self._membership.close()
         self._pool.close()
         self._background.close()
 
-    async def farewell(self) -> None:
+    async def wait_until_left(self) -> None:
         """Return when every device has left, after 'stop training'."""
-        await self._reception.farewell()
+        await self._membership.wait_until_left()
 
     async def dismiss(self, reason: str) -> None:
         """Tell all devices, which may come again, why the training does not go on for now, and save it as it is."""
-        await asyncio.gather(*(self._reception.let_go(session, reason) for session in self._reception.present()))
+        await asyncio.gather(*(self._membership.let_go(session, reason) for session in self._membership.present()))
         # In the middle of a round the replicas have moved on, and with them what is kept of them.
         keeps_replicas = any(orders.keep_momentum for orders in self._orders.values())
-        if self._keeper is not None and not keeps_replicas and not self._training.method.shares_server_model:
-            await self._keeper.keep(self.done, last=True)
+        if self._checkpointer is not None and not keeps_replicas and not self._training.method.shares_server_model:
+            await self._checkpointer.keep(self.done, last=True)
 
     # --- the training
 
@@ -250,7 +250,7 @@ class Server:
             await self._begin(done)
             await self._train(done)
         except PiparError as error:
-            for session in self._reception.present():
+            for session in self._membership.present():
                 session.refuse(error)
             raise
         finally:
@@ -273,15 +273,15 @@ class Server:
     async def _first_orders(self) -> Mapping[str, Orders]:
         """Return the orders of all who are there, without those for whom nothing can be planned."""
         while True:
-            await self._reception.joined(self._training.min_devices)
-            everybody = [session.who for session in self._reception.present()]
+            await self._membership.joined(self._training.min_devices)
+            everybody = [session.who for session in self._membership.present()]
             self._taking_part = {who.name for who in everybody}
             try:
                 return await self._enrolment.begin(everybody)
             except UnusableProfileError as error:
-                session = self._reception.sessions.get(error.device)
+                session = self._membership.sessions.get(error.device)
                 if session is not None and session.who in everybody:  # it may have come anew, as another machine
-                    await self._reception.dismiss(session, error)
+                    await self._membership.dismiss(session, error)
 
     async def _train(self, done: int) -> None:
         epoch = done
@@ -292,57 +292,57 @@ class Server:
             if not group or not await self._round(epoch + 1, group):
                 continue  # everybody was lost: the same round again, with who comes
             epoch += 1
-        if self._keeper is not None:
+        if self._checkpointer is not None:
             # Before the devices leave: after a crash nobody could train the last rounds again.
-            await self._keeper.keep(epoch, last=True)
-            await self._keeper.finish()
-        self._reception.stop(epoch)
-        await self._results(epoch)
+            await self._checkpointer.keep(epoch, last=True)
+            await self._checkpointer.finish()
+        self._membership.stop(epoch)
+        await self._wait_for_results(epoch)
 
     def _would_exceed_budget(self, group: list[Session], done: int) -> bool:
         """Return whether somebody has no release left for the next round; whoever watches is told who."""
-        over = self._spending.would_exceed(session.device for session in group)
+        over = self._accountant.would_exceed(session.device for session in group)
         if over is None:
             return False
-        assert self._spending.terms is not None
-        assert self._spending.terms.target_epsilon is not None
-        self._observe(BudgetSpent(done, *over, self._spending.terms.target_epsilon))
+        assert self._accountant.terms is not None
+        assert self._accountant.terms.target_epsilon is not None
+        self._observe(BudgetSpent(done, *over, self._accountant.terms.target_epsilon))
         return True
 
-    async def _results(self, epoch: int) -> None:
+    async def _wait_for_results(self, epoch: int) -> None:
         """Return when all results are out; who keeps its last trace to itself is not waited for."""
         try:
             async with asyncio.timeout(_LAST_TRACES_S + 5 * self._last_round_s):  # behind the models, on slow links
-                await self._ledger.complete(epoch)
+                await self._results.complete(epoch)
         except TimeoutError:
-            for session in self._reception.present():
-                self._ledger.lose(session.device)
-            await self._ledger.complete(epoch)
+            for session in self._membership.present():
+                self._results.lose(session.device)
+            await self._results.complete(epoch)
 
     async def _assemble_group(self, done: int) -> list[Session]:
         """Return who takes part in the next round, when there are enough: all that are there, with the latest model."""
-        await self._reception.joined(max(self._training.min_devices, self._wanted))
+        await self._membership.joined(max(self._training.min_devices, self._wanted))
         self._wanted = 0
         self._let_go()
-        for session in self._reception.present():
+        for session in self._membership.present():
             if session.owes_acknowledgements:  # it has taken nothing for rounds: what is kept for it must not grow
-                self._reception.end(session, LinkError("it has not taken the messages of several rounds"))
+                self._membership.end(session, LinkError("it has not taken the messages of several rounds"))
             elif session.abandoned > done:  # the round that it was too late for is trained again
-                await self._reception.dismiss(session, f"round {done + 1} begins anew", again=True)
+                await self._membership.dismiss(session, f"round {done + 1} begins anew", again=True)
             elif not session.is_welcome:
                 await self._try_to_welcome(session, done)
         # Who has joined in the meantime waits for the next round.
-        first = [session for session in self._reception.present() if session.is_welcome]
+        first = [session for session in self._membership.present() if session.is_welcome]
         if self._training.method.one_device_at_a_time:
             first = first[:1]
         await self._distribute([session for session in first if session.has_model_of != done], done)
-        return [session for session in self._reception.present() if session.is_welcome]
+        return [session for session in self._membership.present() if session.is_welcome]
 
     async def _try_to_welcome(self, session: Session, done: int) -> None:
         try:
             await self._welcome(session, done)
         except ProtocolError as error:  # nothing can be planned for it: that is no reason to stop for the others
-            await self._reception.dismiss(session, error)
+            await self._membership.dismiss(session, error)
 
     async def _welcome(self, session: Session, done: int) -> None:
         """Give a device its orders and make its replica."""
@@ -355,19 +355,19 @@ class Server:
             self._replanner.join(name, self._enrolment.link(name))
         self._taking_part.add(name)
         self._limit(session)
-        self._reception.welcome(session, self._orders[name])
+        self._membership.welcome(session, self._orders[name])
         self._learner.forget(name)  # it may have been here before, and the others have trained on since
         # Copying the layers behind the cut takes a while: before the round's clock starts.
         await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
 
     def _let_go(self) -> None:
         """Free the replicas of those who are gone, and plan for the others: who comes anew gets another one."""
-        gone = self._taking_part - self._reception.sessions.keys()
+        gone = self._taking_part - self._membership.sessions.keys()
         if self._replanner is not None:
             for device in sorted(gone):
                 self._replanner.leave(device)
         # Also those that a checkpoint had of devices which have not come back.
-        self._learner.keep_only(self._reception.sessions.keys())
+        self._learner.keep_only(self._membership.sessions.keys())
         self._taking_part -= gone
 
     async def _round(self, epoch: int, group: list[Session]) -> bool:
@@ -399,9 +399,9 @@ class Server:
         counted += await self._aggregate(epoch, served)
         if not await self._close_round(epoch, counted, began):
             return False
-        self._ledger.check()
-        if self._keeper is not None:
-            await self._keeper.keep(epoch, last=False)
+        self._results.check()
+        if self._checkpointer is not None:
+            await self._checkpointer.keep(epoch, last=False)
         return True
 
     async def _close_round(self, epoch: int, in_model: list[_Counted], began: float) -> bool:
@@ -414,7 +414,7 @@ class Server:
         if epoch < self._training.epochs:
             await self._adopt_new_plans(epoch)
         counted = {one.device: one.samples for one in in_model}
-        present = [session for session in self._reception.present() if session.is_welcome]
+        present = [session for session in self._membership.present() if session.is_welcome]
         await self._distribute(present[:1] if one_by_one else present, epoch)
         # The trace of this epoch travels while the next one's first batch is computed.
         reporting = [session for session in present if session.device in counted and not session.is_over]
@@ -422,18 +422,18 @@ class Server:
             session.ask_for_trace(epoch)
         losses = [one.loss_sum for one in in_model if one.loss_sum is not None]
         samples, seconds = sum(counted.values()), self._loop.time() - began
-        self._ledger.add_round(
+        self._results.add_round(
             epoch,
             counted,
             sum(losses) / samples if losses else None,
             reporting=[session.device for session in reporting],
             seconds=seconds,
             errors=(_relative(one.errors[0] for one in in_model), _relative(one.errors[1] for one in in_model)),
-            epsilon=self._spending.largest_epsilon(),
+            epsilon=self._accountant.largest_epsilon(),
         )
         self.done, self._last_round_s = epoch, seconds
         partly = {} if one_by_one else self._partly(counted)
-        self._observe(RoundOver(epoch, counted, partly, self._spending.epsilons()))
+        self._observe(RoundOver(epoch, counted, partly, self._accountant.epsilons()))
         self._validation.start(epoch)  # beside the next round, at the lowest priority
         return True
 
@@ -454,7 +454,7 @@ class Server:
     async def _serve_all(self, group: list[Session], epoch: int) -> list[_Served]:
         """Serve all devices of a round; return what those brought back that were not lost and not too late."""
         if self._training.method.shares_server_model:
-            self._turns = Turns(session.device for session in group)
+            self._turn_order = TurnOrder(session.device for session in group)
         self._measured, self._unmeasured = {}, {session.device for session in group}
         ends_at = self._next_deadline()
         for session in group:
@@ -466,7 +466,7 @@ class Server:
             waiting = set(serving)
             while waiting:
                 # Where each has a replica, somebody is to have ended before a round is.
-                is_timed = ends_at is not None and (self._turns is not None or bool(brought))
+                is_timed = ends_at is not None and (self._turn_order is not None or bool(brought))
                 left_s = max(0.0, ends_at - self._loop.time()) if ends_at is not None and is_timed else None
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 brought += [served for task in done if (served := task.result()) is not None]
@@ -485,7 +485,7 @@ class Server:
         """Return when a round that goes on now has to be over."""
         if self._deadline_s is None:
             return None
-        self._reception.waits_until = ends_at = self._loop.time() + self._deadline_s
+        self._membership.waits_until = ends_at = self._loop.time() + self._deadline_s
         return ends_at
 
     def _is_too_late(self, session: Session, *, has_ended: bool) -> bool:
@@ -494,9 +494,9 @@ class Server:
         It does when somebody has ended it, and in split learning, where others have their turn. Where devices take
         turns batch by batch, who holds up the others is too late, and they are not.
         """
-        if self._turns is None or self._training.method.one_device_at_a_time:
+        if self._turn_order is None or self._training.method.one_device_at_a_time:
             return True
-        holder = self._turns.held_up_by()
+        holder = self._turn_order.held_up_by()
         return has_ended if holder is None else session.device == holder and session.is_awaited
 
     async def _serve(self, session: Session, epoch: int) -> _Served | None:
@@ -513,7 +513,7 @@ class Server:
 
     async def _dismiss(self, session: Session, epoch: int, error: ProtocolError) -> None:
         await self._drop(session, epoch, f"it broke the protocol: {error}")
-        await self._reception.dismiss(session, error)
+        await self._membership.dismiss(session, error)
 
     async def _abandon(self, task: asyncio.Task[Any], session: Session, epoch: int) -> None:
         """End the round without a device that is too late; it takes part in the next one."""
@@ -530,11 +530,13 @@ class Server:
         if self._training.method.one_device_at_a_time:  # nobody else has changed the model since its turn began
             install = Work("install", epoch, size_bytes=self._learner.model_bytes(), device=session.device)
             await self._compute(session, (install, self._learner.rewind))
-        elif self._turns is None or self._turns.is_with(session.device):  # or no half batch of it is in a shared model
+        elif self._turn_order is None or self._turn_order.is_with(
+            session.device
+        ):  # or no half batch of it is in a shared model
             self._learner.forget(session.device)
         session.awaits_momentum = False
-        if self._turns is not None:
-            self._turns.finish(session.device)
+        if self._turn_order is not None:
+            self._turn_order.finish(session.device)
         self._measured_or_gone(session.device, epoch)
         self._observe(Dropped(session.device, epoch, reason))
 
@@ -554,8 +556,8 @@ class Server:
                 loss, error = await self._finish_iteration(session, replica, message)
                 losses.append(loss)
                 errors.append(error)
-        if self._turns is not None:
-            self._turns.finish(session.device)
+        if self._turn_order is not None:
+            self._turn_order.finish(session.device)
         end = read_end(message, epoch)
         if splits and (not pieces.whole or end.samples != pieces.samples):
             raise ProtocolError(f"{message} says {end.samples} samples, but {pieces.samples} came in whole batches.")
@@ -591,8 +593,8 @@ class Server:
         return message
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
-        if self._turns is not None:
-            await self._turns.mine(session.device)
+        if self._turn_order is not None:
+            await self._turn_order.mine(session.device)
         plan = self._orders[session.device].plan
         work = self._work(session.device, message)
         first, *others = (
@@ -614,7 +616,7 @@ class Server:
             answer.begin(await self._compute(session, *job))
 
     async def _compute(self, session: Session, *steps: Step, ended: Ended | None = None) -> Any:
-        if self._turns is None:
+        if self._turn_order is None:
             return await self._pool.run(*steps, ended=ended)
         # A model that is shared may not be handed on while somebody still computes on it, wanted or not.
         session.computing = self._loop.create_task(self._pool.run(*steps, ended=ended))
@@ -625,13 +627,13 @@ class Server:
     ) -> tuple[float | None, SquaredError]:
         """Apply the gradients of a batch; return its summed loss, and what a lossy encoding has lost of it."""
         step = self._work(session.device, message)("step")
-        if self._turns is not None:  # before it is done: from here on nothing keeps it from being done
+        if self._turn_order is not None:  # before it is done: from here on nothing keeps it from being done
             self._taught[session.device] = self._taught.get(session.device, 0) + message.batch_samples
         await self._compute(session, (step, replica.step))
         # While nobody else's forward, in another thread, adds to those of a shared model.
         loss, error = replica.take_loss(), replica.take_error()
-        if self._turns is not None:
-            self._turns.done(session.device)
+        if self._turn_order is not None:
+            self._turn_order.done(session.device)
         self._report_progress(session, message, loss)
         return loss, error
 
@@ -694,7 +696,7 @@ class Server:
         if self._unmeasured or not self._measured:
             return
         measured, self._measured = self._measured, {}
-        self._ledger.measure_links(epoch, measured)
+        self._results.measure_links(epoch, measured)
         if self._replanner is not None:
             # Before the models travel: a choice that needs no time is made when they have come.
             self._replanner.observe_round(measured)
@@ -714,7 +716,7 @@ class Server:
         leaving = await self._pool.run((move, partial(self._learner.move, moved))) if moved else {}
         self._put_into_force(epoch + 1, changed, self._replanner.why if self._replanner is not None else "")
         for name, plan in changed.items():
-            session = self._reception.sessions.get(name)
+            session = self._membership.sessions.get(name)
             if session is None or not session.is_welcome:
                 continue  # who comes later is told then
             self._limit(session)
@@ -731,7 +733,7 @@ class Server:
         for name, plan in changed.items():
             self._orders[name] = replace(self._orders[name], plan=plan)
         plans = {name: orders.plan for name, orders in sorted(self._orders.items())}
-        self._ledger.replan(first_epoch, plans)
+        self._results.replan(first_epoch, plans)
         self._observe(Replanned(first_epoch, {name: asdict(plan) for name, plan in plans.items()}, why))
 
     async def _take_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
@@ -773,7 +775,7 @@ class Server:
         """Decide with the validation losses up to the epoch before: this epoch's is computed beside the next."""
         if self._training.patience is None:
             return False
-        return await self._ledger.stale_epochs(max(0, epoch - 1)) >= self._training.patience
+        return await self._results.stale_epochs(max(0, epoch - 1)) >= self._training.patience
 
     def _work(self, device: str, message: Message) -> Callable[[str], Work]:
         orders = self._orders[device]
@@ -787,7 +789,7 @@ class Server:
         self._samples += message.batch_samples
         self._iterations += 1
         # Once for all devices: a report goes through them, which would cost K * K for an iteration of each.
-        sessions = self._reception.sessions.values()
+        sessions = self._membership.sessions.values()
         if self._observe is not ignore and sessions and self._iterations % len(sessions) == 0:
             place = (SERVER, message.epoch, message.iteration, self._samples)
             downlinks = [session.recorder.busy_s.get(DOWNLINK, 0.0) for session in sessions]

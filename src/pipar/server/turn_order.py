@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterable
 
 
-class Turns:
+class TurnOrder:
     """One round of turns: device k's iteration i comes before device k+1's, and all of i before any of i+1.
 
     So the result does not depend on who arrives first. A device that has finished its epoch is passed over.

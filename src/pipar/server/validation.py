@@ -10,14 +10,14 @@ from typing import Any
 from pipar.errors import TrainingError
 from pipar.execution.lanes import Compute
 from pipar.execution.stages import Work
-from pipar.server.epoch_results import Ledger
+from pipar.server.epoch_results import ResultCollector
 
 #: Gives the summed loss and the right answers of a batch for the model as it was when this was made.
 Evaluate = Callable[[Any], tuple[float, int]]
 
 
 class Validation:
-    """Validates one model after another at the lowest priority; the results go to the ledger."""
+    """Validates one model after another at the lowest priority; the losses go to the results."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class Validation:
         batches: Sequence[tuple[int, Any]],
         *,
         background: Compute,
-        ledger: Ledger,
+        results: ResultCollector,
     ) -> None:
         self._evaluator = evaluator
         self._batches = batches
         self._background = background
-        self._ledger = ledger
+        self._results = results
         self._running: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
 
@@ -49,13 +49,13 @@ class Validation:
         try:
             await self._evaluate(epoch, before, copied)
         except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
-            self._ledger.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
+            self._results.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
         finally:
             copied.set()
 
     async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None, copied: asyncio.Event) -> None:
         if not self._batches:
-            self._ledger.add_validation(epoch, None, None)
+            self._results.add_validation(epoch, None, None)
             return
         copy = Work("validate", epoch, samples=0)
         evaluate = await self._background.run((copy, self._evaluator))
@@ -67,4 +67,4 @@ class Validation:
             work = Work("validate", epoch, samples=samples)
             loss, right = await self._background.run((work, partial(evaluate, batch)))
             loss_sum, correct, total = loss_sum + loss, correct + right, total + samples
-        self._ledger.add_validation(epoch, loss_sum / total, correct / total)
+        self._results.add_validation(epoch, loss_sum / total, correct / total)

@@ -48,13 +48,13 @@ class CheckpointWriter:
         self._observe = observe
         self._saving: asyncio.Task[None] | None = None
         self._kept = done  # the last round that was copied
-        self._kept_spent = folder.spending.as_notes()
+        self._kept_spent = folder.accountant.as_notes()
 
     async def keep(self, epoch: int, *, last: bool) -> None:
         """Save the state behind a round if that is due; returns when it is copied."""
         if last:  # a copy that cannot be saved is no reason not to try again
             await self.finish()
-        every, spent = self._config.server.checkpoint_every, self._folder.spending.as_notes()
+        every, spent = self._config.server.checkpoint_every, self._folder.accountant.as_notes()
         # Of a round that is not over, what devices have sent of it is to be known nevertheless.
         is_new = epoch > self._kept or (epoch == self._kept > 0 and spent != self._kept_spent)
         if not is_new or (not is_due(epoch, every) and not (last and every)):

@@ -21,7 +21,7 @@ from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Re
 from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
-from pipar.privacy.budget import Spending
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import Body
@@ -119,7 +119,7 @@ class RunFolder:
         self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
         self.partly: dict[int, dict[str, int]] = {}  # by round: who did not count, but taught a shared model
         self.plans: Mapping[str, Plan] = job.plans  # that are in force
-        self.spending = Spending(job.terms)  # where the server counts what the devices send
+        self.accountant = PrivacyAccountant(job.terms)  # where the server counts what the devices send
         self._stopped: str | None = None
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
@@ -166,7 +166,7 @@ class RunFolder:
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
         ]
         self.plans = dict(found.plans)
-        self.spending.go_on(found.notes.get("spent", {}))
+        self.accountant.go_on(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
         _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
         _write_lines(self.path / "rounds.jsonl", self._rounds())
@@ -269,8 +269,8 @@ class RunFolder:
             "epochs": [result.to_dict() for result in self.epochs],
             "rounds": self._rounds(),
             "stopped": self._stopped,
-            "epsilon": self.spending.largest_epsilon(),
-            "privacy": self.spending.as_result(),
+            "epsilon": self.accountant.largest_epsilon(),
+            "privacy": self.accountant.as_result(),
             "test_accuracy": None,
             "weights_sha256": weights_sha256,
             "machine": machine_fingerprint(),
