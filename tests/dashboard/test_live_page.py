@@ -270,8 +270,8 @@ def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch:
         servers.append(make(*words))
         return servers[-1]
 
-    make = web.http_server
-    monkeypatch.setattr(web, "http_server", capturing)
+    make = web.page_server
+    monkeypatch.setattr(web, "page_server", capturing)
     monkeypatch.setattr(serve, "REFRESH_S", 0.005)
     with opened() as dashboard, contextlib.ExitStack() as stack:
         make_large(dashboard)
@@ -291,7 +291,7 @@ def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch:
 
 def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "REFRESH_S", 0.002)
-    monkeypatch.setattr(web, "TAKE_WITHIN_S", 0.2)
+    monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
     with opened() as dashboard, hanging(dashboard) as client:
         make_large(dashboard)
         ends, deadline = select.poll(), time.monotonic() + 30
@@ -304,7 +304,7 @@ def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.Mo
 def test_a_browser_that_takes_a_little_at_a_time_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     html = "x" * 10_000_000  # more than the system's buffers hold
     monkeypatch.setattr(web, "_rendered", lambda: (html, "default-src 'none'"))
-    monkeypatch.setattr(web, "TAKE_WITHIN_S", 0.2)
+    monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
     with opened() as dashboard, hanging(dashboard, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
         client.settimeout(10)
         slowly_until, size = time.monotonic() + 0.6, 0

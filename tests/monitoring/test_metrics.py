@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,7 +37,8 @@ from pipar.events import (
     Trained,
     Waiting,
 )
-from pipar.monitoring.metrics import Endpoint, Monitor, monitored
+from pipar.monitoring.metrics import Monitor, monitored
+from pipar.monitoring.metrics_endpoint import MetricsEndpoint
 
 STARTED = Started("runs/x", "pipar", 9, 2, {}, {"pi-1": 100, "pi-2": 100}, {"pi-1": 4, "pi-2": 4})
 
@@ -173,13 +175,13 @@ def monitor() -> Monitor:
 
 
 @pytest.fixture
-def endpoint(monitor: Monitor) -> Iterator[Endpoint]:
-    endpoint = Endpoint(monitor, "127.0.0.1:0", places=4)
+def endpoint(monitor: Monitor) -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", places=4)
     yield endpoint
     endpoint.stop()
 
 
-def _ask(endpoint: Endpoint, path: str, method: str = "GET") -> tuple[int, str, bytes]:
+def _ask(endpoint: MetricsEndpoint, path: str, method: str = "GET") -> tuple[int, str, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
     try:
         connection.request(method, path)
@@ -189,27 +191,27 @@ def _ask(endpoint: Endpoint, path: str, method: str = "GET") -> tuple[int, str, 
         connection.close()
 
 
-def _hanging(endpoint: Endpoint) -> socket.socket:
+def _hanging(endpoint: MetricsEndpoint) -> socket.socket:
     """Return a client that has begun a request and does not go on."""
     client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
     client.sendall(b"GET /metrics HT")
     return client
 
 
-def test_metrics_are_what_prometheus_reads(endpoint: Endpoint, monitor: Monitor) -> None:
+def test_metrics_are_what_prometheus_reads(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     monitor.observe(_result(1))
     status, kind, body = _ask(endpoint, "/metrics?name=x")
     assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert _parsed(body)["pipar_rounds_total"] == 1
 
 
-def test_a_program_that_trains_or_waits_is_well(endpoint: Endpoint, monitor: Monitor) -> None:
+def test_a_program_that_trains_or_waits_is_well(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     for event in (Waiting(0, 5), STARTED, Lost("a", "late"), SaveFailed(1, "full"), Reconnecting("h:1", 1, 1.0, "x")):
         monitor.observe(event)
         assert _ask(endpoint, "/healthz") == (200, "text/plain; charset=utf-8", b"ok\n")
 
 
-def test_a_program_that_stops_or_fails_says_why(endpoint: Endpoint, monitor: Monitor) -> None:
+def test_a_program_that_stops_or_fails_says_why(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     monitor.observe(Stopping("SIGTERM"))
     assert _ask(endpoint, "/healthz")[::2] == (503, b"stopping: SIGTERM\n")
     monitor.observe(Failed("Too few devices."))
@@ -218,16 +220,16 @@ def test_a_program_that_stops_or_fails_says_why(endpoint: Endpoint, monitor: Mon
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics/", "/healthz/x", "/../etc/passwd", "//metrics/x"])
-def test_an_unknown_path_is_not_found(endpoint: Endpoint, path: str) -> None:
+def test_an_unknown_path_is_not_found(endpoint: MetricsEndpoint, path: str) -> None:
     assert _ask(endpoint, path)[::2] == (404, b"There are /healthz and /metrics.\n")
 
 
-def test_nothing_can_be_sent_to_it(endpoint: Endpoint) -> None:
+def test_nothing_can_be_sent_to_it(endpoint: MetricsEndpoint) -> None:
     assert _ask(endpoint, "/metrics", "POST")[0] == 501
     assert _ask(endpoint, "/healthz", "HEAD")[::2] == (200, b"")
 
 
-def test_clients_that_hang_do_not_keep_others_waiting(endpoint: Endpoint) -> None:
+def test_clients_that_hang_do_not_keep_others_waiting(endpoint: MetricsEndpoint) -> None:
     hanging = [_hanging(endpoint) for _ in range(12)]  # three times as many as there are places
     began = time.monotonic()
     assert _ask(endpoint, "/healthz")[0] == 200
@@ -236,25 +238,37 @@ def test_clients_that_hang_do_not_keep_others_waiting(endpoint: Endpoint) -> Non
         client.close()
 
 
-def test_there_are_never_more_connections_than_places(endpoint: Endpoint) -> None:
+def test_there_are_never_more_connections_than_places(endpoint: MetricsEndpoint) -> None:
     hanging = [_hanging(endpoint) for _ in range(12)]
     assert hanging[0].recv(1) == b""  # hung up on, to make room
     assert _ask(endpoint, "/healthz")[0] == 200
-    assert len(endpoint._server._open) <= 4
+    assert len(endpoint._server.server_state.connections) <= 4
     for client in hanging:
         client.close()
 
 
-def test_a_burst_of_clients_is_not_turned_away(endpoint: Endpoint) -> None:
-    with endpoint._server._lock:  # the endpoint is busy, and accepts nobody for now
-        burst = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=0.5) for _ in range(20)]
-    for client in burst:
+def test_a_burst_of_clients_is_not_turned_away(monitor: Monitor) -> None:
+    is_busy, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(path: str) -> tuple[HTTPStatus, str, bytes]:
+        is_busy.set()
+        may_answer.wait(10)
+        return monitor.answer(path)
+
+    endpoint = MetricsEndpoint(answer_late, "127.0.0.1:0")
+    first = _hanging(endpoint)
+    first.sendall(b"TP/1.0\r\n\r\n")
+    assert is_busy.wait(5)  # nothing is accepted until this one is answered
+    burst = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=0.5) for _ in range(20)]
+    may_answer.set()
+    for client in (first, *burst):
         client.close()
     assert _ask(endpoint, "/healthz")[0] == 200
+    endpoint.stop()
 
 
 def test_patience_ends_also_with_a_client_that_sends_a_byte_now_and_then(monitor: Monitor) -> None:
-    endpoint = Endpoint(monitor, "127.0.0.1:0", patience_s=0.1)
+    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", patience_s=0.1)
     client = _hanging(endpoint)
     client.settimeout(0.02)
     deadline = time.monotonic() + 5
@@ -283,7 +297,7 @@ def test_patience_ends_also_with_a_client_that_sends_a_byte_now_and_then(monitor
     ],
     ids=["many headers", "long header", "long path", "no request"],
 )
-def test_a_large_request_is_not_read(endpoint: Endpoint, sent: bytes) -> None:
+def test_a_large_request_is_not_read(endpoint: MetricsEndpoint, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as client:
         heard = b""
         try:
@@ -297,7 +311,7 @@ def test_a_large_request_is_not_read(endpoint: Endpoint, sent: bytes) -> None:
     assert _ask(endpoint, "/healthz")[0] == 200
 
 
-def test_many_may_ask_at_once_while_events_come_in(endpoint: Endpoint, monitor: Monitor) -> None:
+def test_many_may_ask_at_once_while_events_come_in(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     statuses: list[int] = []
     askers = [threading.Thread(target=lambda: statuses.append(_ask(endpoint, "/metrics")[0])) for _ in range(3)]
     for asker in askers:
@@ -319,13 +333,13 @@ def test_after_its_end_no_thread_is_left() -> None:
 
 def test_where_it_listens_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="pipar"):
-        endpoint = Endpoint(Monitor(), "127.0.0.1:0")
+        endpoint = MetricsEndpoint(Monitor().answer, "127.0.0.1:0")
     endpoint.stop()
     assert caplog.messages == [f"health and metrics at http://127.0.0.1:{endpoint.port}"]
 
 
 def test_its_end_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None:
-    endpoint = Endpoint(monitor, "127.0.0.1:0")
+    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0")
     client = _hanging(endpoint)
     _ask(endpoint, "/healthz")
     began = time.monotonic()
@@ -335,7 +349,7 @@ def test_its_end_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=1)
     client.close()
-    again = Endpoint(monitor, f"127.0.0.1:{endpoint.port}")  # the port is free at once
+    again = MetricsEndpoint(monitor.answer, f"127.0.0.1:{endpoint.port}")  # the port is free at once
     again.stop()
 
 
@@ -357,17 +371,17 @@ def test_it_ends_when_the_program_fails() -> None:
 @pytest.mark.parametrize("address", ["9090", ":9090", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", ""])
 def test_an_address_that_is_none_is_refused_in_one_sentence(address: str) -> None:
     with pytest.raises(InputError, match="is not an address: write HOST:PORT"):
-        Endpoint(Monitor(), address)
+        MetricsEndpoint(Monitor().answer, address)
 
 
-def test_an_address_that_is_taken_is_refused_in_one_sentence(endpoint: Endpoint) -> None:
+def test_an_address_that_is_taken_is_refused_in_one_sentence(endpoint: MetricsEndpoint) -> None:
     with pytest.raises(InputError, match=r"Cannot serve metrics on 127.0.0.1:\d+: address already in use."):
-        Endpoint(Monitor(), f"127.0.0.1:{endpoint.port}")
+        MetricsEndpoint(Monitor().answer, f"127.0.0.1:{endpoint.port}")
 
 
 def test_ipv6_is_an_address_too() -> None:
     try:
-        endpoint = Endpoint(Monitor(), "[::1]:0")
+        endpoint = MetricsEndpoint(Monitor().answer, "[::1]:0")
     except InputError:
         pytest.skip("this machine has no IPv6")
     connection = http.client.HTTPConnection("::1", endpoint.port, timeout=5)

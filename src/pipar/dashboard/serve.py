@@ -122,9 +122,10 @@ class _Program:
         self._end_is_near.set()
 
     async def _serve(self, listening: socket.socket) -> None:
-        from pipar.dashboard.web import application, cut_off_all, http_server
+        from pipar.dashboard.web import application, page_server
+        from pipar.monitoring.http_server import cut_off_all
 
-        server = http_server(application(self._feed, self._access, listening.getsockname()[1]), _LAST_WORDS_S)
+        server = page_server(application(self._feed, self._access, listening.getsockname()[1]), _LAST_WORDS_S)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not self._end_is_near.is_set() and not serving.done():
             self._keep_up()

@@ -7,10 +7,7 @@ import base64
 import fcntl
 import gzip
 import hashlib
-import logging
 import re
-import socket
-import struct
 import sys
 import termios
 from functools import cache
@@ -22,17 +19,17 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipar.dashboard.access import Access
 from pipar.dashboard.feed import Feed
+from pipar.monitoring.http_server import DeadlineProtocol, cut_off, http_server
 from pipar.report.page import render
 
-#: Connections at once, with those that have said nothing yet: a training needs its files and sockets, too.
+#: Connections at once, with or without a request: a training needs files and sockets, too.
 MOST_CONNECTIONS = 48
-#: Who has sent no request, or taken nothing of an answer, for so long is cut off.
+#: A client that sends no request, or reads nothing of an answer, for this long is disconnected.
 REQUEST_WITHIN_S = 10.0
-TAKE_WITHIN_S = 20.0
+READ_WITHIN_S = 20.0
 
 _HEADERS = {
     "X-Frame-Options": "DENY",
@@ -160,81 +157,44 @@ def _digest(text: str) -> str:
 # --- connections
 
 
-class _BoundedProtocol(H11Protocol):
-    """A connection that does not stay for ever: places are few, and some clients do nothing."""
-
-    _deadline: asyncio.TimerHandle | None = None
+class _PageProtocol(DeadlineProtocol):
+    """A connection that is closed if its client does nothing: places are few."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
-            _cut_off(transport)
+            cut_off(transport)
         else:
-            self._set_deadline(self.loop.call_later(REQUEST_WITHIN_S, self._cut_off_if_silent))
+            self.set_deadline(REQUEST_WITHIN_S, self._cut_off_if_silent)
 
     def _cut_off_if_silent(self) -> None:
         if self.cycle is None:
-            _cut_off(self.transport)
+            cut_off(self.transport)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._look_again(_untaken(self.transport))
+        self._check_later(_unread_bytes(self.transport))
 
-    def _look_again(self, untaken: int) -> None:
-        self._set_deadline(self.loop.call_later(TAKE_WITHIN_S, self._cut_off_if_nothing_went, untaken))
+    def _check_later(self, unread: int) -> None:
+        self.set_deadline(READ_WITHIN_S, self._cut_off_unless_read, unread)
 
-    def _cut_off_if_nothing_went(self, before: int) -> None:
-        if (untaken := _untaken(self.transport)) < before:
-            self._look_again(untaken)  # over a slow link, the page takes a while
+    def _cut_off_unless_read(self, before: int) -> None:
+        if (unread := _unread_bytes(self.transport)) < before:
+            self._check_later(unread)  # over a slow link, the page takes a while
         else:
-            _cut_off(self.transport)
+            cut_off(self.transport)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._set_deadline(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._set_deadline(None)
-        super().connection_lost(exc)
-
-    def _set_deadline(self, deadline: asyncio.TimerHandle | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = deadline
+        self.clear_deadline()
 
 
-def _untaken(transport: asyncio.Transport) -> int:
-    """Return how many bytes the other side has not got: those that wait here, and those that the system offers it."""
-    waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    return transport.get_write_buffer_size() + int.from_bytes(waiting, sys.byteorder)
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """Return the bytes that the client has not received: those queued here, and those queued by the system."""
+    queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
-def _cut_off(transport: asyncio.Transport) -> None:
-    """End a connection with all that waits for it, here and in the system, which would offer it for minutes more."""
-    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    transport.abort()
-
-
-def http_server(app: ASGIApp, last_words_s: int) -> uvicorn.Server:
-    """Return what serves an application; when it ends, who still listens has so long to take what is left."""
-    config = uvicorn.Config(
-        app,
-        http=_BoundedProtocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=logging.CRITICAL,  # whoever sends nonsense does not fill the log of a training
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=last_words_s,
-    )
-    return uvicorn.Server(config)
-
-
-async def cut_off_all(server: uvicorn.Server) -> None:
-    """End what is still connected, without waiting for it to take what it was sent."""
-    for connection in list(server.server_state.connections):
-        _cut_off(connection.transport)
-    await asyncio.sleep(0)
+def page_server(app: ASGIApp, shutdown_s: int) -> uvicorn.Server:
+    """Return the server of the page; at its end, browsers have `shutdown_s` seconds to read what is left."""
+    return http_server(app, _PageProtocol, shutdown_s=shutdown_s)

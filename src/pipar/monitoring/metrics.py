@@ -7,16 +7,9 @@ event loop; it answers GET and HEAD only, reads a few kilobytes of a request at 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import socket
-import socketserver
-import threading
-import time
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,7 +21,6 @@ from prometheus_client import (
     generate_latest,
 )
 
-from pipar.errors import InputError
 from pipar.events import (
     Away,
     Back,
@@ -52,15 +44,11 @@ from pipar.events import (
     Trained,
     Waiting,
 )
-from pipar.transport.addresses import why
-from pipar.units import split_address
 
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400)
 _TEXT = "text/plain; charset=utf-8"
 #: The text format that every Prometheus reads, whatever this version of its client calls the latest.
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-
-_log = logging.getLogger("pipar.monitoring.metrics")
 
 
 class Health:
@@ -269,136 +257,11 @@ def monitored(address: str | None) -> Iterator[Monitor]:
     if address is None:
         yield monitor
         return
-    endpoint = Endpoint(monitor, address)
+    # Only here: a device that serves no metrics does without the memory of an HTTP server.
+    from pipar.monitoring.metrics_endpoint import MetricsEndpoint
+
+    endpoint = MetricsEndpoint(monitor.answer, address)
     try:
         yield monitor
     finally:
         endpoint.stop()
-
-
-class Endpoint:
-    """The HTTP server of a monitor; it listens when this is made, and no longer when `stop` has returned."""
-
-    def __init__(self, monitor: Monitor, address: str, *, patience_s: float = 5.0, places: int = 16) -> None:
-        host, port = split_address(address)
-        try:
-            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._server = _Server(monitor, family, place[:2], patience_s, places)
-        except OSError as error:
-            raise InputError(f"Cannot serve metrics on {address}: {why(error)}.") from None
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="monitor", daemon=True
-        )
-        self._thread.start()
-        _log.info("health and metrics at http://%s:%d", address.rpartition(":")[0], self.port)
-
-    def stop(self) -> None:
-        """Stop listening, and hang up on who is still there."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-        self._server.hang_up(older_than_s=-math.inf)
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """A thread a connection, a few connections at most, and none for long.
-
-    A client that sends nothing, or one byte now and then, loses its connection after `patience_s`; when all places are
-    taken, the oldest connection makes room, so that such clients keep nobody out.
-    """
-
-    allow_reuse_address = True
-    daemon_threads = True  # whoever hangs must not keep the program from ending
-    request_queue_size = 64  # with the default of 5, a burst of connections makes the next one wait for a second
-
-    def __init__(
-        self, monitor: Monitor, family: socket.AddressFamily, place: Any, patience_s: float, places: int
-    ) -> None:
-        self.address_family = family
-        self.monitor = monitor
-        self._patience_s = patience_s
-        self._places = places
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # since when; the oldest is first
-        super().__init__(place, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            oldest = next(iter(self._open)) if len(self._open) >= self._places else None
-            self._open[request] = time.monotonic()
-            if oldest is not None:
-                _hang_up(oldest)
-                del self._open[oldest]
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called between two requests, and several times a second."""
-        self.hang_up(older_than_s=self._patience_s)
-
-    def hang_up(self, older_than_s: float) -> None:
-        """End the connections that have been there for longer; their threads close them."""
-        now = time.monotonic()
-        with self._lock:
-            for connection in [one for one, since in self._open.items() if now - since > older_than_s]:
-                _hang_up(connection)
-                del self._open[connection]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base's signature
-        _log.debug("A request for metrics was not answered.", exc_info=True)  # the client is gone, or was too slow
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is gone already
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-class _FewBytes:
-    """The first kilobytes of what a client sends; then it has ended, whatever more may come."""
-
-    def __init__(self, source: Any, size_bytes: int = 8192) -> None:
-        self._source = source
-        self.left_bytes = size_bytes
-
-    def readline(self, limit: int = -1) -> bytes:
-        line: bytes = self._source.readline(self.left_bytes if limit < 0 else min(limit, self.left_bytes))
-        self.left_bytes -= len(line)
-        return line
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One request, one answer, and the connection ends."""
-
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile: Any = _FewBytes(self.rfile)
-
-    def do_GET(self) -> None:
-        if self.rfile.left_bytes <= 0:
-            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-            return
-        status, kind, body = self.server.monitor.answer(self.path.partition("?")[0])
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET  # noqa: N815 - named by http.server
-
-    def version_string(self) -> str:
-        return "pipar"
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - named by http.server
-        _log.debug(format, *args)
