@@ -31,14 +31,14 @@ from benchmarks.record import Claim
 from pipar.config import device_specs, load_config
 from pipar.dashboard.serve import THREAD
 from pipar.events import ignore
-from pipar.execution.lanes import ThreadCompute
+from pipar.execution.lanes import ThreadLanes
 from pipar.job.prepare import measured_profile
 from pipar.job.torch_setup import part_builder
 from pipar.job.workload import Workload
 from pipar.launch.assemble import Equipment, run_device
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 
 DEVICES, EPOCHS, TURNS, HANGING = 20, 4, 5, 8
 ADDRESS, PAGE = "127.0.0.1:50392", ("127.0.0.1", 50393)
@@ -118,10 +118,12 @@ async def _train(config: Path, server: subprocess.Popen[str], way: str, epochs: 
     links = {spec.name: spec.link for spec in device_specs(loaded)}
 
     async def live(name: str) -> None:
-        lifeline = Lifeline(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadCompute, profile)
-        take_part = partial(run_device, name, links[name], equipment, lifeline=lifeline, is_real=True, observe=ignore)
-        await lifeline.live(take_part)
+        reconnector = Reconnector(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadLanes, profile)
+        take_part = partial(
+            run_device, name, links[name], equipment, reconnector=reconnector, is_real=True, observe=ignore
+        )
+        await reconnector.run(take_part)
 
     await log.until("Listening")
     with _browsers(way):

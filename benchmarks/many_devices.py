@@ -23,14 +23,14 @@ from torch import nn
 from benchmarks.record import Claim
 from pipar.config import Link, load_config
 from pipar.events import ignore
-from pipar.execution.lanes import ThreadCompute
+from pipar.execution.lanes import ThreadLanes
 from pipar.job.prepare import measured_profile
 from pipar.job.torch_setup import part_builder
 from pipar.job.workload import Workload
 from pipar.launch.assemble import Equipment, run_device
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 
 DEVICES, FIRST = 200, 50
 ADDRESS = "127.0.0.1:50391"
@@ -110,10 +110,10 @@ async def _train(config_path: Path, log: ServerLog, devices: int, first: int) ->
     clock = asyncio.get_running_loop().time
 
     async def live(name: str) -> None:
-        lifeline = Lifeline(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadCompute, profile)
-        take_part = partial(run_device, name, Link(), equipment, lifeline=lifeline, is_real=True, observe=ignore)
-        await lifeline.live(take_part)
+        reconnector = Reconnector(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
+        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadLanes, profile)
+        take_part = partial(run_device, name, Link(), equipment, reconnector=reconnector, is_real=True, observe=ignore)
+        await reconnector.run(take_part)
 
     await log.until("Listening")
     names, lives, seen = workload.names, [], {}

@@ -14,7 +14,7 @@ from pipar.nn.parts import TorchDevicePart, TorchServerPart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body, Message
-from pipar.wire.orders import Orders, Returned
+from pipar.wire.orders import Orders, TrainedPart
 
 
 class CountedPart:
@@ -48,7 +48,7 @@ class CountedPart:
 
 #: Gets what went into an aggregation: what came back, and the samples that each replica was trained on, in batches that
 #: have had their step and in one that has not (nothing of a model that is shared).
-Aggregated = Callable[[Sequence[Returned], Mapping[str, tuple[int, int]]], None]
+Aggregated = Callable[[Sequence[TrainedPart], Mapping[str, tuple[int, int]]], None]
 
 
 class CountedLearner(TorchLearner):
@@ -69,7 +69,7 @@ class CountedLearner(TorchLearner):
             for key, replica in self._replicas.items()
         }
 
-    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
         replicas = {} if self._shared else {back.device: self.replica(back.device) for back in returned}
         counts = {name: (replica.stepped, replica.begun) for name, replica in replicas.items()}
         super().aggregate(returned, keep_before=keep_before)

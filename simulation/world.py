@@ -26,7 +26,7 @@ from pipar.data.datasets import Images
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
 from pipar.execution.clock import VirtualTimeLoop, run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
@@ -44,9 +44,9 @@ from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 from pipar.wire import chunks, encodings, frames
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 from simulation.disk import PowerLossError, UnreliableDisk
 from simulation.held import LOOK_EVERY_S, Holdings, largest
 from simulation.invariants import (
@@ -305,7 +305,7 @@ class World:
         enrolment.keep_plans({**self.scenario.plans, **(found.plans if found is not None else {})})
         enrolment.add_listener(folder.update_job)
         self._disk = UnreliableDisk(lambda: self._crash_server(1.0, silently=True))
-        lane = VirtualCompute(["checkpoint"], Recorder(SERVER, frozenset()), lambda _: _SAVING_S)
+        lane = VirtualLanes(["checkpoint"], Recorder(SERVER, frozenset()), lambda _: _SAVING_S)
         checkpointer = CheckpointWriter(
             Checkpoints(checkpoints, 3, self._disk),
             learner,
@@ -427,7 +427,9 @@ class World:
     async def _live(self, name: str, number: int) -> None:
         """As `pipar device` does."""
         backoff = Backoff.of_device(self.scenario.seed + 1000 * number, name, self._loop.time)
-        lifeline = _Watched(name, lambda: self._network.dial(name), backoff, self._observe_device(name), self._channels)
+        reconnector = _Watched(
+            name, lambda: self._network.dial(name), backoff, self._observe_device(name), self._channels
+        )
         build = breakable_builder(self._workload, lambda: self._is_poisoned(name))
         lanes = _lanes(Costs(self._profile, self.scenario.speeds[name]))
         equipment = Equipment(self._workload.shard(name), build, lanes, self._profile)
@@ -435,12 +437,12 @@ class World:
 
         async def take_part(transport: Transport) -> None:
             try:
-                await run_device(name, self._link, equipment, transport, lifeline=lifeline, observe=observe)
+                await run_device(name, self._link, equipment, transport, reconnector=reconnector, observe=observe)
             except ProtocolError as error:  # it comes back, but should not have had to
                 self.check(breaches_have_a_cause, name, error, excused=self._is_excused(name))
                 raise
 
-        await lifeline.live(take_part)
+        await reconnector.run(take_part)
 
     def _is_poisoned(self, name: str) -> bool:
         if name not in self._poisoned:
@@ -533,7 +535,7 @@ class World:
         if isinstance(event, RoundOver):
             self._round_is_over(event, _copied(learner.state()))
 
-    def _aggregated(self, returned: Sequence[Returned], trained: Mapping[str, tuple[int, int]]) -> None:
+    def _aggregated(self, returned: Sequence[TrainedPart], trained: Mapping[str, tuple[int, int]]) -> None:
         """Count what an aggregation was made of."""
         self.check(counted_once_each, [back.device for back in returned])
         for back in returned:
@@ -602,16 +604,16 @@ class World:
         yield Held("all", tasks=sum(map(len, self._tasks.values()))), Held("all", tasks=tasks)
 
 
-class _Watched(Lifeline):
-    """A lifeline whose channel can be looked at."""
+class _Watched(Reconnector):
+    """A reconnector whose channel can be looked at."""
 
     def __init__(self, name: str, dial: Any, backoff: Backoff, observe: Any, channels: dict[str, Channel]) -> None:
         super().__init__(name, "the server", dial, backoff, observe)
         self._channels = channels
 
-    async def keep(self, channel: Channel) -> None:
+    async def keep_attached(self, channel: Channel) -> None:
         self._channels[self._name] = channel
-        await super().keep(channel)
+        await super().keep_attached(channel)
 
 
 def _while_alive(life: _Life, take: Callable[..., None]) -> Callable[..., None]:
@@ -635,7 +637,7 @@ def _copied(state: Mapping[str, torch.Tensor]) -> State:
 
 
 def _lanes(costs: Costs) -> Any:
-    return lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds)
+    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds)
 
 
 # --- what is trained

@@ -15,7 +15,7 @@ import pytest
 from pipar.device.program import Device
 from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError, TrainingError
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlySamples
 from pipar.methods import Plan
@@ -90,8 +90,8 @@ def live(script: Script, *, samples: int = 20, profile: Profile | None = None, i
             SizesOnlySamples(samples),
             lambda _: outcome.part,
             channel=device_channel,
-            compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
-            io=VirtualCompute([IO], recorder, costs.seconds),
+            compute=VirtualLanes([COMPUTE], recorder, costs.seconds),
+            io=VirtualLanes([IO], recorder, costs.seconds),
             recorder=recorder,
             profile=profile,
         )
@@ -473,8 +473,8 @@ def test_a_device_that_is_cancelled_leaves_nothing_running() -> None:
             SizesOnlySamples(20),
             lambda _: CountingPart(),
             channel=channel,
-            compute=VirtualCompute([COMPUTE], recorder, costs.seconds),
-            io=VirtualCompute([IO], recorder, costs.seconds),
+            compute=VirtualLanes([COMPUTE], recorder, costs.seconds),
+            io=VirtualLanes([IO], recorder, costs.seconds),
             recorder=recorder,
         )
         training = asyncio.create_task(device.train())

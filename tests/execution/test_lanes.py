@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.execution.clock import run_virtually, sleep_until
-from pipar.execution.lanes import Compute, ThreadCompute, VirtualCompute
+from pipar.execution.lanes import Lanes, ThreadLanes, VirtualLanes
 from pipar.execution.spans import Recorder, Span
 from pipar.execution.stages import Work
 
@@ -54,12 +54,12 @@ def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(
 ) -> None:
     recorder, ends = Recorder("server"), []
 
-    async def submit(pool: VirtualCompute, number: int, seconds: int) -> None:
+    async def submit(pool: VirtualLanes, number: int, seconds: int) -> None:
         result = await pool.run((work(n=number, seconds=seconds), lambda: number))
         ends.append((result, asyncio.get_running_loop().time()))
 
     async def main() -> None:
-        pool = VirtualCompute([f"core {n}" for n in range(lanes)], recorder, lambda w: float(w.samples))
+        pool = VirtualLanes([f"core {n}" for n in range(lanes)], recorder, lambda w: float(w.samples))
         async with asyncio.TaskGroup() as group:
             for number, (arrival, seconds) in enumerate(arrivals):
                 await sleep_until(float(arrival))
@@ -78,7 +78,7 @@ def test_the_steps_of_a_job_stay_on_one_lane_and_hand_their_results_on() -> None
     recorder = Recorder("server")
 
     async def main() -> tuple[Any, float]:
-        pool = VirtualCompute(["core 0", "core 1"], recorder, lambda w: float(w.samples))
+        pool = VirtualLanes(["core 0", "core 1"], recorder, lambda w: float(w.samples))
         result = await pool.run(
             (work("decode", seconds=1), lambda: 5),
             (work("fs", seconds=2), lambda x: x + 1),
@@ -98,7 +98,7 @@ def test_a_servers_core_says_what_it_waited_for_and_a_devices_lane_leaves_that_t
     recorder = Recorder("server")
 
     async def main() -> None:
-        pool = VirtualCompute([lane], recorder, lambda w: float(w.samples))
+        pool = VirtualLanes([lane], recorder, lambda w: float(w.samples))
         await pool.run((work(n=1, seconds=2), nothing))
         await sleep_until(9.0)
         await pool.run((work(n=2, seconds=1), nothing))
@@ -110,12 +110,12 @@ def test_a_servers_core_says_what_it_waited_for_and_a_devices_lane_leaves_that_t
 # --- threads
 
 
-def with_threads(lanes: list[str], scenario: Callable[[Compute], Any], *, speed: float = 1.0) -> tuple[Any, list[Span]]:
+def with_threads(lanes: list[str], scenario: Callable[[Lanes], Any], *, speed: float = 1.0) -> tuple[Any, list[Span]]:
     """The result of a scenario over real threads, and the spans that it left."""
     recorder = Recorder("server")
 
     async def main() -> Any:
-        pool = ThreadCompute(lanes, recorder, speed=speed)
+        pool = ThreadLanes(lanes, recorder, speed=speed)
         try:
             return await scenario(pool)
         finally:
@@ -135,7 +135,7 @@ def test_one_lane_runs_one_job_at_a_time_in_the_order_of_submission() -> None:
 
         return run
 
-    async def scenario(pool: Compute) -> None:
+    async def scenario(pool: Lanes) -> None:
         await asyncio.gather(*(pool.run((work(n=number), job(number))) for number in range(20)))
 
     _, spans = with_threads(["core 0"], scenario)
@@ -147,7 +147,7 @@ def test_one_lane_runs_one_job_at_a_time_in_the_order_of_submission() -> None:
 def test_two_lanes_run_two_jobs_at_once() -> None:
     meeting = threading.Barrier(2, timeout=20)  # broken unless both jobs run at the same time
 
-    async def scenario(pool: Compute) -> None:
+    async def scenario(pool: Lanes) -> None:
         await asyncio.gather(*(pool.run((work(n=n), meeting.wait)) for n in range(2)))
 
     _, spans = with_threads(["core 0", "core 1"], scenario)
@@ -155,7 +155,7 @@ def test_two_lanes_run_two_jobs_at_once() -> None:
 
 
 def test_a_thread_job_hands_results_from_step_to_step_on_one_thread() -> None:
-    async def scenario(pool: Compute) -> Any:
+    async def scenario(pool: Lanes) -> Any:
         return await pool.run(
             (work("decode"), threading.get_ident),
             (work("fs"), lambda ident: (ident, threading.get_ident())),
@@ -169,7 +169,7 @@ def test_a_thread_job_hands_results_from_step_to_step_on_one_thread() -> None:
 
 
 def test_an_exception_comes_out_and_the_lane_goes_on() -> None:
-    async def scenario(pool: Compute) -> Any:
+    async def scenario(pool: Lanes) -> Any:
         with pytest.raises(KeyError, match="lost"):
             await pool.run((work(), lambda: {}["lost"]))
         return await pool.run((work(), lambda: "well"))
@@ -183,12 +183,12 @@ def test_an_exception_comes_out_and_the_lane_goes_on() -> None:
 def test_an_exception_in_a_later_step_ends_the_job(virtual: bool) -> None:
     reached = []
 
-    async def scenario(pool: Compute) -> None:
+    async def scenario(pool: Lanes) -> None:
         with pytest.raises(ZeroDivisionError):
             await pool.run((work(), lambda: 0), (work(), lambda x: 1 // x), (work(), reached.append))
 
     async def in_virtual_time() -> None:
-        await scenario(VirtualCompute(["core 0"], Recorder("server"), lambda _: 1.0))
+        await scenario(VirtualLanes(["core 0"], Recorder("server"), lambda _: 1.0))
 
     if virtual:
         run_virtually(in_virtual_time())
@@ -210,7 +210,7 @@ def burn(cpu_s: float) -> Callable[[], float]:
 
 
 def test_half_the_speed_makes_a_span_twice_its_cpu_time_however_busy_the_host_is() -> None:
-    async def scenario(pool: Compute) -> Any:
+    async def scenario(pool: Lanes) -> Any:
         return await pool.run((work(), burn(0.1)))
 
     used, spans = with_threads(["core 0"], scenario, speed=0.5)
@@ -223,7 +223,7 @@ def test_half_the_speed_makes_a_span_twice_its_cpu_time_however_busy_the_host_is
 def test_waiting_is_not_slowed_down() -> None:
     gate = threading.Event()
 
-    async def scenario(pool: Compute) -> None:
+    async def scenario(pool: Lanes) -> None:
         job = asyncio.ensure_future(pool.run((work(), gate.wait)))
         await asyncio.sleep(0.05)
         gate.set()
@@ -239,7 +239,7 @@ def test_a_low_priority_lane_runs_at_that_priority_and_leaves_the_others_alone()
     import os
 
     async def main() -> tuple[int, int]:
-        pool = ThreadCompute(["validation"], Recorder("server"), nice=19)
+        pool = ThreadLanes(["validation"], Recorder("server"), nice=19)
         inside = await pool.run((work(), lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         pool.close()
         return inside, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

@@ -15,7 +15,7 @@ from support.training import EXACT, Case, Trained, hand_made_profile, largest_er
 import pipar
 from pipar.config import Link
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
-from pipar.execution.lanes import ThreadCompute
+from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import Span
 from pipar.job.torch_setup import make_learner, part_builder
 from pipar.launch.assemble import Equipment, assemble_server, run_device
@@ -54,7 +54,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
         spans.extend(of_epoch)
 
     validation = workload.held_out_batches("validation")
-    lanes = partial(ThreadCompute, speed=1.0)
+    lanes = partial(ThreadLanes, speed=1.0)
     server = assemble_server(
         job,
         learner,

@@ -17,7 +17,7 @@ from torch import nn
 from pipar.config import config_from
 from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
 from pipar.job.torch_setup import make_learner, part_builder, repeatable
 from pipar.job.workload import UserObjects, Workload
@@ -29,7 +29,7 @@ from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.in_memory import memory_pair
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 from pipar.wire.messages import Body
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +83,7 @@ def roam(
         return dict.fromkeys(links, next(plans))
 
     def lanes(costs: Costs) -> MakeCompute:
-        return lambda names, recorder: VirtualCompute(names, recorder, costs.seconds, costs.crowded)
+        return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds, costs.crowded)
 
     async def main(learner: TorchLearner) -> None:
         loop, enough = asyncio.get_running_loop(), asyncio.Event()
@@ -123,11 +123,11 @@ def roam(
             async def take_part(transport: Transport) -> None:
                 of_device = lanes(costs(job.device_profiles[name], spec.speed))
                 equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device)
-                await run_device(name, spec.link, equipment, transport, lifeline=lifeline, observe=ignore)
+                await run_device(name, spec.link, equipment, transport, reconnector=reconnector, observe=ignore)
 
             backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)
-            lifeline = Lifeline(name, "the server", dial, backoff, ignore)
-            await lifeline.live(take_part)
+            reconnector = Reconnector(name, "the server", dial, backoff, ignore)
+            await reconnector.run(take_part)
 
         lives = [asyncio.create_task(live(spec.name, number)) for number, spec in enumerate(job.specs)]
         await enough.wait()

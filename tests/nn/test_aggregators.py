@@ -24,7 +24,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.parts import Optimizer
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 State = dict[str, torch.Tensor]
 WEIGHTS = frozenset({"w", "b"})
@@ -373,11 +373,11 @@ def learner(aggregator: Aggregator, split_points: dict[str, int], *, shared: boo
     )
 
 
-def bring_back(one: TorchLearner, name: str, split_point: int, seed: int) -> Returned:
+def bring_back(one: TorchLearner, name: str, split_point: int, seed: int) -> TrainedPart:
     near, far = split_model(network(), split_point)
     whole = trained(seed)
     one.replica(name).module.load_state_dict({key: whole[key] for key in far.state_dict()})
-    return Returned(name, state_body({key: whole[key] for key in near.state_dict()}), 10 * seed)
+    return TrainedPart(name, state_body({key: whole[key] for key in near.state_dict()}), 10 * seed)
 
 
 SPLIT_POINTS = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 2}
@@ -426,13 +426,13 @@ def test_batch_statistics_are_averaged_where_weights_are_stepped() -> None:
 def test_a_model_that_cannot_be_read_changes_neither_the_global_model_nor_what_is_kept(name: str) -> None:
     one = learner(made(name), SPLIT_POINTS)
 
-    def backs() -> list[Returned]:
+    def backs() -> list[TrainedPart]:
         return [bring_back(one, device, p, 1 + n) for n, (device, p) in enumerate(SPLIT_POINTS.items())]
 
     one.aggregate(backs())
     before, kept = one.sha256(), weights_sha256(one.aggregator.state())
     with pytest.raises(ProtocolError, match=r"^e brought back"):
-        one.aggregate([*backs()[:-1], Returned("e", state_body({}), 1)])
+        one.aggregate([*backs()[:-1], TrainedPart("e", state_body({}), 1)])
     assert (one.sha256(), weights_sha256(one.aggregator.state())) == (before, kept)
 
 

@@ -11,7 +11,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.parts import Optimizer
 from pipar.nn.tensors import read_state
 from pipar.wire.messages import Body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 
 def changes(payload: bytes) -> Body:
@@ -24,7 +24,7 @@ def test_device_that_brings_back_what_is_no_model_is_named(payload: bytes) -> No
     learner = TorchLearner(model, {"pi": 1}, Optimizer(), classes=2, shares_server_model=False, keep_momentum=False)
     before = learner.sha256()
     with pytest.raises(UnusableModelError, match="pi brought back"):
-        learner.aggregate([Returned("pi", changes(payload), 5)])
+        learner.aggregate([TrainedPart("pi", changes(payload), 5)])
     assert learner.sha256() == before
 
 

@@ -16,7 +16,7 @@ from pipar.nn.parts import Optimizer, Part, TorchDevicePart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body
 from pipar.wire.messages import EMPTY, Body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 LAYERS = 3
 
@@ -54,12 +54,12 @@ def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 def bring_back(
     one: TorchLearner, name: str, split_point: int, seed: int, samples: int
-) -> tuple[Returned, dict[str, torch.Tensor]]:
+) -> tuple[TrainedPart, dict[str, torch.Tensor]]:
     """A device's whole model as if it had been trained: its part is returned, the rest is in its replica."""
     whole = changed(network().state_dict(), seed)
     near, far = split_model(network(), split_point)
     one.replica(name).module.load_state_dict({key: whole[key] for key in far.state_dict()})
-    return Returned(name, state_body({key: whole[key] for key in near.state_dict()}), samples), whole
+    return TrainedPart(name, state_body({key: whole[key] for key in near.state_dict()}), samples), whole
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -157,7 +157,7 @@ def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
     one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     for each in (one, untouched):
         step_with(each.replica("a"), 1.0)
-        each.aggregate([Returned("a", each.pack("a"), 1)])
+        each.aggregate([TrainedPart("a", each.pack("a"), 1)])
     step_with(one.replica("b"), 3.0)
     one.replica("b").module(torch.ones(4, 5, dtype=torch.float64))  # running statistics
     one.rewind()
@@ -170,7 +170,7 @@ def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
 def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None:
     before, one = (learner({"a": 1}, shared=True) for _ in range(2))
     step_with(before.replica("a"), 1.0)
-    before.aggregate([Returned("a", before.pack("a"), 1)])
+    before.aggregate([TrainedPart("a", before.pack("a"), 1)])
     one.restore(before.snapshot())
     step_with(one.replica("a"), 3.0)
     one.rewind()
@@ -213,7 +213,7 @@ def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> 
     for parameter in replica.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     replica.step()
-    one.aggregate([Returned("a", one.pack("a"), 1)])
+    one.aggregate([TrainedPart("a", one.pack("a"), 1)])
     before = copy.deepcopy(replica.state())
     for parameter in replica.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -321,7 +321,7 @@ def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_nam
     body = Body.of(b"not a model") if change == "bytes" else state_body(state)
     before = one.sha256()
     with pytest.raises(ProtocolError, match=r"^a brought back"):
-        one.aggregate([Returned("a", body, 1), bring_back(one, "b", 1, 2, 1)[0]])
+        one.aggregate([TrainedPart("a", body, 1), bring_back(one, "b", 1, 2, 1)[0]])
     assert one.sha256() == before
 
 
@@ -332,7 +332,7 @@ def test_a_model_that_is_not_finite_is_refused_with_its_device_and_averaged_with
     state["0.bias"][0] = value
     before = one.sha256()
     with pytest.raises(ProtocolError, match=r"^The model that a brought back has values that are infinite or not a"):
-        one.aggregate([Returned("a", state_body(state), 1), bring_back(one, "b", 1, 2, 1)[0]])
+        one.aggregate([TrainedPart("a", state_body(state), 1), bring_back(one, "b", 1, 2, 1)[0]])
     assert one.sha256() == before
 
 
@@ -390,7 +390,7 @@ def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None
     model.append(nn.Linear(4, 5).double())
     model[3].weight = model[0].weight
     one = TorchLearner(model, {"a": 4}, Optimizer(), classes=3, shares_server_model=False, keep_momentum=False)
-    one.aggregate([Returned("a", state_body(changed(model.state_dict(), 1)), 1)])
+    one.aggregate([TrainedPart("a", state_body(changed(model.state_dict(), 1)), 1)])
     assert one.model[3].weight is one.model[0].weight
 
 
@@ -420,14 +420,14 @@ def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_t
     assert back.encoding == "changes"
     assert back.size_bytes < part.pack().size_bytes
 
-    one.aggregate([Returned("a", EMPTY, 1, one.decode("a", back))], keep_before=True)
+    one.aggregate([TrainedPart("a", EMPTY, 1, one.decode("a", back))], keep_before=True)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
     told = one.pack("a", changes=True)
     assert told.encoding == "changes"
     part.unpack_and_install(told, keep_momentum=False)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
 
-    one.aggregate([Returned("a", part.pack(), 1)])
+    one.aggregate([TrainedPart("a", part.pack(), 1)])
     assert one.pack("a", changes=True).encoding == "safetensors"  # nothing is left to tell changes from
 
 

@@ -20,7 +20,7 @@ from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 #: Names with dots, of which one is the start of the other: the layer "1.0" of a must not be taken for "0" of a.1.
 SPLIT_POINTS = {"a": 1, "a.1": 1}
@@ -62,7 +62,7 @@ class World:
                 for batch in range(2):
                     self._train_batch(device, part, seed=100 * number + batch)
             returned = [
-                Returned(device, part.pack(), 5 + place) for place, (device, part) in enumerate(self.parts.items())
+                TrainedPart(device, part.pack(), 5 + place) for place, (device, part) in enumerate(self.parts.items())
             ]
             self.learner.aggregate(returned)
             for device, part in self.parts.items():

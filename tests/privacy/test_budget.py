@@ -29,20 +29,28 @@ from pipar.methods import Plan
 from pipar.monitoring.logs import EventDescriber
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
-from pipar.privacy.budget import Cuts, Guard, PrivacyAccountant, Spent, Terms, terms_of
+from pipar.privacy.budget import (
+    AllowedCuts,
+    BudgetUse,
+    PrivacyAccountant,
+    PrivacyGuard,
+    PrivacyLimits,
+    UpdateNoise,
+    choose_noise,
+)
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message
 from pipar.wire.orders import Orders
 
 DELTA = 1e-5
-NO_LIMIT = Terms(1.0, 4.0, DELTA)
+NO_LIMIT = UpdateNoise(1.0, 4.0, DELTA)
 
 
-def limited(releases: int, multiplier: float = 4.0) -> Terms:
+def limited(releases: int, multiplier: float = 4.0) -> UpdateNoise:
     """Return terms that allow so many releases."""
     target = epsilon_after(multiplier, releases, DELTA) * (1 + 1e-9)
-    return Terms(1.0, multiplier, DELTA, target, budget(target, DELTA))
+    return UpdateNoise(1.0, multiplier, DELTA, target, budget(target, DELTA))
 
 
 def releases(outcome: Outcome) -> dict[str, int]:
@@ -53,9 +61,9 @@ def releases(outcome: Outcome) -> dict[str, int]:
 
 
 def test_a_target_alone_chooses_noise_that_lasts_for_all_epochs() -> None:
-    terms = terms_of(config_from({"run": {"epochs": 7}, "privacy": {"target_epsilon": 3.0, "clip": 0.5}}))
+    terms = choose_noise(config_from({"run": {"epochs": 7}, "privacy": {"target_epsilon": 3.0, "clip": 0.5}}))
     assert terms is not None
-    spent = Spent()
+    spent = BudgetUse()
     for _ in range(7):
         assert terms.allow(spent)
         spent = spent.plus(terms.multiplier)
@@ -65,12 +73,12 @@ def test_a_target_alone_chooses_noise_that_lasts_for_all_epochs() -> None:
 
 def test_without_noise_nothing_is_counted_and_no_accountant_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "find_spec", lambda _: None)
-    assert terms_of(config_from({"privacy": {"pixel_epsilon": 1.0, "label_epsilon": 1.0}})) is None
+    assert choose_noise(config_from({"privacy": {"pixel_epsilon": 1.0, "label_epsilon": 1.0}})) is None
     accountant = PrivacyAccountant(None)
     accountant.note("a")
     assert (accountant.epsilons(), accountant.largest_epsilon(), accountant.as_result()) == ({}, None, None)
     with pytest.raises(accounting.NoAccountantError, match="dp-accounting"):
-        terms_of(config_from({"privacy": {"noise_multiplier": 1.0}}))
+        choose_noise(config_from({"privacy": {"noise_multiplier": 1.0}}))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -104,9 +112,9 @@ def test_a_method_that_cannot_be_private_is_refused_in_a_comparison_too() -> Non
 def test_a_budget_for_less_than_one_round_is_refused_with_the_noise_that_it_needs() -> None:
     config = config_from({"privacy": {"target_epsilon": 1.0, "noise_multiplier": 1.0}})
     with pytest.raises(ConfigError, match="does not allow a single round") as refused:
-        terms_of(config)
+        choose_noise(config)
     needed = float(str(refused.value).split("at least ")[1].split(",")[0])
-    assert terms_of(config_from({"privacy": {"target_epsilon": 1.0, "noise_multiplier": needed}})) is not None
+    assert choose_noise(config_from({"privacy": {"target_epsilon": 1.0, "noise_multiplier": needed}})) is not None
 
 
 # --- counting
@@ -118,15 +126,15 @@ def test_whatever_noise_and_rounds_nobody_exceeds_the_target(
     multipliers: list[float], target: float, rounds: int
 ) -> None:
     """Also if the noise changes on the way, as it may when a training is resumed."""
-    guard = Guard(1, budget=budget(target, DELTA))
+    guard = PrivacyGuard(1, PrivacyLimits(budget=budget(target, DELTA)))
     refused = math.inf
     for number in range(rounds):
         multiplier = multipliers[number % len(multipliers)]
         try:
             guard.note(multiplier)
         except BudgetSpentError:
-            refused = min(refused, guard.spent.mu_squared + cost(multiplier))
-    assert accounting.epsilon(guard.spent.mu_squared, DELTA) <= target
+            refused = min(refused, guard.used.mu_squared + cost(multiplier))
+    assert accounting.epsilon(guard.used.mu_squared, DELTA) <= target
     if refused < math.inf:
         assert accounting.epsilon(refused, DELTA) > target * (1 - 1e-9)
 
@@ -151,34 +159,36 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
 def test_the_larger_one_of_two_counts_is_the_one_to_go_by() -> None:
     accountant = PrivacyAccountant(NO_LIMIT)
     accountant.note("a")
-    accountant.learn("a", Spent(3, 3 * cost(4.0)))
-    accountant.learn("a", Spent(2, 2 * cost(4.0)))
-    assert accountant.of("a") == Spent(3, 3 * cost(4.0))
-    guard = Guard(1)
+    accountant.learn("a", BudgetUse(3, 3 * cost(4.0)))
+    accountant.learn("a", BudgetUse(2, 2 * cost(4.0)))
+    assert accountant.of("a") == BudgetUse(3, 3 * cost(4.0))
+    guard = PrivacyGuard(1)
     guard.note(4.0)
-    guard.accept(4.0, Spent(5, 5 * cost(4.0)))
-    assert guard.spent.releases == 5
+    guard.accept(4.0, BudgetUse(5, 5 * cost(4.0)))
+    assert guard.used.releases == 5
 
 
 def test_a_round_that_is_sent_twice_has_other_noise() -> None:
-    guard = Guard(1)
-    first, unsent = guard.chance("pi", 4)("w").random(), guard.chance("pi", 4)("w").random()
+    guard = PrivacyGuard(1)
+    first, unsent = guard.noise_source("pi", 4)("w").random(), guard.noise_source("pi", 4)("w").random()
     guard.note(4.0)
-    assert first == unsent != guard.chance("pi", 4)("w").random()
-    assert Guard().noise_seed != Guard().noise_seed  # unless a test asks for one, nobody knows it
+    assert first == unsent != guard.noise_source("pi", 4)("w").random()
+    assert PrivacyGuard().noise_seed != PrivacyGuard().noise_seed  # unless a test asks for one, nobody knows it
 
 
 @pytest.mark.parametrize(
     ("guard", "ordered", "sentence"),
     [
-        (Guard(1, least_multiplier=2.0), 1.0, "wants at least 2"),
-        (Guard(1, least_multiplier=2.0), 0.0, "wants at least 2"),
-        (Guard(1, budget=1.0), 0.0, "wants some"),
+        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 1.0, "wants at least 2"),
+        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 0.0, "wants at least 2"),
+        (PrivacyGuard(1, PrivacyLimits(budget=1.0)), 0.0, "wants some"),
     ],
 )
-def test_a_device_does_not_let_a_server_talk_it_out_of_its_noise(guard: Guard, ordered: float, sentence: str) -> None:
+def test_a_device_does_not_let_a_server_talk_it_out_of_its_noise(
+    guard: PrivacyGuard, ordered: float, sentence: str
+) -> None:
     with pytest.raises(TrainingError, match=sentence):
-        guard.accept(ordered, Spent())
+        guard.accept(ordered, BudgetUse())
 
 
 def test_a_training_is_not_resumed_with_noise_where_there_was_none(tmp_path: Path) -> None:
@@ -252,12 +262,12 @@ def test_a_round_that_ends_without_a_device_costs_it_what_it_has_sent_of_it() ->
 
 
 def test_frames_that_are_sent_again_over_another_connection_cost_nothing() -> None:
-    guard = Guard(1)
+    guard = PrivacyGuard(1)
     lives = [honest("a"), roaming("b", 6, 9, loss=Loss.CLEAN, guard=guard)]
     outcome = train(lives, epochs=3, terms=NO_LIMIT, resume_window_s=30.0)
     assert outcome.failure is None
     assert releases(outcome) == {"a": 3, "b": 3}
-    assert guard.spent.releases == 3
+    assert guard.used.releases == 3
 
 
 @contextmanager
@@ -310,7 +320,7 @@ def test_whoever_is_lost_late_or_sends_again_nobody_sends_or_is_told_to_have_sen
     allowed: int, fates: tuple[dict[str, Any], dict[str, Any]], server: dict[str, Any]
 ) -> None:
     terms = limited(allowed)
-    guards = {name: Guard(1, budget=terms.budget) for name in ("a", "b")}
+    guards = {name: PrivacyGuard(1, PrivacyLimits(budget=terms.budget)) for name in ("a", "b")}
     lives = [
         roaming(name, *fate["cuts"], **{key: fate[key] for key in fate if key != "cuts"}, proved=True, guard=guard)
         for (name, guard), fate in zip(guards.items(), fates, strict=True)
@@ -318,14 +328,14 @@ def test_whoever_is_lost_late_or_sends_again_nobody_sends_or_is_told_to_have_sen
     with updates_sent() as sent:
         outcome = train(lives, terms=terms, **server)
     assert outcome.failure is None
-    assert all(sent[name] <= guard.spent.releases <= allowed for name, guard in guards.items())
-    assert all(count <= guards[name].spent.releases for name, count in releases(outcome).items())
+    assert all(sent[name] <= guard.used.releases <= allowed for name, guard in guards.items())
+    assert all(count <= guards[name].used.releases for name, count in releases(outcome).items())
     assert all(result.epsilon <= terms.target_epsilon for result in outcome.results)
 
 
 def test_a_device_tells_a_server_that_has_forgotten_what_it_has_sent() -> None:
-    guard = Guard(1)
-    guard.accept(4.0, Spent(3, 3 * cost(4.0)))  # to a server that has lost its last round since
+    guard = PrivacyGuard(1)
+    guard.accept(4.0, BudgetUse(3, 3 * cost(4.0)))  # to a server that has lost its last round since
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5))
     assert len(outcome.results) == 2
     assert releases(outcome) == {"a": 2, "b": 5}
@@ -334,7 +344,7 @@ def test_a_device_tells_a_server_that_has_forgotten_what_it_has_sent() -> None:
 
 def test_a_device_that_comes_with_its_budget_spent_reads_that_and_not_that_the_training_is_over() -> None:
     terms = limited(2)
-    guard = Guard(1, budget=terms.budget, delta=DELTA, spent=Spent(2, 2 * cost(4.0)))
+    guard = PrivacyGuard(1, PrivacyLimits(budget=terms.budget, delta=DELTA), used=BudgetUse(2, 2 * cost(4.0)))
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=2, terms=terms)
     assert outcome.failure is None
     assert outcome.results == []
@@ -347,7 +357,7 @@ def test_a_device_that_comes_with_its_budget_spent_reads_that_and_not_that_the_t
 
 def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> None:
     events: list[Event] = []
-    guard = Guard(1, delta=DELTA)
+    guard = PrivacyGuard(1, PrivacyLimits(delta=DELTA))
     train([honest("a", guard=guard, observe=events.append), honest("b")], epochs=2, terms=limited(4))
     told = [event for event in events if isinstance(event, Trained)]
     spent = [epsilon_after(4.0, number, DELTA) for number in (1, 2, 4)]
@@ -359,8 +369,8 @@ def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> N
 
 def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "find_spec", lambda _: None)
-    guard = Guard(1, budget=cost(4.0), delta=DELTA)
-    guard.accept(4.0, Spent())
+    guard = PrivacyGuard(1, PrivacyLimits(budget=cost(4.0), delta=DELTA))
+    guard.accept(4.0, BudgetUse())
     guard.note(4.0)
     assert (guard.epsilon, guard.target_epsilon) == (None, None)
     with pytest.raises(BudgetSpentError, match="has sent 1 update, and one more would exceed its privacy budget: it"):
@@ -368,25 +378,25 @@ def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytes
 
 
 def test_a_device_refuses_to_send_beyond_its_own_budget_whatever_the_server_says() -> None:
-    guard = Guard(1, budget=2 * cost(4.0))
+    guard = PrivacyGuard(1, PrivacyLimits(budget=2 * cost(4.0)))
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=NO_LIMIT)
     assert outcome.failure is None
     assert isinstance(outcome.lives[1], BudgetSpentError)
     assert [sorted(counted) for counted in outcome.counted] == [["a", "b"]] * 2 + [["a"]] * 2
-    assert guard.spent.releases == 2
+    assert guard.used.releases == 2
     assert any("would exceed its privacy budget" in event.reason for event in outcome.of(Dropped))
 
 
 def test_the_budget_of_a_training_holds_for_a_device_that_has_none_of_its_own() -> None:
     """Its server may not know yet what it has sent."""
-    guard = Guard(1)
-    guard.accept(4.0, Spent(), 2 * cost(4.0))
+    guard = PrivacyGuard(1)
+    guard.accept(4.0, BudgetUse(), 2 * cost(4.0))
     guard.note(4.0)
-    guard.accept(4.0, Spent(), 2 * cost(4.0))
+    guard.accept(4.0, BudgetUse(), 2 * cost(4.0))
     guard.note(4.0)
     with pytest.raises(BudgetSpentError, match="has sent 2 updates"):
         guard.check(4.0)
-    guard.accept(4.0, Spent())  # another server's training, without a budget
+    guard.accept(4.0, BudgetUse())  # another server's training, without a budget
     guard.check(4.0)
 
 
@@ -414,11 +424,11 @@ def test_nobody_else_says_what_a_device_has_spent() -> None:
     assert releases(outcome) == {"a": 2, "b": 2}
 
 
-FEDERATED = Cuts(2, frozenset([2]), "by its own configuration no activations leave this device")
+FEDERATED = AllowedCuts(2, frozenset([2]), "by its own configuration no activations leave this device")
 
 
 def test_a_device_of_federated_learning_gives_no_server_its_activations() -> None:
-    refusing = honest("b", guard=Guard(1, cuts=FEDERATED))
+    refusing = honest("b", guard=PrivacyGuard(1, PrivacyLimits(cuts=FEDERATED)))
     outcome = train([honest("a"), refusing], method="pipar", terms=NO_LIMIT)
     assert isinstance(outcome.lives[1], PrivacyError)
     assert [sorted(counted) for counted in outcome.counted] == [["a"]]
@@ -429,17 +439,17 @@ def test_a_device_of_federated_learning_gives_no_server_its_activations() -> Non
 @pytest.mark.parametrize(("split_point", "layers"), [(1, 2), (2, 3), (3, 3)])
 def test_a_server_does_not_talk_a_device_into_another_cut(split_point: int, layers: int) -> None:
     with pytest.raises(PrivacyError, match="start both with the same configuration"):
-        Guard(1, cuts=FEDERATED).accept_cut(split_point, layers)
+        PrivacyGuard(1, PrivacyLimits(cuts=FEDERATED)).accept_cut(split_point, layers)
 
 
 def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)  # every round gets a new plan
-    late = Cuts(2, frozenset([1]), "there it leaks too much")
+    late = AllowedCuts(2, frozenset([1]), "there it leaks too much")
 
     async def choose(_: Any) -> dict[str, Plan]:
         return {"a": Plan(2, 1), "b": Plan(2, 1)}
 
-    lives = [honest("a"), honest("b", guard=Guard(1, cuts=late))]
+    lives = [honest("a"), honest("b", guard=PrivacyGuard(1, PrivacyLimits(cuts=late)))]
     outcome = train(lives, epochs=3, terms=NO_LIMIT, choose=choose)
     assert outcome.lives[0] is None
     assert isinstance(outcome.lives[1], PrivacyError)
@@ -485,4 +495,4 @@ def test_what_is_wrong_with_a_budget_is_found_before_anything_starts(
     with pytest.raises(InputError, match="does not allow a single round"):
         run(tmp_path, monkeypatch, "privacy.target_epsilon=0.1", "privacy.noise_multiplier=1.0")
     assert list(tmp_path.iterdir()) == []
-    assert math.isinf(Guard()._budget)
+    assert math.isinf(PrivacyGuard()._budget)

@@ -17,56 +17,56 @@ from pipar.data.shard import Disguise, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
 from pipar.launch.deployment import DeviceOptions, device_guard, device_workload, take_part
 from pipar.privacy.accounting import cost, epsilon_after
-from pipar.privacy.budget import Spent
-from pipar.privacy.budget_file import Memory, held
+from pipar.privacy.budget import BudgetUse
+from pipar.privacy.budget_file import BudgetFile, locked
 
 
 def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Path) -> None:
     path = tmp_path / "pi.json"
     target = epsilon_after(4.0, 3, 1e-5) * 1.001
     config = config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}})
-    first = device_guard(config, memory=Memory.open(path, "pi"))
+    first = device_guard(config, memory=BudgetFile.open(path, "pi"))
     for _ in range(2):
         first.note(4.0)
-    again = device_guard(config, memory=Memory.open(path, "pi"))
-    assert again.spent == Spent(2, 2 * cost(4.0))
+    again = device_guard(config, memory=BudgetFile.open(path, "pi"))
+    assert again.used == BudgetUse(2, 2 * cost(4.0))
     assert again.noise_seed != first.noise_seed
     again.note(4.0)
     with pytest.raises(BudgetSpentError, match="has sent 3 updates"):
-        device_guard(config, memory=Memory.open(path, "pi")).check(4.0)
+        device_guard(config, memory=BudgetFile.open(path, "pi")).check(4.0)
 
 
 def test_what_a_server_has_seen_is_remembered_too(tmp_path: Path) -> None:
-    guard = device_guard(config_from({}), memory=Memory.open(tmp_path / "pi.json", "pi"))
-    guard.accept(4.0, Spent(5, 5 * cost(4.0)))
-    assert Memory.open(tmp_path / "pi.json", "pi").spent.releases == 5
+    guard = device_guard(config_from({}), memory=BudgetFile.open(tmp_path / "pi.json", "pi"))
+    guard.accept(4.0, BudgetUse(5, 5 * cost(4.0)))
+    assert BudgetFile.open(tmp_path / "pi.json", "pi").used.releases == 5
 
 
 def test_the_file_is_its_owners_only(tmp_path: Path) -> None:
-    Memory.open(tmp_path / "pi.json", "pi")
+    BudgetFile.open(tmp_path / "pi.json", "pi")
     assert stat.S_IMODE((tmp_path / "pi.json").stat().st_mode) == 0o600
 
 
 def test_what_cannot_be_written_down_is_not_sent(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    guard = device_guard(config_from({}), memory=Memory.open(folder / "pi.json", "pi"))
+    guard = device_guard(config_from({}), memory=BudgetFile.open(folder / "pi.json", "pi"))
     (folder / "pi.json").unlink()
     folder.rmdir()
     folder.write_text("no folder any more")
     with pytest.raises(PrivacyError, match="what is not counted is not sent"):
         guard.note(4.0)
-    assert guard.spent == Spent()
+    assert guard.used == BudgetUse()
 
 
 def test_two_devices_never_count_in_one_file_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "pi.json"
     config, options = config_from({}), DeviceOptions("pi", "127.0.0.1:1", privacy_file=path)
-    with held(path):
-        Memory.open(path, "pi").remember(Spent(1, 0.25))  # another file by now, of the same name
+    with locked(path):
+        BudgetFile.open(path, "pi").save(BudgetUse(1, 0.25))  # another file by now, of the same name
         with pytest.raises(InputError, match="is in use by another `pipar device`"):
             take_part(config, options, pytest.fail)
-    with held(path):
-        assert Memory.open(path, "pi").spent.releases == 1
+    with locked(path):
+        assert BudgetFile.open(path, "pi").used.releases == 1
 
 
 GOOD = {"format": 1, "device": "pi", "label_key": "ff", "releases": 1, "mu_squared": 0.25}
@@ -83,15 +83,15 @@ def test_a_damaged_file_is_refused_and_stays_as_it_is(tmp_path: Path, wrong: Any
     text = wrong if isinstance(wrong, str) else json.dumps(wrong)
     path.write_text(text)
     with pytest.raises(InputError, match="is not what `pipar device` wrote"):
-        Memory.open(path, "pi")
+        BudgetFile.open(path, "pi")
     assert path.read_text() == text
 
 
 def test_the_file_of_another_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pi.json").write_text(json.dumps(GOOD))
-    assert Memory.open(tmp_path / "pi.json", "pi").label_seed == 255
+    assert BudgetFile.open(tmp_path / "pi.json", "pi").label_seed == 255
     with pytest.raises(InputError, match="is that of 'pi': give 'other' its own"):
-        Memory.open(tmp_path / "pi.json", "other")
+        BudgetFile.open(tmp_path / "pi.json", "other")
 
 
 # --- labels

@@ -45,7 +45,7 @@ def test_a_large_update_keeps_its_direction_and_has_the_norm_that_it_is_clipped_
     received = tensors(1, 0.0)  # zero, so that nothing is rounded on the way
     after = trained(received, norm)
     before = {name: values.copy() for name, values in after.items()}
-    assert clip_and_noise(after, received, clip=0.7, multiplier=0.0, chance=chance) == pytest.approx(norm, rel=1e-12)
+    assert clip_and_noise(after, received, clip=0.7, multiplier=0.0, noise=chance) == pytest.approx(norm, rel=1e-12)
     assert update_norm(after, received) == pytest.approx(0.7, rel=1e-12)
     for name, values in after.items():
         np.testing.assert_allclose(values, before[name] * (0.7 / norm), rtol=1e-12)
@@ -59,7 +59,7 @@ def test_a_small_update_stays_as_it_is(norm: float) -> None:
     for dtype, rounding in (("float32", 0.0), ("float64", 2.3e-16)):
         start, end = ({name: values.astype(dtype) for name, values in one.items()} for one in (received, after))
         before = {name: values.copy() for name, values in end.items()}
-        clip_and_noise(end, start, clip=0.7, multiplier=0.0, chance=chance)
+        clip_and_noise(end, start, clip=0.7, multiplier=0.0, noise=chance)
         for name, values in end.items():
             np.testing.assert_allclose(values, before[name], rtol=rounding, atol=0)
 
@@ -70,7 +70,7 @@ def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None
     end = start.copy()
     end[: len(end) // 2] += 2.0
     after = {"w": end}
-    clip_and_noise(after, {"w": start}, clip=1.0 * math.sqrt(len(end) / 2), multiplier=0.004, chance=chance)
+    clip_and_noise(after, {"w": start}, clip=1.0 * math.sqrt(len(end) / 2), multiplier=0.004, noise=chance)
     # A change of 1 with a noise of 0.9 (in units of 2: 0.5 and 0.45) is rounded up about as often as down.
     moved = (after["w"] - start)[: len(end) // 2]
     assert 0.3 < (moved > 0).mean() < 0.7
@@ -90,7 +90,7 @@ def test_an_update_that_has_diverged_counts_as_none(wrong: float) -> None:
     after = trained(received, 1.0)
     for name in ("0.bias", "1.running_mean"):  # of the last one each sum of squares is a number, and both together none
         after[name][3:] = wrong
-    clip_and_noise(after, received, clip=1.0, multiplier=0.5, chance=chance)
+    clip_and_noise(after, received, clip=1.0, multiplier=0.5, noise=chance)
     for name in received:
         noise = 0.5 * chance(name).standard_normal(SHAPES[name])
         np.testing.assert_array_equal(after[name], received[name] + noise)
@@ -100,7 +100,7 @@ def test_noise_is_the_same_however_an_array_lies_in_memory_and_in_pieces_as_at_o
     received = {"w": np.zeros((300, 300))}  # more than is worked on at a time
     straight, across = {"w": np.ones((300, 300))}, {"w": np.ones((300, 300)).T}
     for after in (straight, across):
-        clip_and_noise(after, received, clip=1e9, multiplier=1e-9, chance=chance)
+        clip_and_noise(after, received, clip=1e9, multiplier=1e-9, noise=chance)
     np.testing.assert_array_equal(straight["w"], across["w"])
     np.testing.assert_array_equal(straight["w"], 1.0 + chance("w").standard_normal((300, 300)))
 
@@ -108,7 +108,7 @@ def test_noise_is_the_same_however_an_array_lies_in_memory_and_in_pieces_as_at_o
 def test_every_tensor_has_noise_of_its_own_and_that_of_another_round_is_other_noise() -> None:
     def noise(draw: Callable[[str], np.random.Generator]) -> dict[str, Array]:
         after = {"a": np.zeros(1000), "b": np.zeros(1000)}
-        clip_and_noise(after, {"a": np.zeros(1000), "b": np.zeros(1000)}, clip=1.0, multiplier=1.0, chance=draw)
+        clip_and_noise(after, {"a": np.zeros(1000), "b": np.zeros(1000)}, clip=1.0, multiplier=1.0, noise=draw)
         return after
 
     once, again, later = noise(chance), noise(chance), noise(partial(random_streams.generator, 7, "update", "pi", 2, 1))
@@ -122,7 +122,7 @@ def test_noise_has_the_mean_the_variance_and_the_distribution_that_are_said(dtyp
     """By a fixed seed: what is asserted would fail for one seed in a thousand, and this is none of these."""
     clip, multiplier, count = 2.5, 1.3, 200_000
     after, received = {"w": np.full(count, 3.0, dtype)}, {"w": np.full(count, 3.0, dtype)}
-    clip_and_noise(after, received, clip=clip, multiplier=multiplier, chance=chance)
+    clip_and_noise(after, received, clip=clip, multiplier=multiplier, noise=chance)
     noise, scale = after["w"].astype(np.float64) - 3.0, clip * multiplier
     assert after["w"].dtype == dtype
     assert abs(noise.mean()) < 3.3 * scale / math.sqrt(count)

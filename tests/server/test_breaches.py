@@ -28,10 +28,10 @@ from pipar.events import Dropped, Lost
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.server.session import Session
 from pipar.transport.channel import Channel, Transport
-from pipar.transport.limits import Rate
+from pipar.transport.limits import RateLimit
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
@@ -152,7 +152,7 @@ def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
 
 
 def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipar.transport.channel._USELESS", Rate(at_once=5, a_second=0.1))
+    monkeypatch.setattr("pipar.transport.channel._USELESS", RateLimit(burst=5, per_second=0.1))
     too_late = (Kind.ROUND, Kind.ABANDON, *(activation() for _ in range(7)))
     outcome = train([honest("a"), by_hand(*too_late)], epochs=3, round_deadline_s=10.0)
     assert outcome.failure is None
@@ -175,7 +175,7 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last
     left: list[Session] = []
 
     class Looking(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+        def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             super().aggregate(returned, keep_before=keep_before)
             if len(self.averaged) == 3:
                 left.extend(one for one in gc.get_objects() if type(one) is Session and one.is_over)
@@ -194,7 +194,7 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last
 
 def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() -> None:
     class Choosy(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+        def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "b" for back in returned):
                 raise UnusableModelError("b", "b brought back no model.")
             super().aggregate(returned, keep_before=keep_before)
@@ -225,7 +225,7 @@ def test_changes_that_are_no_model_cost_their_device_the_round_and_nobody_else()
 
 def test_something_that_fails_on_the_server_ends_the_training_instead_of_hanging() -> None:
     class Broken(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002
+        def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:  # noqa: ARG002
             raise TrainingError(f"no memory for {len(returned)} models")
 
     outcome = train([honest("a"), honest("b")], epochs=2, learner=Broken)

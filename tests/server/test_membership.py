@@ -47,7 +47,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
-from pipar.wire.orders import Orders, Returned
+from pipar.wire.orders import Orders, TrainedPart
 
 ONE_PIECE = (Kind.ROUND, activation(samples=10), Kind.GRADIENT, end_epoch(), model(), Kind.REPORT, trace())
 NO_PIECE = (Kind.ROUND, end_epoch(loss_sum=1.0), model(), Kind.REPORT, trace())
@@ -526,7 +526,7 @@ def test_nobody_is_too_late_before_somebody_is_ready() -> None:
 
 def test_a_round_that_begins_anew_is_trained_with_who_was_too_late_for_it() -> None:
     class Choosy(ScriptedLearner):
-        def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+        def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "a" for back in returned):
                 raise UnusableModelError("a", "a brought back no model.")
             super().aggregate(returned, keep_before=keep_before)
@@ -613,7 +613,7 @@ def test_plans_are_made_for_those_who_are_there() -> None:
 class Choosy(ScriptedLearner):
     """Averages no fewer than two models, as Krum and the trimmed mean have a least number, too."""
 
-    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
         if len(returned) < 2:
             raise TooFewDevicesError("Two models are needed.")
         super().aggregate(returned, keep_before=keep_before)

@@ -31,7 +31,7 @@ from pipar.storage.run_folder import RunFolder
 from pipar.transport.channel import Channel
 from pipar.wire.frames import Assembler, Frame, _Begun, cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 from simulation.campaign import Report, try_seed
 from simulation.command import faults
 from simulation.disk import UnreliableDisk
@@ -315,7 +315,7 @@ def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeyp
 def test_an_average_that_ignores_how_many_samples_were_trained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = TorchLearner.aggregate
 
-    def equally(self: TorchLearner, returned: Sequence[Returned], **options: Any) -> None:
+    def equally(self: TorchLearner, returned: Sequence[TrainedPart], **options: Any) -> None:
         weighted(self, [replace(back, samples=1) for back in returned], **options)
 
     monkeypatch.setattr(TorchLearner, "aggregate", equally)

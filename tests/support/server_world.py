@@ -12,7 +12,7 @@ from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.job.job import Bounds
 from pipar.launch.assemble import Equipment, run_device
@@ -20,7 +20,7 @@ from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, Sizes
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner
-from pipar.privacy.budget import Guard, PrivacyAccountant, Terms
+from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard, UpdateNoise
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.program import Checkpointer, Server, Training
@@ -28,9 +28,9 @@ from pipar.server.session import Introduction
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.in_memory import memory_pair
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
-from pipar.wire.orders import Orders, Returned
+from pipar.wire.orders import Orders, TrainedPart
 from support.cutting import CutLink, Loss
 
 # A batch of 10: on the device 1 s forward and 2 s backward, on the server 0.5 s each. Noise on the first layer: 1.6 s.
@@ -59,7 +59,7 @@ class ScriptedLearner(SizesOnlyLearner):
         loss = next(self._losses)
         return lambda samples: (loss * samples, samples)
 
-    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:  # noqa: ARG002
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:  # noqa: ARG002
         self.averaged.append([back.device for back in returned])
 
     def forget(self, device: str) -> None:
@@ -156,7 +156,7 @@ def train(
     round_deadline_s: float | None = None,
     resume_window_s: float = 0.0,
     keep_spans: frozenset[str] | None = None,
-    terms: Terms | None = None,
+    terms: UpdateNoise | None = None,
     checkpointer: Checkpointer | None = None,
     aggregate_s: float = 0.0,
     stops_at_s: float | None = None,
@@ -214,10 +214,10 @@ def train(
             ),
             outcome.learner,
             Enrolled(orders, plan_joined),
-            pool=VirtualCompute(
+            pool=VirtualLanes(
                 ["core 0"], recorder, lambda work: aggregate_s if work.kind == "aggregate" else costs.seconds(work)
             ),
-            background=VirtualCompute(["validation"], beside, costs.seconds),
+            background=VirtualLanes(["validation"], beside, costs.seconds),
             recorder=recorder,
             results=results,
             keep_spans=keep_spans,
@@ -257,14 +257,14 @@ async def _outcome(life: Awaitable[None]) -> BaseException | None:
 # --- devices that run the real program
 
 
-def _equipment(samples: int, speed: float, profile: Profile | None, guard: Guard | None = None) -> Equipment:
+def _equipment(samples: int, speed: float, profile: Profile | None, guard: PrivacyGuard | None = None) -> Equipment:
     costs = Costs(PROFILE, speed)
     return Equipment(
         SizesOnlySamples(samples),
         lambda orders: SizesOnlyDevicePart(PROFILE, orders.plan.split_point),
-        lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds),
+        lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds),
         profile,
-        guard or Guard(),
+        guard or PrivacyGuard(),
     )
 
 
@@ -275,7 +275,7 @@ def honest(
     profile: Profile | None = None,
     *,
     starts_s: float = 0.0,
-    guard: Guard | None = None,
+    guard: PrivacyGuard | None = None,
     observe: Observer = ignore,
 ) -> Named:
     """The program that devices really run, over one connection."""
@@ -297,7 +297,7 @@ def roaming(
     gives_up_s: float | None = None,
     proved: bool = False,
     starts_s: float = 0.0,
-    guard: Guard | None = None,
+    guard: PrivacyGuard | None = None,
     observe: Observer = ignore,
 ) -> Named:
     """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
@@ -313,13 +313,13 @@ def roaming(
             return world.dial(next(left, None), loss, name if proved else None)
 
         backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, pause_s, pause_s)
-        lifeline = Lifeline(name, "the server", dial, backoff, observe)
+        reconnector = Reconnector(name, "the server", dial, backoff, observe)
         equipment = _equipment(samples, speed, None, guard)
 
         async def take_part(transport: Transport) -> None:
-            await run_device(name, LINK, equipment, transport, lifeline=lifeline, observe=ignore)
+            await run_device(name, LINK, equipment, transport, reconnector=reconnector, observe=ignore)
 
-        await lifeline.live(take_part)
+        await reconnector.run(take_part)
 
     return name, live
 

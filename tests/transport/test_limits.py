@@ -18,7 +18,7 @@ from pipar.errors import CredentialError, LinkError, ProtocolError
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.grpc import Listener, connect
-from pipar.transport.limits import Allowance, Keepalive, Limits, Rate
+from pipar.transport.limits import Keepalive, Limits, RateLimit, TokenBucket
 from pipar.transport.tls import ServerSecurity
 from pipar.wire.frames import Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
@@ -229,7 +229,7 @@ def test_health_is_watched_by_few_and_checked_by_all() -> None:
 
 
 def test_an_allowance_is_used_up_at_once_and_comes_back_in_time() -> None:
-    allowance = Allowance(Rate(at_once=3, a_second=2.0))
+    allowance = TokenBucket(RateLimit(burst=3, per_second=2.0))
     assert [allowance.take(100.0) for _ in range(5)] == [True, True, True, False, False]
     assert [allowance.take(100.5), allowance.take(100.5)] == [True, False]
     assert [allowance.take(1000.0) for _ in range(4)] == [True, True, True, False]
@@ -238,7 +238,7 @@ def test_an_allowance_is_used_up_at_once_and_comes_back_in_time() -> None:
 @pytest.mark.parametrize("name", ["pi-1", "pi-2", "phone"])
 def test_a_device_whose_link_breaks_all_the_time_never_connects_too_often(name: str) -> None:
     """Two hours: each connection is lost as soon as it is made, and the next attempt is the first of a backoff."""
-    now, allowance = 0.0, Allowance(Limits().streams)
+    now, allowance = 0.0, TokenBucket(Limits().streams)
     backoff = Backoff.of_device(1, name, lambda: now)
     while now < 7200:
         assert allowance.take(now)
@@ -249,7 +249,7 @@ def test_who_connects_too_often_is_refused_and_nobody_else(tmp_path: Path) -> No
     folder = Folder.make(tmp_path / "certs")
 
     async def main() -> None:
-        limits = Limits(streams=Rate(at_once=3, a_second=0.01))
+        limits = Limits(streams=RateLimit(burst=3, per_second=0.01))
         async with listening(security=folder.by_token, limits=limits) as server:
             server.leave()
             for _ in range(3):
@@ -264,7 +264,7 @@ def test_who_connects_too_often_is_refused_and_nobody_else(tmp_path: Path) -> No
 
 def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
     async def main() -> None:
-        async with listening(limits=Limits(open_streams=Rate(at_once=2, a_second=0.01))) as server:
+        async with listening(limits=Limits(open_streams=RateLimit(burst=2, per_second=0.01))) as server:
             server.leave()
             for _ in range(2):
                 await (await connect(server.address)).close()
@@ -278,7 +278,7 @@ def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does(tmp_pa
     folder = Folder.make(tmp_path / "certs")
 
     async def main() -> None:
-        limits = Limits(refusals=Rate(at_once=1, a_second=0.01), refusal_s=2.0)
+        limits = Limits(refusals=RateLimit(burst=1, per_second=0.01), refusal_s=2.0)
         async with listening(security=folder.by_token, limits=limits) as server:
             server.leave()
             stranger = replace(folder.bearer(), token="guessed")

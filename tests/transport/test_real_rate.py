@@ -40,7 +40,7 @@ async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | No
         assert ready is not None
         assert came is not None
         up, down = carried(ready, channel.came.moments), carried(channel.ready.moments, came)
-        rates.set_result([up.rate_bps if up.is_telling else None, down.rate_bps if down.is_telling else None])
+        rates.set_result([up.rate_bps if up.is_enough else None, down.rate_bps if down.is_enough else None])
         await channel.close()
 
     listener = Listener(serve)

@@ -17,7 +17,7 @@ from pipar.server.session import fault
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.in_memory import MemoryTransport, memory_pair
-from pipar.transport.reconnect import Lifeline, resume
+from pipar.transport.reconnect import Reconnector, resume
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
@@ -40,9 +40,9 @@ class Road:
         self.servers.append(asyncio.create_task(answer(far)))  # type: ignore[arg-type]
         return near
 
-    def lifeline(self, gives_up_s: float | None = None) -> Lifeline:
+    def reconnector(self, gives_up_s: float | None = None) -> Reconnector:
         backoff = Backoff(lambda: 1.0, asyncio.get_running_loop().time, gives_up_s, first_s=1.0, most_s=8.0)
-        return Lifeline("pi", "server:1", self.dial, backoff, self.events.append)
+        return Reconnector("pi", "server:1", self.dial, backoff, self.events.append)
 
     @property
     def attempts(self) -> list[tuple[int, float]]:
@@ -77,7 +77,7 @@ def test_a_server_is_dialled_with_longer_and_longer_pauses_until_it_answers() ->
         async def take_part(_: Transport) -> None:
             return
 
-        await road.lifeline().live(take_part)
+        await road.reconnector().run(take_part)
 
     run_virtually(main())
     assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)]
@@ -88,7 +88,7 @@ def test_a_server_that_does_not_come_is_given_up_with_the_last_reason() -> None:
     road = Road([UNREACHABLE] * 99)
 
     async def main() -> None:
-        await road.lifeline(gives_up_s=10.0).live(nothing)  # type: ignore[arg-type]
+        await road.reconnector(gives_up_s=10.0).run(nothing)  # type: ignore[arg-type]
 
     with pytest.raises(LinkError, match=r"Gave up server:1: No server answered\."):
         run_virtually(main())
@@ -108,7 +108,7 @@ def test_an_attempt_that_hangs_is_given_up_with_the_others(answers_before: int) 
 
         backoff = Backoff(lambda: 1.0, loop.time, 10.0, first_s=1.0, most_s=8.0)
         with pytest.raises(LinkError, match=r"Gave up server:1: No server answered at server:1 within"):
-            await Lifeline("pi", "server:1", dial, backoff, road.events.append).live(nothing)  # type: ignore[arg-type]
+            await Reconnector("pi", "server:1", dial, backoff, road.events.append).run(nothing)  # type: ignore[arg-type]
         return loop.time()
 
     assert run_virtually(main()) == 10.0
@@ -126,7 +126,7 @@ def test_who_has_waited_long_for_a_training_to_begin_has_all_its_patience_again(
                 await asyncio.sleep(500.0)  # connected, and not let in before others are there
                 raise LinkError("The peer closed the connection.")
 
-        await road.lifeline(gives_up_s=10.0).live(take_part)
+        await road.reconnector(gives_up_s=10.0).run(take_part)
 
     run_virtually(main())
     assert road.attempts == [(1, 1.0)]
@@ -139,7 +139,7 @@ def test_that_it_connects_is_said_first_and_that_it_has_whenever_it_does() -> No
         async def take_part(_: Transport) -> None:
             return
 
-        await road.lifeline().live(take_part)
+        await road.reconnector().run(take_part)
 
     run_virtually(main())
     refused = Reconnecting("server:1", 1, 1.0, str(UNREACHABLE))
@@ -153,7 +153,7 @@ def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() ->
         async def refused(_: Transport) -> None:
             raise SessionOverError("A device called 'pi' has joined already.")
 
-        await road.lifeline(gives_up_s=60.0).live(refused)
+        await road.reconnector(gives_up_s=60.0).run(refused)
 
     with pytest.raises(LinkError, match="joined already"):
         run_virtually(main())
@@ -167,7 +167,7 @@ def test_what_is_not_the_links_fault_is_not_tried_again() -> None:
         async def take_part(_: Transport) -> None:
             raise InputError("no such file")
 
-        await road.lifeline().live(take_part)
+        await road.reconnector().run(take_part)
 
     with pytest.raises(InputError, match="no such file"):
         run_virtually(main())
@@ -178,11 +178,11 @@ def lives(road: Road, *ends: PiparError | None, lasts_s: float = 0.0) -> None:
     """Let a device take part in one session after another, which end like this."""
 
     async def main() -> None:
-        left, lifeline = list(ends), road.lifeline()
+        left, reconnector = list(ends), road.reconnector()
 
         async def take_part(transport: Transport) -> None:
-            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
-            keeping = asyncio.create_task(lifeline.keep(channel))
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=reconnector.lost)
+            keeping = asyncio.create_task(reconnector.keep_attached(channel))
             await asyncio.sleep(lasts_s)
             channel.session = 7 if lasts_s else 0
             try:
@@ -192,7 +192,7 @@ def lives(road: Road, *ends: PiparError | None, lasts_s: float = 0.0) -> None:
                 keeping.cancel()
                 await channel.close()
 
-        await lifeline.live(take_part)
+        await reconnector.run(take_part)
 
     run_virtually(main())
 
@@ -226,14 +226,14 @@ def test_what_the_server_says_on_purpose_and_another_version_end_the_device(fina
 
 
 def with_a_channel(road: Road, scenario: Callable[[Channel], Awaitable[Any]], *, session: int = 7, **how: Any) -> Any:
-    """Run a scenario with a channel whose first link is lost at 10 s and kept by a lifeline."""
+    """Run a scenario with a channel whose first link is lost at 10 s and kept by a reconnector."""
 
     async def main() -> Any:
         near, far = memory_pair()
-        lifeline = road.lifeline(**how)
-        channel = Channel(near, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+        reconnector = road.reconnector(**how)
+        channel = Channel(near, Recorder("pi"), UPLINK, on_lost=reconnector.lost)
         channel.session = session
-        keeping = asyncio.create_task(lifeline.keep(channel))
+        keeping = asyncio.create_task(reconnector.keep_attached(channel))
         asyncio.get_running_loop().call_later(10.0, lambda: far._outbox.put_nowait(None))
         try:
             return await scenario(channel)
@@ -309,13 +309,13 @@ def test_a_session_that_could_not_be_resumed_in_time_is_not_tried_for_as_long_ag
     road = Road([nothing] + [UNREACHABLE] * 99)
 
     async def main() -> float:
-        lifeline = road.lifeline(gives_up_s=20.0)
+        reconnector = road.reconnector(gives_up_s=20.0)
 
         async def take_part(transport: Transport) -> None:
-            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=reconnector.lost)
             channel.session = 7
-            keeping = asyncio.create_task(lifeline.keep(channel))
-            lifeline.lost(UNREACHABLE)
+            keeping = asyncio.create_task(reconnector.keep_attached(channel))
+            reconnector.lost(UNREACHABLE)
             channel._retire()
             try:
                 await channel.receive()
@@ -324,7 +324,7 @@ def test_a_session_that_could_not_be_resumed_in_time_is_not_tried_for_as_long_ag
                 await channel.close()
 
         with pytest.raises(LinkError, match="Gave up server:1"):
-            await lifeline.live(take_part)
+            await reconnector.run(take_part)
         return asyncio.get_running_loop().time()
 
     assert run_virtually(main()) <= 20.0
@@ -338,24 +338,24 @@ def test_before_a_session_has_begun_there_is_nothing_to_resume() -> None:
 
 def test_a_device_that_was_let_in_begins_with_short_pauses_when_it_joins_anew() -> None:
     async def main() -> None:
-        lifeline, lives = road.lifeline(), []
+        reconnector, lives = road.reconnector(), []
 
         async def take_part(transport: Transport) -> None:
             lives.append(transport)
-            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=lifeline.lost)
-            keeping = asyncio.create_task(lifeline.keep(channel))
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=reconnector.lost)
+            keeping = asyncio.create_task(reconnector.keep_attached(channel))
             await asyncio.sleep(5.0)
             try:
                 if len(lives) < 3:
                     channel.session = len(lives)
-                    lifeline.lost(LinkError("late news of this link"))  # which the next session is not to hear
+                    reconnector.lost(LinkError("late news of this link"))  # which the next session is not to hear
                     raise SessionOverError("The server ended the session.")
                 assert channel.is_attached
             finally:
                 keeping.cancel()
                 await channel.close()
 
-        await lifeline.live(take_part)
+        await reconnector.run(take_part)
 
     road = Road([UNREACHABLE, UNREACHABLE, nothing, nothing, nothing])
     run_virtually(main())

@@ -21,7 +21,7 @@ from pipar.transport import certificates
 from pipar.transport.channel import Transport
 from pipar.transport.credentials import add_serials, add_token
 from pipar.transport.grpc import Listener, connect
-from pipar.transport.tls import DeviceSecurity, Guard, ServerSecurity, check_device, check_server, is_loopback
+from pipar.transport.tls import Authenticator, DeviceSecurity, ServerSecurity, check_device, check_server, is_loopback
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body
 
@@ -299,19 +299,19 @@ def test_a_damaged_file_of_tokens_is_said_once_and_is_no_reason_to_fall_over(
     tokens, said = tmp_path / "tokens.json", list[str]()
     shown = [("authorization", f"Bearer {add_token(tokens, 'phone-1')}")]
     whole = tokens.read_bytes()
-    guard = Guard(ServerSecurity(tokens=tokens), said.append)
-    assert guard.name_of({}, shown) == "phone-1"
+    authenticator = Authenticator(ServerSecurity(tokens=tokens), said.append)
+    assert authenticator.name_of({}, shown) == "phone-1"
     for times in (1, 2):
         tokens.unlink() if content is None else tokens.write_bytes(content)
         for _ in range(3):
             with only_for_now():
-                guard.name_of({}, shown)
+                authenticator.name_of({}, shown)
         assert len(said) == times
         assert str(tokens) in said[-1]
         with pytest.raises(InputError, match="tokens"):
             check_server(ServerSecurity(tokens=tokens), "127.0.0.1:1")
         tokens.write_bytes(whole)
-        assert guard.name_of({}, shown) == "phone-1"
+        assert authenticator.name_of({}, shown) == "phone-1"
 
 
 def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_go_away(
@@ -322,14 +322,14 @@ def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_
     security, denied = ServerSecurity.from_folder(tmp_path), tmp_path / "denied.json"
     check_server(security, "127.0.0.1:1")
     pem = (ours.path / "devices" / "pi-1.pem").read_bytes()
-    shown, guard = {"x509_common_name": [b"pi-1"], "x509_pem_cert": [pem]}, Guard(security)
-    assert guard.name_of(shown, []) == "pi-1"
+    shown, authenticator = {"x509_common_name": [b"pi-1"], "x509_pem_cert": [pem]}, Authenticator(security)
+    assert authenticator.name_of(shown, []) == "pi-1"
     add_serials(denied, "pi-1", [certificates.serial_of(x509.load_pem_x509_certificate(pem))])
     with pytest.raises(CredentialError, match="This certificate was revoked"):
-        guard.name_of(shown, [])
-    beginning = Guard(security)
+        authenticator.name_of(shown, [])
+    beginning = Authenticator(security)
     denied.unlink()
-    for one in (guard, beginning):
+    for one in (authenticator, beginning):
         with only_for_now():
             one.name_of(shown, [])
 
@@ -338,10 +338,10 @@ def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_
 def test_a_damaged_list_of_revoked_certificates_lets_nobody_in(ours: Folder, tmp_path: Path, content: bytes) -> None:
     denied = tmp_path / "denied.json"
     denied.write_bytes(content)
-    guard = Guard(replace(ours.by_certificate, denied=denied))
+    authenticator = Authenticator(replace(ours.by_certificate, denied=denied))
     shown = {"x509_common_name": [b"pi-1"], "x509_pem_cert": [(ours.path / "devices" / "pi-1.pem").read_bytes()]}
     with only_for_now():
-        guard.name_of(shown, [])
+        authenticator.name_of(shown, [])
 
 
 # --- dates
@@ -526,12 +526,12 @@ def test_explicitly_insecure_is_allowed(ours: Folder) -> None:
 
 
 def test_a_certificate_whose_name_is_no_devices_names_nobody(ours: Folder) -> None:
-    guard = Guard(ours.by_certificate)
+    authenticator = Authenticator(ours.by_certificate)
     shown = (ours.path / "devices" / "pi-1.pem").read_bytes()
     for names in ([b"../pi"], [b""], [b"pi 1"], [b"p" * 65], [b"\xff"], [b"pi-1", b"pi-2"], []):
         with pytest.raises(CredentialError):
-            guard.name_of({"x509_common_name": names, "x509_pem_cert": [shown]}, ())
-    assert guard.name_of({"x509_common_name": [b"pi-1"], "x509_pem_cert": [shown]}, ()) == "pi-1"
+            authenticator.name_of({"x509_common_name": names, "x509_pem_cert": [shown]}, ())
+    assert authenticator.name_of({"x509_common_name": [b"pi-1"], "x509_pem_cert": [shown]}, ()) == "pi-1"
 
 
 def test_a_token_is_kept_as_a_hash_and_replaced_only_on_request(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) 
     assert sum(frame.payload_bytes for frame in frames) == size
     assert all(frame.payload == () for frame in frames)
     (received,) = assemble(Assembler(), frames)
-    assert received.body.hollow
+    assert received.body.is_size_only
 
 
 def test_a_large_body_is_put_together_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:

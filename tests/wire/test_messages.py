@@ -88,9 +88,9 @@ def test_a_body_of_one_buffer_is_not_copied_and_of_several_is_laid_end_to_end() 
 
 
 def test_only_a_body_with_a_size_and_no_bytes_is_hollow() -> None:
-    assert Body(5).hollow
-    assert not Body().hollow
-    assert not Body.of(b"x").hollow
+    assert Body(5).is_size_only
+    assert not Body().is_size_only
+    assert not Body.of(b"x").is_size_only
 
 
 def test_orders_come_back_equal() -> None:

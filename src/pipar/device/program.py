@@ -23,11 +23,11 @@ from pipar.errors import (
 )
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.execution.clock import clock_machine
-from pipar.execution.lanes import Compute
+from pipar.execution.lanes import Lanes
 from pipar.execution.schedule import cut_batch, cut_epoch, device_order
 from pipar.execution.spans import COMPUTE, Clock, Recorder, pack_trace
 from pipar.execution.stages import Place, Work
-from pipar.privacy.budget import Guard, Spent
+from pipar.privacy.budget import BudgetUse, PrivacyGuard
 from pipar.profiling.profile import Profile
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import read_traffic
@@ -35,7 +35,7 @@ from pipar.wire.messages import EMPTY, Body, Kind, Message, chunk_count, json_bo
 from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # it brings numpy
-    from pipar.privacy.mechanisms import Chance
+    from pipar.privacy.mechanisms import NoiseSource
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class DevicePart(Protocol):
     def chunk_bytes(self, activation: Any, encoding: str) -> Sequence[int]: ...  # before encoding, chunk by chunk
     def encode(self, activation: Any, piece: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def decode(self, message: Message, encoding: str) -> Any: ...
-    def protect(self, chance: Chance, *, clip: float, multiplier: float) -> None: ...  # the update of this round
+    def protect(self, chance: NoiseSource, *, clip: float, multiplier: float) -> None: ...  # the update of this round
     def pack(self, *, changes: bool = False) -> Body: ...  # all of it, or what has changed since the last one came
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
     def take_over(self, before: Any) -> Body: ...
@@ -82,15 +82,15 @@ class Device:
         build_part: Callable[[Orders], DevicePart],
         *,
         channel: Channel,
-        compute: Compute,
-        io: Compute,
-        noise: Compute | None = None,
+        compute: Lanes,
+        io: Lanes,
+        noise: Lanes | None = None,
         recorder: Recorder,
         profile: Profile | None = None,
-        guard: Guard | None = None,
+        guard: PrivacyGuard | None = None,
         observe: Observer = ignore,
     ) -> None:
-        self._guard = guard or Guard()
+        self._guard = guard or PrivacyGuard()
         self.name = name
         self._samples = samples
         self._build_part = build_part
@@ -121,9 +121,9 @@ class Device:
         self._orders = Orders.read(welcome)
         self._channel.session = self._orders.session
         try:
-            seen = Spent(self._orders.releases, self._orders.spent)
+            seen = BudgetUse(self._orders.releases, self._orders.spent)
             self._guard.accept(self._orders.noise_multiplier, seen, self._orders.budget)
-            before = self._guard.spent
+            before = self._guard.used
             self._guard.accept_cut(self._orders.plan.split_point, self._orders.layers)
             self._part = self._build_part(self._orders)
             self._observe(Welcomed(self.name, str(self._orders.plan)))
@@ -131,7 +131,7 @@ class Device:
         except (ProtocolError, PrivacyError) as error:
             self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             raise
-        if self._guard.spent == before:  # nothing was sent: the training may be over because nothing more may be
+        if self._guard.used == before:  # nothing was sent: the training may be over because nothing more may be
             self._guard.check(self._orders.noise_multiplier)
 
     async def _take_orders(self) -> None:
@@ -146,8 +146,8 @@ class Device:
 
     def _introduction(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "samples": len(self._samples)}
-        if self._guard.spent.releases:  # the server may have been another one then
-            about |= {"releases": self._guard.spent.releases, "spent": self._guard.spent.mu_squared}
+        if self._guard.used.releases:  # the server may have been another one then
+            about |= {"releases": self._guard.used.releases, "spent": self._guard.used.mu_squared}
         return about if self._profile is None else {**about, "profile": json.loads(self._profile.to_json())}
 
     async def _obey(self) -> None:
@@ -267,7 +267,7 @@ class Device:
         body = await self._compute.run((pack, partial(self._part.pack, changes=changes)))
         self._channel.post(Message(Kind.MODEL, epoch, body=body))
 
-    def _count_release(self, epoch: int) -> Chance | None:
+    def _count_release(self, epoch: int) -> NoiseSource | None:
         """Count the update that is to be sent, and return the noise for it; None if it is sent without any.
 
         Before the end of the epoch is told, at which the server counts it: it never knows of more than the device, so
@@ -275,11 +275,11 @@ class Device:
         """
         if not self._orders.protects:
             return None
-        noise = self._guard.chance(self.name, epoch)
+        noise = self._guard.noise_source(self.name, epoch)
         self._guard.note(self._orders.noise_multiplier)
         return noise
 
-    async def _protect(self, epoch: int, noise: Chance | None) -> None:
+    async def _protect(self, epoch: int, noise: NoiseSource | None) -> None:
         """Clip what the round has changed and add noise to it, if that is ordered: the last that is done to it."""
         if noise is not None:
             assert self._model_bytes is not None

@@ -25,7 +25,7 @@ Step = tuple[Work, Callable[..., Any]]
 Ended = Callable[[int, Any], None]
 
 
-class Compute(Protocol):
+class Lanes(Protocol):
     """Some lanes that serve jobs first come first served; a job stays on one lane."""
 
     async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
@@ -42,7 +42,7 @@ def work_label(work: Work) -> tuple[str, int, int, int]:
     return work.kind, work.epoch, work.iteration, work.micro_batch
 
 
-class VirtualCompute:
+class VirtualLanes:
     """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue.
 
     Lanes of one machine may slow each other down: `crowded` says by how much for each other one that is busy.
@@ -94,7 +94,7 @@ class VirtualCompute:
         pass
 
 
-class ThreadCompute:
+class ThreadLanes:
     """Lanes that are threads. A speed below 1 is emulated by sleeping in proportion to the CPU time used,
 
     not to the time passed: what a busy host takes away is not multiplied.

@@ -12,7 +12,7 @@ from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
-from pipar.privacy.budget import Guard, Terms, terms_of
+from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.profile import Profile
 from pipar.wire.encodings import LOSSY
@@ -71,13 +71,14 @@ class Job:
         return {name: plan.split_point for name, plan in self.plans.items()}
 
     @cached_property
-    def terms(self) -> Terms | None:
+    def update_noise(self) -> UpdateNoise | None:
         """How updates are protected, with the noise that was chosen; None without noise on them."""
-        return terms_of(self.config)
+        return choose_noise(self.config)
 
-    def guard(self) -> Guard:
+    def guard(self) -> PrivacyGuard:
         """Return what one device of this machine lets be sent of it; its noise can be repeated, as all else here."""
-        return Guard(self.config.run.seed, budget=math.inf if self.terms is None else self.terms.budget)
+        noise = self.update_noise
+        return PrivacyGuard(self.config.run.seed, PrivacyLimits(budget=math.inf if noise is None else noise.budget))
 
     @property
     def keep_momentum(self) -> bool:
@@ -120,7 +121,7 @@ class Job:
 
     def orders(self) -> dict[str, Orders]:
         """Return what each device is told when it joins."""
-        config, fleet, terms = self.config, self.fleet(), self.terms
+        config, fleet, terms = self.config, self.fleet(), self.update_noise
         return {
             member.name: Orders(
                 session=number,

@@ -24,7 +24,7 @@ from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.planner.search import check_given
-from pipar.privacy.budget import terms_of
+from pipar.privacy.budget import choose_noise
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
 from pipar.profiling.machines import MACHINES, machine_profile
@@ -42,7 +42,7 @@ _LAYERS_SHARE = 0.9
 
 def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore) -> Job:
     """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
-    terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
+    choose_noise(workload.config)  # what is wrong with a budget is found before anything is measured
     return with_plans(unplanned_job(workload, observe), rehearse, observe)
 
 
@@ -51,7 +51,7 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
 
     The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
     """
-    terms_of(config)
+    choose_noise(config)
     job = unplanned_timing_only_job(config, observe)
     return None if job is None else with_plans(job, rehearse, observe)
 

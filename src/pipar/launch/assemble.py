@@ -11,24 +11,24 @@ from typing import Any
 from pipar.config import Link, device_names
 from pipar.device.program import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
-from pipar.execution.lanes import Compute
+from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Job
 from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
 from pipar.planner.predictor import Foresight
 from pipar.planner.replanner import Choose, Replanner
-from pipar.privacy.budget import Guard, PrivacyAccountant
+from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard
 from pipar.profiling.profile import Profile
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.program import Checkpointer, Learner, Server, Training
 from pipar.server.session import fault
 from pipar.transport.channel import Channel, Transport
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 from pipar.wire.orders import Orders
 
 #: Makes lanes of these names that leave their spans with this recorder.
-MakeCompute = Callable[[Sequence[str], Recorder], Compute]
+MakeCompute = Callable[[Sequence[str], Recorder], Lanes]
 
 
 def assemble_server(
@@ -116,7 +116,7 @@ def assemble_server(
         real_links=isinstance(enrolment, OpenEnrolment),
         replanner=replanner,
         checkpointer=checkpointer,
-        accountant=accountant or PrivacyAccountant(job.terms),
+        accountant=accountant or PrivacyAccountant(job.update_noise),
         observe=observe,
     )
 
@@ -132,7 +132,7 @@ class Equipment:
     build_part: Callable[[Orders], DevicePart]
     compute: MakeCompute
     profile: Profile | None = None
-    guard: Guard = field(default_factory=Guard)  # one for all of the device's sessions
+    guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # one for all of the device's sessions
 
 
 async def run_device(
@@ -142,13 +142,13 @@ async def run_device(
     transport: Transport,
     *,
     keep_spans: frozenset[str] | None = None,
-    lifeline: Lifeline | None = None,
+    reconnector: Reconnector | None = None,
     is_real: bool = False,
     observe: Observer,
 ) -> None:
-    """Run one device over a transport, from hello to the end; with a lifeline over as many as it takes."""
+    """Run one device over a transport, from hello to the end; with a reconnector over as many as it takes."""
     recorder = Recorder(name, keep_spans)
-    on_lost = None if lifeline is None else lifeline.lost
+    on_lost = None if reconnector is None else reconnector.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
     channel.emulate(link, attrgetter("up_bps"))
     lanes = [equipment.compute([lane], recorder) for lane in (COMPUTE, IO, NOISE)]
@@ -165,7 +165,7 @@ async def run_device(
         guard=equipment.guard,
         observe=observe,
     )
-    keeping = None if lifeline is None else asyncio.ensure_future(lifeline.keep(channel))
+    keeping = None if reconnector is None else asyncio.ensure_future(reconnector.keep_attached(channel))
     try:
         await device.train()
     except asyncio.CancelledError:

@@ -21,7 +21,7 @@ from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError, InputError, PlanError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
-from pipar.execution.lanes import ThreadCompute
+from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
@@ -41,8 +41,8 @@ from pipar.nn.runtime import keep_freed_memory
 from pipar.planner.background_search import Chooser
 from pipar.planner.fleet import Fleet
 from pipar.privacy import accounting
-from pipar.privacy.budget import Cuts, Guard, terms_of
-from pipar.privacy.budget_file import Memory, held
+from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits, choose_noise
+from pipar.privacy.budget_file import BudgetFile, locked
 from pipar.profiling.profile import Profile
 from pipar.report import try_write_report
 from pipar.server.enrolment import OpenEnrolment
@@ -55,7 +55,7 @@ from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Transport
 from pipar.transport.grpc import Listener, connect
 from pipar.transport.limits import Keepalive
-from pipar.transport.reconnect import Lifeline
+from pipar.transport.reconnect import Reconnector
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 from pipar.wire.messages import EMPTY
 
@@ -165,7 +165,7 @@ class _ServerProgram:
             enrolment.keep_plans(found.plans)
         enrolment.add_listener(self._update_job)
         chooser = Chooser()
-        saving = ThreadCompute(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
+        saving = ThreadLanes(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
         checkpointer = CheckpointWriter(
             self._checkpoints,
             self._learner,
@@ -181,8 +181,8 @@ class _ServerProgram:
             self._learner,
             held_out(self._workload, "validation"),
             enrolment=enrolment,
-            pool=partial(ThreadCompute, speed=config.server.speed),
-            background=partial(ThreadCompute, nice=19),
+            pool=partial(ThreadLanes, speed=config.server.speed),
+            background=partial(ThreadLanes, nice=19),
             emit=self._folder.epoch_recorder(self._observe, pictures=self._options.pictures),
             observe=self._observe,
             search=chooser,
@@ -299,7 +299,7 @@ def _as_given(group: DeviceSection) -> DeviceSection:
 
 def _empty_job(workload: Workload, observe: Observer) -> Job:
     """Return a job without devices: they come."""
-    terms_of(workload.config)  # what is wrong with a budget is found before anything is measured
+    choose_noise(workload.config)  # what is wrong with a budget is found before anything is measured
     config, model = workload.config, workload.checked_model()
     check_given_plans(config, len(model), workload.model_name)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
@@ -373,14 +373,14 @@ def _random_numbers() -> Iterator[int]:
 
 def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     """Take part in a training to its end; return the exit code."""
-    with contextlib.nullcontext() if options.privacy_file is None else held(options.privacy_file):
+    with contextlib.nullcontext() if options.privacy_file is None else locked(options.privacy_file):
         return _take_part(config, options, observe)
 
 
 def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     _prepare_process()
     spec = next((spec for spec in _listed(config) if spec.name == options.name), unlisted_spec(options.name))
-    memory = None if options.privacy_file is None else Memory.open(options.privacy_file, options.name)
+    memory = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if memory is None else memory.label_seed)
     samples, model = workload.keep_only_shard(options.name), workload.checked_model()
@@ -389,7 +389,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
     )
     seed_dropout(config.run.seed, options.name)
-    build, lanes = part_builder(workload, options.name), partial(ThreadCompute, speed=spec.speed)
+    build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
     equipment = Equipment(samples, build, lanes, profile, guard)
     stopped = _until_signal(_live(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
@@ -403,45 +403,42 @@ async def _live(
     patience_s = min(_DIAL_S, options.give_up_after_s or _DIAL_S)
     keepalive = Keepalive.every(config.server.keepalive)
     dial = partial(connect, options.server, security=options.security, timeout_s=patience_s, keepalive=keepalive)
-    lifeline = Lifeline(options.name, options.server, dial, backoff, observe)
+    reconnector = Reconnector(options.name, options.server, dial, backoff, observe)
     take_part = partial(
-        run_device, options.name, spec.link, equipment, lifeline=lifeline, is_real=True, observe=observe
+        run_device, options.name, spec.link, equipment, reconnector=reconnector, is_real=True, observe=observe
     )
-    await lifeline.live(take_part)
+    await reconnector.run(take_part)
     observe(Stopping("The training is over."))
 
 
 def device_guard(
-    config: Config, noise_seed: int | None = None, *, cuts: Cuts | None = None, memory: Memory | None = None
-) -> Guard:
+    config: Config, noise_seed: int | None = None, *, cuts: AllowedCuts | None = None, memory: BudgetFile | None = None
+) -> PrivacyGuard:
     """Return what a device allows by its own configuration, whatever its server says."""
     privacy = config.privacy
     budget = math.inf
     if privacy.target_epsilon is not None:
         budget = accounting.budget(privacy.target_epsilon, privacy.delta)
-    return Guard(
+    return PrivacyGuard(
         noise_seed,
-        least_multiplier=privacy.noise_multiplier or 0.0,
-        budget=budget,
-        delta=privacy.delta,
-        cuts=cuts,
-        spent=None if memory is None else memory.spent,
-        remember=None if memory is None else memory.remember,
+        PrivacyLimits(privacy.noise_multiplier or 0.0, budget, privacy.delta, cuts),
+        used=None if memory is None else memory.used,
+        save=None if memory is None else memory.save,
     )
 
 
-def allowed_cuts(workload: Workload, model: nn.Sequential) -> Cuts | None:
+def allowed_cuts(workload: Workload, model: nn.Sequential) -> AllowedCuts | None:
     """Return where a device lets the network be cut: nowhere in federated learning, or where it leaks little enough."""
     config, layers = workload.config, len(model)
     if not METHODS[config.run.method].splits:
         why = f"by its own configuration, method = '{config.run.method}', no activations leave this device"
-        return Cuts(layers, frozenset([layers]), why)
+        return AllowedCuts(layers, frozenset([layers]), why)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     if limit is None:
         return None
     leaky = limit.leaky_cuts(list(model._modules))
     why = f"by this device's own privacy.max_leakage = {limit.most:g} that one leaks too much"
-    return Cuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
+    return AllowedCuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
 
 
 def without_sample_statistics(config: Config, profile: Profile) -> Profile:

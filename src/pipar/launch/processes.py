@@ -120,7 +120,7 @@ def train_in_processes(
 ) -> None:
     """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
     household = _ChildProcesses(observe)
-    _ = job.terms  # chosen here, once: each device would have to import an accountant for it
+    _ = job.update_noise  # chosen here, once: each device would have to import an accountant for it
     try:
         household.start(_SERVER, _server_process, job, own, folder, command, pictures)
         address = household.wait_for_server()
@@ -388,7 +388,7 @@ def _server_process(
 async def _serve(
     job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, accountant: PrivacyAccountant
 ) -> None:
-    from pipar.execution.lanes import ThreadCompute
+    from pipar.execution.lanes import ThreadLanes
     from pipar.launch.assemble import assemble_server
     from pipar.planner.background_search import Chooser
     from pipar.server.enrolment import ClosedEnrolment
@@ -399,8 +399,8 @@ async def _serve(
         job,
         learner,
         workload.held_out_batches("validation"),
-        pool=partial(ThreadCompute, speed=job.config.server.speed),
-        background=partial(ThreadCompute, nice=19),
+        pool=partial(ThreadLanes, speed=job.config.server.speed),
+        background=partial(ThreadLanes, nice=19),
         emit=emit,
         observe=observe,
         enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
@@ -432,7 +432,7 @@ def _device_process(teller: EventSender, job: Job, own: UserObjects, name: str, 
 
 
 async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
-    from pipar.execution.lanes import ThreadCompute
+    from pipar.execution.lanes import ThreadLanes
     from pipar.job.torch_setup import part_builder, seed_dropout, warm_up_device
     from pipar.launch.assemble import Equipment, run_device
     from pipar.transport.grpc import connect
@@ -442,6 +442,6 @@ async def _live(job: Job, workload: Workload, name: str, address: str, observe: 
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(address)
-    lanes, profile = partial(ThreadCompute, speed=speed), job.device_profiles[name]
+    lanes, profile = partial(ThreadLanes, speed=speed), job.device_profiles[name]
     equipment = Equipment(samples, build, lanes, profile, job.guard())
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

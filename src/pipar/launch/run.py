@@ -281,7 +281,7 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
             name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
         },
         world=world,
-        is_private=job.terms is not None,
+        is_private=job.update_noise is not None,
         leakage=_leakage_text(job),
     )
 

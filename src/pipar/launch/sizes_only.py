@@ -11,7 +11,7 @@ from pipar.profiling.profile import Profile
 from pipar.wire.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 
 if TYPE_CHECKING:  # it brings numpy
-    from pipar.privacy.mechanisms import Chance
+    from pipar.privacy.mechanisms import NoiseSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class SizesOnlyDevicePart:
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
         return None
 
-    def protect(self, chance: Chance, *, clip: float, multiplier: float) -> None:
+    def protect(self, chance: NoiseSource, *, clip: float, multiplier: float) -> None:
         pass
 
     def pack(self, *, changes: bool = False) -> Body:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipar.device.program import DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
@@ -120,4 +120,4 @@ async def _train(
 
 
 def _lanes(costs: Costs) -> MakeCompute:
-    return lambda lanes, recorder: VirtualCompute(lanes, recorder, costs.seconds, costs.crowded)
+    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.crowded)

@@ -21,7 +21,7 @@ from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
 from pipar.wire.messages import Body
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 #: A held-out set: how many samples each batch has, and a function that loads it.
 Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]
@@ -145,7 +145,7 @@ class TorchLearner:
         except ProtocolError as error:
             raise UnusableModelError(device, f"{device} brought back no model: {error}") from None
 
-    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None:
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
         """Make the new global model of what the devices brought back and of their replicas, in device-name order.
 
         The one before is kept if somebody is to be told what has changed since then.
@@ -174,12 +174,12 @@ class TorchLearner:
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
         return self.aggregator.aggregate(module.state_dict(), brought, parameters)
 
-    def _whole(self, back: Returned) -> dict[str, torch.Tensor]:
+    def _whole(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         replica = self.replica(back.device).state()
         _check_finite(back.device, replica, f"What {back.device} has made of the layers behind its cut")
         return join_states(self._device_state(back), replica)
 
-    def _device_state(self, back: Returned) -> dict[str, torch.Tensor]:
+    def _device_state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         part, _ = split_model(self.model, self._split_points[back.device])
         given = part.state_dict()
         state = self.decode(back.device, back.body) if back.state is None else back.state
@@ -290,8 +290,8 @@ def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str,
 class _Brought:
     """What the devices brought back, in device-name order; each model is read when its turn comes."""
 
-    ordered: Sequence[Returned]
-    read: Callable[[Returned], dict[str, torch.Tensor]]
+    ordered: Sequence[TrainedPart]
+    read: Callable[[TrainedPart], dict[str, torch.Tensor]]
 
     def __len__(self) -> int:
         return len(self.ordered)

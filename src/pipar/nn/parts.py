@@ -305,7 +305,7 @@ class TorchDevicePart(Part):
         return read_tensor(message, encoding, not_zero(output))
 
     @torch.no_grad()
-    def protect(self, chance: mechanisms.Chance, *, clip: float, multiplier: float) -> None:
+    def protect(self, chance: mechanisms.NoiseSource, *, clip: float, multiplier: float) -> None:
         """Clip what has changed in this part since it came, in one norm over all of it, and add noise to it.
 
         In place: it is nobody's any more but the server's. Running variances stay at least 0, which says nothing more
@@ -315,7 +315,7 @@ class TorchDevicePart(Part):
         learned = self._learned()
         self._take_back(self._base)
         base = arrays({name: self._base[name] for name in learned})
-        mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, chance=chance)
+        mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, noise=chance)
         for name, tensor in learned.items():
             if name.endswith("running_var"):
                 tensor.clamp_(min=0.0)

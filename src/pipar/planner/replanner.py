@@ -36,8 +36,8 @@ class MeasuredLink:
 
     def over(self, link: Link) -> Link:
         """Return the link with the rates that were measured; a direction with too little traffic keeps its own."""
-        up_bps = self.up.rate_bps if self.up.is_telling else link.up_bps
-        down_bps = self.down.rate_bps if self.down.is_telling else link.down_bps
+        up_bps = self.up.rate_bps if self.up.is_enough else link.up_bps
+        down_bps = self.down.rate_bps if self.down.is_enough else link.down_bps
         return Link(up_bps=up_bps, down_bps=down_bps, latency_s=link.latency_s)
 
 

@@ -1,6 +1,6 @@
 """What a device remembers of its privacy when it is started again, in a file that is its own.
 
-That is what it has spent, and the key by which its labels were told: with another one they would be told a second time.
+That is what it has used, and the key by which its labels were told: with another one they would be told a second time.
 The key of the noise on updates is not in it. It is drawn anew at each start, so that no noise can come twice.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError, PrivacyError
-from pipar.privacy.budget import Spent
+from pipar.privacy.budget import BudgetUse
 from pipar.private_files import write_private
 
 FORMAT = 1
@@ -25,7 +25,7 @@ _FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Keep the file for this program: two that count in it would each spend what the other one has left.
 
     What is locked is a file beside it, which stays: the file itself is another one each time that it is written.
@@ -55,23 +55,23 @@ def _lock(handle: int, path: Path) -> None:
         raise InputError(f"Cannot keep --privacy-file {path} for one device: {error.strerror}.") from None
 
 
-class Memory:
+class BudgetFile:
     """The file of one device; what it says is on the disk before a method returns."""
 
-    def __init__(self, path: Path, device: str, label_seed: int, spent: Spent) -> None:
+    def __init__(self, path: Path, device: str, label_seed: int, used: BudgetUse) -> None:
         self.label_seed = label_seed
-        self.spent = spent
+        self.used = used
         self._path = path
         self._device = device
 
     @classmethod
-    def open(cls, path: Path, device: str) -> Memory:
+    def open(cls, path: Path, device: str) -> BudgetFile:
         """Return what a file says of a device; one that is not there is begun."""
         try:
             text = path.read_text("utf-8")
         except FileNotFoundError:
-            begun = cls(path, device, secrets.randbits(128), Spent())
-            begun.remember(begun.spent)
+            begun = cls(path, device, secrets.randbits(128), BudgetUse())
+            begun.save(begun.used)
             return begun
         except OSError as error:
             raise InputError(f"Cannot read --privacy-file {path}: {error.strerror}.") from None
@@ -85,22 +85,22 @@ class Memory:
             )
         if content["device"] != device:
             raise InputError(f"--privacy-file {path} is that of '{content['device']}': give '{device}' its own.")
-        return cls(path, device, int(content["label_key"], 16), Spent(content["releases"], content["mu_squared"]))
+        return cls(path, device, int(content["label_key"], 16), BudgetUse(content["releases"], content["mu_squared"]))
 
-    def remember(self, spent: Spent) -> None:
-        """Write down what the device has spent, with what is about to be sent; if that fails it may not be."""
+    def save(self, used: BudgetUse) -> None:
+        """Write down what the device has used, with what is about to be sent; if that fails it may not be."""
         content = {
             "format": FORMAT,
             "device": self._device,
             "label_key": f"{self.label_seed:032x}",
-            "releases": spent.releases,
-            "mu_squared": float(spent.mu_squared),
+            "releases": used.releases,
+            "mu_squared": float(used.mu_squared),
         }
         try:
             write_private(self._path, json.dumps(content).encode() + b"\n")
         except InputError as error:
             raise PrivacyError(f"{error} It is the --privacy-file: what is not counted is not sent.") from None
-        self.spent = spent
+        self.used = used
 
 
 def _read(text: str) -> dict[str, Any] | None:

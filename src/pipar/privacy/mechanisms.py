@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 #: Gives the generator that belongs to a tensor's name.
-Chance = Callable[[str], np.random.Generator]
+NoiseSource = Callable[[str], np.random.Generator]
 
 #: So many values are worked on at a time: a model of hundreds of megabytes needs no second one beside it.
 _CHUNK = 2**16
@@ -25,7 +25,7 @@ _CHUNK = 2**16
 
 
 def clip_and_noise(
-    trained: Mapping[str, Array], received: Mapping[str, Array], *, clip: float, multiplier: float, chance: Chance
+    trained: Mapping[str, Array], received: Mapping[str, Array], *, clip: float, multiplier: float, noise: NoiseSource
 ) -> float:
     """Put W0 + min(1, C / |W - W0|) (W - W0) + N(0, sigma^2 C^2) where W is; return |W - W0| as it was.
 
@@ -36,7 +36,7 @@ def clip_and_noise(
     norm = update_norm(trained, received)
     factor, scale = clip_factor(norm, clip), multiplier * clip
     for name in sorted(trained):
-        rng = chance(name)
+        rng = noise(name)
         flat = np.ascontiguousarray(trained[name]).reshape(-1)
         for part, before in zip(_chunks(flat), _chunks(_flat(received[name])), strict=True):
             # Change and noise first: behind W0, which a server may choose as large as it likes, they would be rounded

@@ -42,7 +42,7 @@ from pipar.profiling.memory import largest_prefix, training_bytes
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.units import format_bytes
 from pipar.wire.messages import Body, Kind, Message
-from pipar.wire.orders import Returned
+from pipar.wire.orders import TrainedPart
 
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40
@@ -548,7 +548,7 @@ def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
 
     def protect() -> Callable[[], object]:
         trained = {name: values.copy() for name, values in state.items()}
-        return partial(clip_and_noise, trained, received, clip=1.0, multiplier=1.0, chance=chance)
+        return partial(clip_and_noise, trained, received, clip=1.0, multiplier=1.0, noise=chance)
 
     size_bytes: int = sum(values.nbytes for values in state.values())
     return _median_s(protect, budget_s) / size_bytes
@@ -608,7 +608,7 @@ def _aggregations(model: nn.Sequential, task: _Task, *, with_loss: bool) -> list
     )
 
     def returned(devices: tuple[str, ...]) -> Callable[[], object]:
-        brought = [Returned(device, _as_received(learner.pack(device)), 1) for device in devices]
+        brought = [TrainedPart(device, _as_received(learner.pack(device)), 1) for device in devices]
         return partial(learner.aggregate, brought)
 
     return [

@@ -23,7 +23,7 @@ from pipar.errors import (
     forget_frames,
 )
 from pipar.events import BegunAnew, BudgetSpent, Dropped, Observer, Progress, Replanned, RoundOver, ignore
-from pipar.execution.lanes import Compute, Ended, Step
+from pipar.execution.lanes import Ended, Lanes, Step
 from pipar.execution.spans import DOWNLINK, SERVER, Recorder
 from pipar.execution.stages import Place, Work
 from pipar.methods import Method, Plan
@@ -48,7 +48,7 @@ from pipar.server.validation import Validation
 from pipar.transport.channel import Transport
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit
 from pipar.wire.messages import EMPTY, LABEL_BYTES, Body, Kind, Message, chunk_count
-from pipar.wire.orders import Orders, Returned, plan_body
+from pipar.wire.orders import Orders, TrainedPart, plan_body
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Learner(Protocol):
     def part_bytes(self, device: str) -> int: ...
     def model_bytes(self) -> int: ...
     def decode(self, device: str, body: Body) -> Any: ...  # of the part that it brings back
-    def aggregate(self, returned: Sequence[Returned], *, keep_before: bool = False) -> None: ...
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None: ...
     def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
     def keep_only(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
     def rewind(self) -> None: ...  # what all have done since then to a model that they share
@@ -130,7 +130,7 @@ class _Served:
     """What one device brought back in a round; its session may be over by now."""
 
     session: Session
-    returned: Returned
+    returned: TrainedPart
     loss_sum: float | None
     errors: tuple[SquaredError, SquaredError] = (None, None)  # of lossy encodings, up and down
 
@@ -154,8 +154,8 @@ class Server:
         learner: Learner,
         enrolment: Enrolment,
         *,
-        pool: Compute,
-        background: Compute,
+        pool: Lanes,
+        background: Lanes,
         recorder: Recorder,
         results: ResultCollector,
         keep_spans: frozenset[str] | None = None,
@@ -304,9 +304,9 @@ class Server:
         over = self._accountant.would_exceed(session.device for session in group)
         if over is None:
             return False
-        assert self._accountant.terms is not None
-        assert self._accountant.terms.target_epsilon is not None
-        self._observe(BudgetSpent(done, *over, self._accountant.terms.target_epsilon))
+        assert self._accountant.noise is not None
+        assert self._accountant.noise.target_epsilon is not None
+        self._observe(BudgetSpent(done, *over, self._accountant.noise.target_epsilon))
         return True
 
     async def _wait_for_results(self, epoch: int) -> None:
@@ -574,15 +574,15 @@ class Server:
         known = [batch for batch in losses if batch is not None]
         return _Served(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
 
-    async def _take_model(self, session: Session, message: Message, samples: int) -> Returned:
+    async def _take_model(self, session: Session, message: Message, samples: int) -> TrainedPart:
         """Return what a device brings back; changes are decoded when they come, on any core, while others train on."""
         device, body = session.device, message.body
         if body.encoding != "changes":
-            return Returned(device, body, samples)  # its tensors lie in it
+            return TrainedPart(device, body, samples)  # its tensors lie in it
         size = self._learner.part_bytes(device)
         decode = Work("decode", message.epoch, size_bytes=size, device=device, encoding="changes")
         state = await self._pool.run((decode, partial(self._learner.decode, device, body)))
-        return Returned(device, EMPTY, samples, state)
+        return TrainedPart(device, EMPTY, samples, state)
 
     async def _next(self, session: Session) -> Message:
         """Return what a device says next; behind it nothing comes any more of a round that it was too late for."""

@@ -14,7 +14,7 @@ from pipar.errors import ConfigError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.execution.stages import Place
 from pipar.planner.replanner import MeasuredLink
-from pipar.privacy.budget import Spent
+from pipar.privacy.budget import BudgetUse
 from pipar.profiling.profile import NetworkSizes, Profile, check_network
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import Moments, carried, read_moments, read_traffic
@@ -38,7 +38,7 @@ class Introduction:
     name: str
     samples: int
     profile: Profile | None = None
-    spent: Spent = field(default_factory=Spent)  # by updates that it has sent, maybe to another server
+    spent: BudgetUse = field(default_factory=BudgetUse)  # by updates that it has sent, maybe to another server
 
 
 class Inbox(asyncio.Queue[Message | Exception]):
@@ -155,17 +155,17 @@ class Session:
         """Let the device train an epoch. How fast a real uplink is shows on this side, and the device is told so."""
         self.round, self.is_training = epoch, True
         known = self.uplink
-        told = json_body({"up_bytes": known.size_bytes, "up_s": known.seconds}) if known.is_telling else EMPTY
+        told = json_body({"up_bytes": known.size_bytes, "up_s": known.seconds}) if known.is_enough else EMPTY
         self.channel.post(Message(Kind.ROUND, epoch, body=told))
 
     def measure(self, end: End, epoch: int) -> MeasuredLink:
         """Return what the link has carried in an epoch, by what both sides know of it."""
         channel = self.channel
         up, down = carried(end.ready, channel.came.moments), carried(channel.ready.moments, end.came)
-        if up.is_telling:
+        if up.is_enough:
             self.uplink = up
         channel.meter.take(epoch, down)
-        return MeasuredLink(up if up.is_telling else end.uplink, channel.meter.read(epoch))
+        return MeasuredLink(up if up.is_enough else end.uplink, channel.meter.read(epoch))
 
     def ask_for_trace(self, epoch: int) -> None:
         """Tell the device that a round is over; it answers with its trace."""
@@ -290,12 +290,12 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
     return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
 
 
-def _read_spent(name: str, content: Mapping[str, Any]) -> Spent:
+def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
     """Return what a device says that it has sent: nothing, or as many updates as have cost something."""
     releases, spent = content.get("releases", 0), content.get("spent", 0.0)
     if type(releases) is not int or type(spent) is not float or releases < 0 or not 0 <= spent < math.inf:
         raise ProtocolError(f"'{name}' says that it has sent {releases!r} updates, which have cost {spent!r}.")
-    return Spent(releases, spent)
+    return BudgetUse(releases, spent)
 
 
 def read_profile(said: Any, network: Profile | None) -> Profile | None:

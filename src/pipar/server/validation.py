@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from pipar.errors import TrainingError
-from pipar.execution.lanes import Compute
+from pipar.execution.lanes import Lanes
 from pipar.execution.stages import Work
 from pipar.server.epoch_results import ResultCollector
 
@@ -24,7 +24,7 @@ class Validation:
         evaluator: Callable[[], Evaluate],
         batches: Sequence[tuple[int, Any]],
         *,
-        background: Compute,
+        background: Lanes,
         results: ResultCollector,
     ) -> None:
         self._evaluator = evaluator

@@ -10,7 +10,7 @@ from typing import Protocol
 from pipar.config import Config
 from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
-from pipar.execution.lanes import Compute
+from pipar.execution.lanes import Lanes
 from pipar.execution.stages import Work
 from pipar.job.job import Job
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
@@ -35,7 +35,7 @@ class CheckpointWriter:
         *,
         config: Config,
         job: Callable[[], Job],
-        lane: Compute,
+        lane: Lanes,
         observe: Observer,
         done: int = 0,
     ) -> None:

@@ -119,7 +119,7 @@ class RunFolder:
         self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
         self.partly: dict[int, dict[str, int]] = {}  # by round: who did not count, but taught a shared model
         self.plans: Mapping[str, Plan] = job.plans  # that are in force
-        self.accountant = PrivacyAccountant(job.terms)  # where the server counts what the devices send
+        self.accountant = PrivacyAccountant(job.update_noise)  # where the server counts what the devices send
         self._stopped: str | None = None
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []

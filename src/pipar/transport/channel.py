@@ -16,7 +16,7 @@ from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
-from pipar.transport.limits import MESSAGE_BYTES, Allowance, Rate
+from pipar.transport.limits import MESSAGE_BYTES, RateLimit, TokenBucket
 from pipar.transport.rate_estimate import Log
 from pipar.transport.shaping import Meter, Pacer, Rates
 from pipar.wire.frames import Assembler, BodyLimit, Frame, check_fits, cut_message
@@ -32,7 +32,7 @@ _SPANS = {
 }
 #: A link that breaks sends again what had come; a model of 100 GB that had is as many frames as this. Who sends
 #: nothing else is up to no good.
-_USELESS = Rate(at_once=100_000, a_second=100.0)
+_USELESS = RateLimit(burst=100_000, per_second=100.0)
 #: Who does not take what is left to say within this time does not get it.
 _LAST_WORDS_S = 10.0
 _CONTROL = ("control", "control")
@@ -114,7 +114,7 @@ class Channel:
         self._numbered: deque[_Posted] = deque()
         self._unacknowledged: deque[_Posted] = deque()
         self._sequence = 0
-        self._useless = Allowance(_USELESS)
+        self._useless = TokenBucket(_USELESS)
         self._posted: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
@@ -144,7 +144,7 @@ class Channel:
         if not self._is_real:
             return emulated
         measured = self.meter.read(epoch)
-        return measured.rate_bps if measured.is_telling else emulated or 0.0
+        return measured.rate_bps if measured.is_enough else emulated or 0.0
 
     def moments(self) -> dict[str, Any]:
         """Return, for the next message to tell, when frames of a real link were ready, and when others came.
@@ -237,8 +237,8 @@ class Channel:
         """Count what came for nothing, or raise if the peer sends little else."""
         if not self._useless.take(self._loop.time()):
             raise ProtocolError(
-                f"{message} is of no use, as were {_USELESS.at_once} frames before it; in the long run there may be "
-                f"{_USELESS.a_second:g} of them a second."
+                f"{message} is of no use, as were {_USELESS.burst} frames before it; in the long run there may be "
+                f"{_USELESS.per_second:g} of them a second."
             )
 
     def take_counts(self, epoch: int) -> tuple[int, int]:

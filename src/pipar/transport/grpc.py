@@ -18,8 +18,8 @@ from pipar.errors import CredentialError, InputError, LinkError
 from pipar.transport.addresses import check_listening
 from pipar.transport.channel import Transport
 from pipar.transport.diagnosis import why_refused
-from pipar.transport.limits import MESSAGE_BYTES, Allowance, Keepalive, Limits
-from pipar.transport.tls import DeviceSecurity, Guard, Material, ServerSecurity, check_device, check_server
+from pipar.transport.limits import MESSAGE_BYTES, Keepalive, Limits, TokenBucket
+from pipar.transport.tls import Authenticator, DeviceSecurity, Material, ServerSecurity, check_device, check_server
 from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
@@ -140,11 +140,11 @@ class Listener:
         self._security = security or ServerSecurity()
         self._limits = limits or Limits()
         self._refused = refused
-        self._guard = Guard(self._security, barred)
+        self._authenticator = Authenticator(self._security, barred)
         self._streams: dict[_Stream, str | None] = {}  # with the credential's name
         self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's of each stream, with our session
-        self._allowances: dict[str | None, Allowance] = {}  # of streams; there are no more names than credentials
-        self._refusals = Allowance(self._limits.refusals)
+        self._allowances: dict[str | None, TokenBucket] = {}  # of streams; there are no more names than credentials
+        self._refusals = TokenBucket(self._limits.refusals)
         self._held_back = 0  # refusals that are not given yet
         self._server = grpc.aio.server(options=_server_options(self._limits, keepalive or Keepalive()))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._connected)
@@ -185,7 +185,7 @@ class Listener:
 
     async def _connected(self, _: Any, context: Any) -> None:
         try:
-            peer = self._guard.name_of(context.auth_context(), context.invocation_metadata() or ())
+            peer = self._authenticator.name_of(context.auth_context(), context.invocation_metadata() or ())
         except CredentialError as why:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(why))
             return
@@ -231,9 +231,9 @@ class Listener:
             return "Too many devices connect at once."
         return None
 
-    def _allowance(self, peer: str | None) -> Allowance:
+    def _allowance(self, peer: str | None) -> TokenBucket:
         if peer not in self._allowances:
-            self._allowances[peer] = Allowance(self._limits.open_streams if peer is None else self._limits.streams)
+            self._allowances[peer] = TokenBucket(self._limits.open_streams if peer is None else self._limits.streams)
         return self._allowances[peer]
 
     async def _refuse(self, context: Any, code: grpc.StatusCode, why: str) -> None:

@@ -27,25 +27,25 @@ class Keepalive:
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateLimit:
     """So many at once, and so many a second in the long run."""
 
-    at_once: int
-    a_second: float
+    burst: int
+    per_second: float
 
 
-class Allowance:
+class TokenBucket:
     """What is left of a rate: full at first, less by one each time, and full again in time."""
 
-    def __init__(self, rate: Rate) -> None:
+    def __init__(self, rate: RateLimit) -> None:
         self._rate = rate
-        self._left = float(rate.at_once)
+        self._left = float(rate.burst)
         self._seen_at: float | None = None
 
     def take(self, now: float) -> bool:
         """Take one and return True, or return False if none is left at this moment."""
         since_s = 0.0 if self._seen_at is None else now - self._seen_at
-        self._left = min(self._rate.at_once, self._left + since_s * self._rate.a_second)
+        self._left = min(self._rate.burst, self._left + since_s * self._rate.per_second)
         self._seen_at = now
         if self._left < 1:
             return False
@@ -73,7 +73,7 @@ class Limits:
     handshake_s: float = 20.0
     idle_s: float = 60.0  # a connection without a stream
     watchers: int = 16  # of the server's health
-    streams: Rate = Rate(at_once=30, a_second=5.0)
-    open_streams: Rate = Rate(at_once=512, a_second=100.0)
-    refusals: Rate = Rate(at_once=50, a_second=20.0)
+    streams: RateLimit = RateLimit(burst=30, per_second=5.0)
+    open_streams: RateLimit = RateLimit(burst=512, per_second=100.0)
+    refusals: RateLimit = RateLimit(burst=50, per_second=20.0)
     refusal_s: float = 1.0

@@ -108,7 +108,7 @@ def carried(ready: Moments, came: Moments) -> Traffic:
         elif quickest.size_bytes <= _SMALL * one.size_bytes:
             alone.append((one.size_bytes, one.came - starts))
     behind_others = _sum(waited)
-    return behind_others if behind_others.is_telling else _sum(waited + alone)
+    return behind_others if behind_others.is_enough else _sum(waited + alone)
 
 
 def _sum(stretches: list[tuple[int, float]]) -> Traffic:

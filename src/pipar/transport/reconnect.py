@@ -31,7 +31,7 @@ _ANSWER_WITHIN_S = 10.0
 _SETTLED_S = 60.0
 
 
-class Lifeline:
+class Reconnector:
     """Dials the server until it answers, for as long as the backoff allows."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Lifeline:
         self._lost: asyncio.Queue[LinkError] = asyncio.Queue()
         self._channel: Channel | None = None
 
-    async def live(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
+    async def run(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
         """Take part in the training to its end, in as many sessions as that takes.
 
         What the server says wrong, as by a damaged frame, ends a session; what it says on purpose ends them all.
@@ -98,7 +98,7 @@ class Lifeline:
         """The channel's transport is gone."""
         self._lost.put_nowait(error)
 
-    async def keep(self, channel: Channel) -> None:
+    async def keep_attached(self, channel: Channel) -> None:
         """Give the channel another transport whenever it has lost one; runs until it is cancelled."""
         self._channel = channel
         while True:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pipar.units import LIMITLESS_BPS
 
 #: Less says little about a link: the moments between two frames weigh too much.
-TELLING_BYTES = 64_000
+ENOUGH_BYTES = 64_000
 #: Seconds on the link that a measured rate is made of: a link may change in the middle of a long epoch.
 _LATELY_S = 5.0
 
@@ -71,8 +71,8 @@ class Traffic:
     seconds: float = 0.0
 
     @property
-    def is_telling(self) -> bool:
-        return self.size_bytes >= TELLING_BYTES
+    def is_enough(self) -> bool:
+        return self.size_bytes >= ENOUGH_BYTES
 
     @property
     def rate_bps(self) -> float | None:
@@ -82,9 +82,9 @@ class Traffic:
 
     def of_late(self) -> Traffic:
         """Return traffic of the same rate that weighs no more than the latest seconds: what was long ago fades."""
-        if self.seconds <= _LATELY_S or not self.is_telling:
+        if self.seconds <= _LATELY_S or not self.is_enough:
             return self
-        share = max(_LATELY_S / self.seconds, TELLING_BYTES / self.size_bytes)
+        share = max(_LATELY_S / self.seconds, ENOUGH_BYTES / self.size_bytes)
         return Traffic(math.ceil(self.size_bytes * share), self.seconds * share)
 
 
@@ -101,7 +101,7 @@ class Meter:
 
     def take(self, epoch: int, traffic: Traffic) -> None:
         """Take what is known of a whole epoch, if it tells something."""
-        if traffic.is_telling:
+        if traffic.is_enough:
             self._epochs[epoch] = traffic.of_late()
 
     def read(self, epoch: int) -> Traffic:
@@ -112,4 +112,4 @@ class Meter:
         for old in [number for number in self._epochs if number < epoch - 1]:
             del self._epochs[old]
         now, before = (self._epochs.get(number, Traffic()) for number in (epoch, epoch - 1))
-        return before if before.is_telling and not now.is_telling else now
+        return before if before.is_enough and not now.is_enough else now

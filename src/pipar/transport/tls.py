@@ -1,7 +1,8 @@
 """What protects a connection: which files it takes, what may be wrong with them, and whose connection it is.
 
 `ServerSecurity` and `DeviceSecurity` say what was asked for. `check_server` and `check_device` read the files once and
-find everything that can be wrong with them before a socket is opened. `Guard` tells the name behind each connection.
+find everything that can be wrong with them before a socket is opened. `Authenticator` tells which device a connection
+belongs to.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def _read_register(security: ServerSecurity) -> None:
 # --- whose connection it is
 
 
-class Guard:
+class Authenticator:
     """Tells whose connection it is. Files are read again when they change: what is taken back is so at once."""
 
     def __init__(self, security: ServerSecurity, barred: Callable[[str], None] = lambda _: None) -> None:

@@ -91,7 +91,7 @@ def cut_message(message: Message, session: int, sequence: int, acknowledged: int
         return
     payloads = _payloads(message.body.buffers)
     for chunk in range(chunks):
-        payload = () if message.body.hollow else next(payloads)
+        payload = () if message.body.is_size_only else next(payloads)
         yield Frame(message, session, sequence, acknowledged, chunk, chunks, payload, _share(size, chunk))
 
 

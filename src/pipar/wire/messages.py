@@ -128,7 +128,7 @@ class Body:
     chunks: Chunks | None = field(default=None, compare=False)
 
     @property
-    def hollow(self) -> bool:
+    def is_size_only(self) -> bool:
         return self.size_bytes > 0 and not self.buffers and self.chunks is None
 
     @classmethod

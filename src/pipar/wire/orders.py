@@ -123,7 +123,7 @@ def plan_body(plan: Plan) -> Body:
 
 
 @dataclass(frozen=True)
-class Returned:
+class TrainedPart:
     """A device's trained part, and on how many samples it was trained in this round."""
 
     device: str

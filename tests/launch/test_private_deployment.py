@@ -14,14 +14,14 @@ from pipar.config import config_from
 from pipar.errors import TrainingError
 from pipar.events import ignore
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualCompute
+from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
 from pipar.launch.deployment import allowed_cuts, device_guard, without_sample_statistics
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
-from pipar.privacy.budget import Cuts, PrivacyAccountant, Spent, terms_of
-from pipar.privacy.budget_file import Memory
+from pipar.privacy.budget import AllowedCuts, BudgetUse, PrivacyAccountant, choose_noise
+from pipar.privacy.budget_file import BudgetFile
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
@@ -33,18 +33,18 @@ def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> 
     guard = device_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)
     assert guard.noise_seed == 7
     with pytest.raises(TrainingError, match="start both with the same"):
-        guard.accept(3.0, Spent())
-    guard.accept(5.0, Spent(1, cost(4.0)))
+        guard.accept(3.0, BudgetUse())
+    guard.accept(5.0, BudgetUse(1, cost(4.0)))
     guard.note(5.0)
-    assert guard.spent.releases == 2
+    assert guard.used.releases == 2
     with pytest.raises(TrainingError, match="privacy budget"):
         guard.check(4.0)
     free = device_guard(config_from({}))
-    free.accept(0.0, Spent())
+    free.accept(0.0, BudgetUse())
     assert free.noise_seed > 2**64  # but for one in 2^64
 
 
-def cuts_of(method: str, **privacy: object) -> Cuts | None:
+def cuts_of(method: str, **privacy: object) -> AllowedCuts | None:
     workload = Workload(config_from({"run": {"method": method}, "privacy": privacy}))
     return allowed_cuts(workload, workload.build_model())
 
@@ -93,11 +93,11 @@ def test_a_profile_tells_nothing_that_was_measured_of_samples_where_these_are_hi
 
 def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_one_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
-    accountant, saved = PrivacyAccountant(terms_of(config)), Checkpoints(tmp_path)
+    accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)
     folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=[], round_log=[], partly={})
 
     async def keep() -> list[dict[str, Any]]:
-        lane = VirtualCompute(["save"], Recorder("server"), lambda _: 0.0)
+        lane = VirtualLanes(["save"], Recorder("server"), lambda _: 0.0)
         job: Any = SimpleNamespace(sizes={})
         learner: Any = SimpleNamespace(snapshot=lambda: EMPTY)
         checkpointer = CheckpointWriter(
@@ -142,7 +142,7 @@ def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(t
             assert len(rounds) <= entry["releases"] <= 5
             assert entry["epsilon"] == pytest.approx(epsilon_after(multiplier, entry["releases"], 1e-5))
         assert max(entry["epsilon"] for entry in spent.values()) == result["epsilon"] <= 6.0
-        assert Memory.open(kept, "pi-1").spent.releases == spent["pi-1"]["releases"]
+        assert BudgetFile.open(kept, "pi-1").used.releases == spent["pi-1"]["releases"]
         # A round that was sent to the server that crashed was sent: then there is none left for the last one.
         assert len(rounds) == 5 or (len(rounds) == 4 and "privacy.target_epsilon is 6" in result["stopped"])
         assert (result["stopped"] is None) == (len(rounds) == 5)
