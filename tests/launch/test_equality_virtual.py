@@ -123,7 +123,7 @@ def test_a_proximal_term_on_one_side_of_the_cut_only_would_be_seen(
     case = fedprox(method, (2,), (3,))
     for part in (TorchServerPart, TorchDevicePart):
         with monkeypatch.context() as patched:
-            patched.setattr(part, "stay_near", lambda *_: None)
+            patched.setattr(part, "set_proximal_target", lambda *_: None)
             assert largest_error(train_in_virtual_time(case).state, reference_state(case)) > VISIBLE
 
 

@@ -142,7 +142,7 @@ def test_the_real_world_trains_the_same_noisy_model(method: str, norm: str, micr
 def pieces(case: Case, sizes: list[int], epoch: int = 1) -> list[Any]:
     shard = case.workload().shard("phone-a")
     positions = shard.order(epoch)[: sum(sizes)]
-    return shard.with_noise(epoch, positions, shard.pieces(epoch, positions, sizes))
+    return shard.with_noise(epoch, positions, shard.micro_batches(epoch, positions, sizes))
 
 
 def test_noise_on_inputs_is_the_same_for_every_cut_and_another_in_every_epoch() -> None:
@@ -179,7 +179,7 @@ def test_labels_are_drawn_once_for_all_epochs_and_are_told_only_where_they_leave
 
     def labels(epoch: int) -> dict[int, tuple[int, int]]:
         order = shard.order(epoch)
-        piece = shard.pieces(epoch, order, [len(order)])[0]
+        piece = shard.micro_batches(epoch, order, [len(order)])[0]
         return {int(at): (int(y), int(t)) for at, y, t in zip(order, piece.labels, piece.told, strict=True)}
 
     first = labels(1)

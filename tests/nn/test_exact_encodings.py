@@ -10,7 +10,7 @@ from torch import nn
 
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.models import build_model
-from pipar.nn.parts import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
+from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
 from pipar.wire import encodings
@@ -24,7 +24,7 @@ LARGE = ("vgg16", "resnet101", "mobilenetv3_large")
 SHAPE = (3, 32, 32)
 
 
-def travel(kind: Kind, piece: Piece, body: Body) -> Message:
+def travel(kind: Kind, piece: MicroBatch, body: Body) -> Message:
     """Return a message as it arrives over a link, its chunks encoded one behind the other."""
     if body.chunks is not None:
         while len(body.chunks.ready) < body.chunks.count:
@@ -36,7 +36,7 @@ def travel(kind: Kind, piece: Piece, body: Body) -> Message:
     return arrived[-1]
 
 
-def trained(model: nn.Sequential, split_point: int, up: str, down: str, batches: list[list[Piece]]) -> str:
+def trained(model: nn.Sequential, split_point: int, up: str, down: str, batches: list[list[MicroBatch]]) -> str:
     """Return the hash of all weights after an epoch."""
     front, rest = split_model(model, split_point)
     device = TorchDevicePart(front, Optimizer(), has_loss=False)
@@ -58,11 +58,11 @@ def _numbered(message: Message, n: int) -> Message:
     return Message(message.kind, 1, 1, n, message.samples, message.batch_samples, message.body)
 
 
-def batches(count: int) -> Iterator[list[Piece]]:
+def batches(count: int) -> Iterator[list[MicroBatch]]:
     chance = torch.Generator().manual_seed(7)
     for _ in range(count):
         inputs, labels = torch.randn(4, *SHAPE, generator=chance), torch.randint(10, (4,), generator=chance)
-        yield cut_pieces(inputs, labels, [2, 2])
+        yield cut_micro_batches(inputs, labels, [2, 2])
 
 
 def cuts(name: str, layers: int) -> list[int]:

@@ -134,7 +134,7 @@ def test_what_a_device_that_is_lost_has_trained_is_forgotten() -> None:
     step_with(one.replica("a"), 1.0)
     step_with(one.replica("b"), 1.0)
     of_b = copy.deepcopy(one.replica("b").state())
-    one.forget("a")
+    one.discard_progress("a")
     assert same({**read_state(one.pack("a")), **one.replica("a").state()}, one.state())
     assert same(one.replica("b").state(), of_b)
     before = copy.deepcopy(one.replica("a").state())
@@ -148,7 +148,7 @@ def test_a_shared_model_keeps_whole_batches_of_a_device_that_is_lost_and_no_half
     after_a_batch = copy.deepcopy(one.replica("b").state())
     for parameter in one.replica("a").module.parameters():
         parameter.grad = torch.ones_like(parameter)
-    one.forget("a")
+    one.discard_progress("a")
     assert same(one.replica("b").state(), after_a_batch)
     assert all(parameter.grad is None for parameter in one.replica("b").module.parameters())
 
@@ -160,7 +160,7 @@ def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
         each.aggregate([TrainedPart("a", each.pack("a"), 1)])
     step_with(one.replica("b"), 3.0)
     one.replica("b").module(torch.ones(4, 5, dtype=torch.float64))  # running statistics
-    one.rewind()
+    one.rewind_shared_model()
     assert same(one.replica("b").state(), untouched.replica("b").state())
     for each in (one, untouched):
         step_with(each.replica("b"), 0.0)  # what momentum alone does
@@ -173,14 +173,14 @@ def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None
     before.aggregate([TrainedPart("a", before.pack("a"), 1)])
     one.restore(before.snapshot())
     step_with(one.replica("a"), 3.0)
-    one.rewind()
+    one.rewind_shared_model()
     assert same(one.replica("a").momentum(), before.replica("a").momentum())
     assert same(one.replica("a").state(), before.replica("a").state())
 
 
 def test_a_global_model_that_is_held_is_put_back_whatever_was_aggregated_meanwhile() -> None:
     one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
-    put_back = one.hold()
+    put_back = one.restore_point()
     for seed, device in enumerate(("a", "b")):
         one.aggregate([bring_back(one, device, 1, seed, 1)[0]])
     assert not same(one.state(), untouched.state())
@@ -191,19 +191,19 @@ def test_a_global_model_that_is_held_is_put_back_whatever_was_aggregated_meanwhi
 def test_a_device_that_has_left_nothing_behind_takes_no_momentum_to_another_cut() -> None:
     one = learner({"a": 1, "b": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)
-    one.forget("a")
-    leaving = one.move({"a": 2, "b": 2})
+    one.discard_progress("a")
+    leaving = one.move_cuts({"a": 2, "b": 2})
     assert {name: read_state(body) for name, body in leaving.items()} == {"a": {}, "b": {}}
-    one.replica("a").take_momentum(state_body({}))  # as a device answers that has forgotten its own
+    one.replica("a").receive_momentum(state_body({}))  # as a device answers that has forgotten its own
 
 
 def test_another_device_may_come_to_a_shared_model_at_the_same_cut() -> None:
     one = learner({"a": 1}, shared=True)
     replica = one.replica("a")
-    one.move({"b": 1})
+    one.move_cuts({"b": 1})
     assert one.replica("b") is replica
     with pytest.raises(AssertionError):
-        one.move({"b": 2})
+        one.move_cuts({"b": 2})
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -241,7 +241,7 @@ def test_a_replica_is_pulled_to_the_global_model_of_its_round(shared: bool) -> N
     one.aggregate([bring_back(one, name, 1, seed, 1)[0] for seed, name in enumerate("ab", start=1)])
     assert torch.allclose(pull(), torch.ones(3, 5, dtype=torch.float64))
     if not shared:
-        one.move({"a": 2})
+        one.move_cuts({"a": 2})
         assert torch.allclose(pull(), torch.ones(3, 5, dtype=torch.float64))
 
 
@@ -257,7 +257,7 @@ def test_a_network_that_is_cut_elsewhere_goes_on_as_the_new_global_model(before:
     one = learner({"a": before, "b": 1})
     one.aggregate([bring_back(one, name, p, 5, 1)[0] for name, p in (("a", before), ("b", 1))])
     other = one.replica("b")
-    assert one.move({"a": after}) == {}
+    assert one.move_cuts({"a": after}) == {}
     assert same({**read_state(one.pack("a")), **one.replica("a").state()}, one.state())
     assert set(read_state(one.pack("a"))) == set(split_model(network(), after)[0].state_dict())
     assert one.replica("b") is other
@@ -268,7 +268,7 @@ def test_a_network_that_is_cut_elsewhere_goes_on_as_the_new_global_model(before:
 def test_momentum_goes_where_its_layer_goes() -> None:
     one = learner({"a": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)
-    leaving = read_state(one.move({"a": 2})["a"])
+    leaving = read_state(one.move_cuts({"a": 2})["a"])
     assert {name: set(momentum.flatten().tolist()) for name, momentum in leaving.items()} == {
         "1.weight": {1.0},
         "1.bias": {1.0},
@@ -276,8 +276,8 @@ def test_momentum_goes_where_its_layer_goes() -> None:
     before = copy.deepcopy(one.replica("a").state())
     step_with(one.replica("a"), 0.0)
     assert torch.allclose(one.replica("a").state()["2.bias"], before["2.bias"] - 0.1 * 0.9)
-    assert read_state(one.move({"a": 1})["a"]) == {}
-    one.replica("a").take_momentum(state_body({"1.bias": torch.full((5,), 2.0, dtype=torch.float64)}))
+    assert read_state(one.move_cuts({"a": 1})["a"]) == {}
+    one.replica("a").receive_momentum(state_body({"1.bias": torch.full((5,), 2.0, dtype=torch.float64)}))
     before = copy.deepcopy(one.replica("a").state())
     step_with(one.replica("a"), 0.0)
     assert torch.allclose(one.replica("a").state()["1.bias"], before["1.bias"] - 0.1 * 0.9 * 2.0)
@@ -298,11 +298,11 @@ def test_momentum_goes_where_its_layer_goes() -> None:
 def test_momentum_that_does_not_fit_the_layers_that_moved_is_refused(state: dict[str, torch.Tensor]) -> None:
     one = learner({"a": 2}, keep_momentum=True)
     one.replica("a")
-    one.move({"a": 1})
+    one.move_cuts({"a": 1})
     with pytest.raises(ProtocolError, match="does not fit the layers that moved"):
-        one.replica("a").take_momentum(state_body(state))
+        one.replica("a").receive_momentum(state_body(state))
     with pytest.raises(ProtocolError, match="not valid safetensors"):
-        one.replica("a").take_momentum(Body.of(b"not a model"))
+        one.replica("a").receive_momentum(Body.of(b"not a model"))
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing", "bytes"])
@@ -339,10 +339,10 @@ def test_a_model_that_is_not_finite_is_refused_with_its_device_and_averaged_with
 def test_momentum_that_is_not_finite_is_refused() -> None:
     one = learner({"a": 2}, keep_momentum=True)
     one.replica("a")
-    one.move({"a": 1})
+    one.move_cuts({"a": 1})
     moved = {name: torch.full_like(value, float("nan")) for name, value in one.replica("a")._new.items()}
     with pytest.raises(ProtocolError, match=r"momentum .* has values that are infinite"):
-        one.replica("a").take_momentum(state_body(moved))
+        one.replica("a").receive_momentum(state_body(moved))
 
 
 def test_devices_with_one_split_point_share_the_packed_bytes() -> None:
@@ -452,14 +452,14 @@ def test_who_shares_a_model_is_made_up_for_what_it_has_lost_itself(encoding: str
     alone, together = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     own = sent_gradients(alone, encoding, "a", "a", "a")
     assert sent_gradients(together, encoding, "a", "b", "a", "b", "a")["a"] == own["a"]
-    lost = together.replica("a").take_error()
+    lost = together.replica("a").take_encoding_error()
     assert lost is not None
     assert lost[0] > 0
-    assert together.replica("b").take_error() == (0.0, 0.0)  # one replica: all was taken
+    assert together.replica("b").take_encoding_error() == (0.0, 0.0)  # one replica: all was taken
 
 
 def test_a_shared_model_does_not_make_up_for_what_those_have_lost_who_are_gone() -> None:
     one, again = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     sent_gradients(one, "topk", "a", "b")
-    one.keep_only({"b"})
+    one.keep_replicas_of({"b"})
     assert sent_gradients(one, "topk", "a") == sent_gradients(again, "topk", "a")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import ProtocolError
-from pipar.nn.parts import Optimizer, Piece, TorchDevicePart, TorchServerPart, cut_pieces
+from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
@@ -57,11 +57,11 @@ def parts(model: nn.Sequential, split_point: int) -> tuple[TorchDevicePart, Torc
     return TorchDevicePart(near, SGD, has_loss=len(far) == 0), TorchServerPart(far, SGD, classes=4)
 
 
-def message(body: Body, n: int, piece: Piece, kind: Kind = Kind.ACTIVATION) -> Message:
+def message(body: Body, n: int, piece: MicroBatch, kind: Kind = Kind.ACTIVATION) -> Message:
     return Message(kind, 1, 1, n, piece.samples, piece.batch_samples, body)
 
 
-def accumulate(device: TorchDevicePart, server: TorchServerPart, pieces: list[Piece]) -> None:
+def accumulate(device: TorchDevicePart, server: TorchServerPart, pieces: list[MicroBatch]) -> None:
     """All forwards, then all backwards, over message bodies as in a real iteration."""
     gradients = []
     for n, piece in enumerate(pieces, start=1):
@@ -98,7 +98,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def test_uneven_pieces_accumulate_to_the_gradient_of_the_whole_batch(split_point: int, sizes: list[int]) -> None:
     model = network()
     device, server = parts(model, split_point)
-    accumulate(device, server, cut_pieces(*batch(sum(sizes)), sizes))
+    accumulate(device, server, cut_micro_batches(*batch(sum(sizes)), sizes))
     wanted, loss = whole_batch_gradients(sum(sizes))
     # float64 adds up some ten terms: 1e-14 of the largest gradient is a few dozen roundings.
     assert_close(gradients(model), wanted, 1e-14)
@@ -111,7 +111,7 @@ def test_uneven_pieces_accumulate_to_the_gradient_of_the_whole_batch(split_point
 def test_a_device_with_the_whole_network_has_the_same_gradient_and_keeps_the_loss(sizes: list[int]) -> None:
     model = network()
     device, _ = parts(model, LAYERS)
-    for n, piece in enumerate(cut_pieces(*batch(sum(sizes)), sizes), start=1):
+    for n, piece in enumerate(cut_micro_batches(*batch(sum(sizes)), sizes), start=1):
         device.forward(n, piece)
         device.backward(n, None)
     wanted, loss = whole_batch_gradients(sum(sizes))
@@ -129,7 +129,7 @@ def test_some_iterations_train_the_weights_that_plain_training_has(split_point: 
         optimizer.zero_grad()
         torch.autograd.backward(F.cross_entropy(plain(inputs), labels))
         optimizer.step()
-        accumulate(device, server, cut_pieces(inputs, labels, [4, 3, 2]))
+        accumulate(device, server, cut_micro_batches(inputs, labels, [4, 3, 2]))
         device.step()
         server.step()
     assert_close(cut.state_dict(), plain.state_dict(), 1e-13)
@@ -138,7 +138,7 @@ def test_some_iterations_train_the_weights_that_plain_training_has(split_point: 
 def test_a_step_forgets_the_gradients_that_it_applied() -> None:
     model = network()
     device, server = parts(model, 2)
-    accumulate(device, server, cut_pieces(*batch(4), [4]))
+    accumulate(device, server, cut_micro_batches(*batch(4), [4]))
     device.step()
     server.step()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -147,7 +147,7 @@ def test_a_step_forgets_the_gradients_that_it_applied() -> None:
 def test_a_part_without_weights_can_be_trained_over() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)).double()
     device, server = parts(model, 1)
-    accumulate(device, server, cut_pieces(*batch(6), [3, 3]))
+    accumulate(device, server, cut_micro_batches(*batch(6), [3, 3]))
     device.step()
     server.step()
     assert read_state(device.pack()) == {}
@@ -155,7 +155,7 @@ def test_a_part_without_weights_can_be_trained_over() -> None:
 
 def test_pieces_are_views_of_their_batch_in_order() -> None:
     inputs, labels = batch(7)
-    pieces = cut_pieces(inputs, labels, [3, 2, 2])
+    pieces = cut_micro_batches(inputs, labels, [3, 2, 2])
     assert [piece.samples for piece in pieces] == [3, 2, 2]
     assert {piece.batch_samples for piece in pieces} == {7}
     assert torch.equal(torch.cat([piece.inputs for piece in pieces]), inputs)
@@ -173,7 +173,7 @@ def test_momentum_is_kept_or_starts_anew_when_a_model_is_installed(keep: bool) -
         for seed in (1, 2):
             if seed == 2 and install:
                 device.unpack_and_install(state_body(copy.deepcopy(device.state())), keep_momentum=keep)
-            (piece,) = cut_pieces(*batch(6, seed=seed), [6])
+            (piece,) = cut_micro_batches(*batch(6, seed=seed), [6])
             device.forward(1, piece)
             device.backward(1, None)
             device.step()
@@ -236,7 +236,7 @@ def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
     _, server = parts(network(), 3)
     values = torch.zeros(2, 12, dtype=torch.float64)
     values[1, 3] = float("nan")
-    piece = Piece(values, torch.zeros(2, dtype=torch.int64), 2)
+    piece = MicroBatch(values, torch.zeros(2, dtype=torch.int64), 2)
     with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1, iteration 1, micro-batch 4\) has values that are"):
         server.decode(message(tensor_body(values, piece.labels), 4, piece), "raw")
 
@@ -260,7 +260,7 @@ def test_a_failure_that_is_not_the_peers_comes_out_as_it_is() -> None:
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     device, _ = parts(network(), 3)
-    (piece,) = cut_pieces(*batch(2), [2])
+    (piece,) = cut_micro_batches(*batch(2), [2])
     device.forward(1, piece)
     with pytest.raises(ProtocolError, match="A gradient of shape"):
         device.backward(1, torch.zeros(2, 13, dtype=torch.float64))
@@ -268,7 +268,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 
 def test_labels_that_are_no_classes_are_refused() -> None:
     device, server = parts(network(), 3)
-    (piece,) = cut_pieces(*batch(2), [2])
+    (piece,) = cut_micro_batches(*batch(2), [2])
     wrong = replace(piece, labels=torch.tensor([0, 4]))
     with pytest.raises(ProtocolError, match=r"label outside 0\.\.3"):
         server.decode(message(device.encode(device.forward(1, piece), wrong, "raw"), 1, piece), "raw")
@@ -292,12 +292,12 @@ def test_what_is_no_tensor_is_refused_before_its_answer_is_cut_into_chunks(body:
 def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
     chance = partial(random_streams.generator, 1, "rounding")
     part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, chance=chance)
-    piece = Piece(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
+    piece = MicroBatch(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
     output = part.forward(1, piece)
 
     def coded(place: tuple[int, ...]) -> bytes:
         body = part.encode(output, piece, "int8", place)
-        part._losses._lossy.clear()  # without what is made up for
+        part._encoding_errors._lossy.clear()  # without what is made up for
         assert body.chunks is not None
         return b"".join(body.chunks.ready[0].buffers)
 

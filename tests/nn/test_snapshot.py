@@ -15,7 +15,7 @@ from torch import nn
 from pipar.errors import InputError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import Optimizer, TorchDevicePart, cut_pieces
+from pipar.nn.parts import Optimizer, TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
@@ -72,7 +72,7 @@ class World:
     def _train_batch(self, device: str, part: TorchDevicePart, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         inputs = torch.randn((8, 4), dtype=torch.float64, generator=generator)
-        (piece,) = cut_pieces(inputs, torch.randint(3, (8,), generator=generator), [8])
+        (piece,) = cut_micro_batches(inputs, torch.randint(3, (8,), generator=generator), [8])
         replica = self.learner.replica(device)
         activation = part.forward(1, piece).detach().clone()
         part.backward(1, replica.backward(replica.forward((activation, piece.labels, 8))))

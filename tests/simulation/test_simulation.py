@@ -255,7 +255,7 @@ def whose_mean_is_known(scenario: Scenario) -> Scenario:
 
 @pytest.mark.slow
 def test_replicas_that_keep_what_a_dropped_device_trained_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchLearner, "forget", nothing)
+    monkeypatch.setattr(TorchLearner, "discard_progress", nothing)
     assert found(whose_mean_is_known) in ("samples count once", "aggregate is the mean")
     assert found(one_is_late) == "samples count once"
 
@@ -276,7 +276,7 @@ def test_a_shared_model_that_keeps_what_it_may_not_is_found(method: str, monkeyp
 
     assert [seed for seed in range(3) if simulate(in_turns(draw_scenario(seed))).violation is not None] == []
     if method == "sl":
-        monkeypatch.setattr(TorchLearner, "rewind", nothing)
+        monkeypatch.setattr(TorchLearner, "rewind_shared_model", nothing)
     else:
         monkeypatch.setattr(Server, "_partly", lambda *_: {})
     assert found(in_turns) == "aggregate is the mean"

@@ -62,10 +62,10 @@ class ScriptedLearner(SizesOnlyLearner):
     def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:  # noqa: ARG002
         self.averaged.append([back.device for back in returned])
 
-    def forget(self, device: str) -> None:
+    def discard_progress(self, device: str) -> None:
         self.forgotten.append(device)
 
-    def hold(self) -> Callable[[], None]:
+    def restore_point(self) -> Callable[[], None]:
         return partial(self.averaged.__delitem__, slice(len(self.averaged), None))
 
 

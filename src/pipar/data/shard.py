@@ -16,7 +16,7 @@ from torch import Tensor
 from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
-from pipar.nn.parts import Piece, cut_pieces
+from pipar.nn.parts import MicroBatch, cut_micro_batches
 from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4
@@ -72,11 +72,11 @@ class Shard:
             samples = _augmented(samples, self._draws(epoch)[positions], flip=self.images.flip)
         return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
 
-    def pieces(self, epoch: int, positions: Indices, sizes: list[int]) -> list[Piece]:
+    def micro_batches(self, epoch: int, positions: Indices, sizes: list[int]) -> list[MicroBatch]:
         """Return the batch at these positions, without its noise, cut into micro-batches of these sizes."""
         inputs, labels = self.batch(epoch, positions)
         told = None if self._told is None else self._told[torch.from_numpy(np.asarray(positions, np.int64))]
-        return cut_pieces(inputs, labels, sizes, told)
+        return cut_micro_batches(inputs, labels, sizes, told)
 
     @property
     def noised_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Shard:
         has_noise = self.disguise is not None and self.disguise.pixel_scale > 0.0
         return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
 
-    def with_noise(self, epoch: int, positions: Indices, pieces: list[Piece]) -> list[Piece]:
+    def with_noise(self, epoch: int, positions: Indices, pieces: list[MicroBatch]) -> list[MicroBatch]:
         """Return a batch with PixelDP's noise, drawn in one stream for all of it: however it is cut, it is the same."""
         if self.disguise is None or self.disguise.pixel_scale == 0.0:
             return pieces

@@ -50,15 +50,15 @@ class DevicePart(Protocol):
     def step(self) -> None: ...
     def discard(self) -> None: ...
     def take_loss(self) -> float | None: ...
-    def take_error(self) -> tuple[float, float] | None: ...  # of a lossy encoding: squared errors, squared values
+    def take_encoding_error(self) -> tuple[float, float] | None: ...  # squared errors and values; None if exact
     def chunk_bytes(self, activation: Any, encoding: str) -> Sequence[int]: ...  # before encoding, chunk by chunk
     def encode(self, activation: Any, piece: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def decode(self, message: Message, encoding: str) -> Any: ...
     def protect(self, chance: NoiseSource, *, clip: float, multiplier: float) -> None: ...  # the update of this round
     def pack(self, *, changes: bool = False) -> Body: ...  # all of it, or what has changed since the last one came
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
-    def take_over(self, before: Any) -> Body: ...
-    def take_momentum(self, body: Body) -> None: ...
+    def carry_momentum_from(self, before: Any) -> Body: ...
+    def receive_momentum(self, body: Body) -> None: ...
 
 
 class Samples(Protocol):
@@ -66,7 +66,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
     def order(self, epoch: int) -> Any: ...
-    def pieces(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
+    def micro_batches(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
     def with_noise(self, epoch: int, positions: Any, pieces: list[Any]) -> list[Any]: ...  # whatever their sizes
     @property
     def noised_bytes(self) -> int: ...  # of one sample, to which noise is added when it is loaded
@@ -252,7 +252,7 @@ class Device:
         loss = self._part.take_loss()
         # A loss is computed of the data, too, and has no noise on it.
         counted: dict[str, Any] = {"samples": len(self._samples), "loss_sum": None if self._orders.protects else loss}
-        lost = self._part.take_error()
+        lost = self._part.take_encoding_error()
         if lost is not None:
             counted["error"] = list(lost)
         uplink = self._channel.meter.read(epoch)
@@ -312,7 +312,7 @@ class Device:
 
     def _rebuild(self, orders: Orders) -> tuple[DevicePart, Body]:
         part = self._build_part(orders)
-        return part, part.take_over(self._part) if orders.keep_momentum else EMPTY
+        return part, part.carry_momentum_from(self._part) if orders.keep_momentum else EMPTY
 
     async def _take_momentum(self, message: Message) -> None:
         """Take the momentum of the layers that came from the server; their weights come with the model."""
@@ -320,7 +320,7 @@ class Device:
             raise ProtocolError(f"The server sent {message}, but no layers have moved.")
         self._awaits_momentum = False
         install = Work("install", message.epoch, size_bytes=message.body.size_bytes)
-        await self._compute.run((install, partial(self._part.take_momentum, message.body)))
+        await self._compute.run((install, partial(self._part.receive_momentum, message.body)))
 
     def _cut(self, epoch: int) -> list[Any]:
         """Return the positions of each iteration's samples, in this epoch's order."""
@@ -343,7 +343,7 @@ class Device:
         orders, samples = self._orders, self._samples
         sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
         load = Work("load", epoch, iteration, samples=len(positions))
-        pieces: list[Any] = await self._io.run((load, partial(samples.pieces, epoch, positions, sizes)))
+        pieces: list[Any] = await self._io.run((load, partial(samples.micro_batches, epoch, positions, sizes)))
         if samples.noised_bytes:
             noise = Work("noise", epoch, iteration, size_bytes=len(positions) * samples.noised_bytes)
             pieces = await self._noise.run((noise, partial(samples.with_noise, epoch, positions, pieces)))

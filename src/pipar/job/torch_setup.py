@@ -14,8 +14,8 @@ from pipar.job.job import Job
 from pipar.job.workload import Workload
 from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import Piece, TorchDevicePart
-from pipar.nn.runtime import give_back_memory_of_model, one_thread
+from pipar.nn.parts import MicroBatch, TorchDevicePart
+from pipar.nn.runtime import one_thread, release_model_memory
 from pipar.nn.split import split_model
 from pipar.wire.orders import Orders
 
@@ -58,7 +58,7 @@ def warm_up(job: Job, workload: Workload) -> None:
     Kernels are chosen for each shape when they first meet it.
     """
     _train_pieces(job, workload)
-    give_back_memory_of_model(_model_bytes(job))
+    release_model_memory(_model_bytes(job))
 
 
 def _train_pieces(job: Job, workload: Workload) -> None:
@@ -76,7 +76,7 @@ def warm_up_device(job: Job, workload: Workload, name: str) -> None:
     20 % longer. That of a large model is fetched twice all the same, or it would be there beside the one that comes.
     """
     _train_batch(job, workload, name)
-    give_back_memory_of_model(_model_bytes(job))
+    release_model_memory(_model_bytes(job))
 
 
 def _train_batch(job: Job, workload: Workload, name: str) -> None:
@@ -101,9 +101,9 @@ def _model_bytes(job: Job) -> int:
     return job.server_profile.parameter_bytes(1, len(job.server_profile.layers))
 
 
-def _zeros(workload: Workload, samples: int) -> Piece:
+def _zeros(workload: Workload, samples: int) -> MicroBatch:
     inputs = torch.zeros((samples, *workload.input_shape), dtype=workload.dtype)
-    return Piece(inputs, torch.zeros(samples, dtype=torch.int64), samples)
+    return MicroBatch(inputs, torch.zeros(samples, dtype=torch.int64), samples)
 
 
 def seed_dropout(seed: int, owner: str) -> None:

@@ -59,7 +59,7 @@ class SizesOnlySamples:
     def order(self, epoch: int) -> Sequence[int]:  # noqa: ARG002
         return range(self._count)
 
-    def pieces(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[SizesOnlyPiece]:  # noqa: ARG002
+    def micro_batches(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[SizesOnlyPiece]:  # noqa: ARG002
         return [SizesOnlyPiece(size, len(positions)) for size in sizes]
 
     def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[SizesOnlyPiece]) -> list[SizesOnlyPiece]:  # noqa: ARG002
@@ -91,7 +91,7 @@ class SizesOnlyDevicePart:
     def take_loss(self) -> None:
         return None
 
-    def take_error(self) -> None:
+    def take_encoding_error(self) -> None:
         return None
 
     def chunk_bytes(self, activation: SizesOnlyPiece, encoding: str) -> list[int]:
@@ -112,10 +112,10 @@ class SizesOnlyDevicePart:
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         pass
 
-    def take_over(self, before: SizesOnlyDevicePart) -> Body:
+    def carry_momentum_from(self, before: SizesOnlyDevicePart) -> Body:
         return Body(max(0, before._weights.size_bytes - self._weights.size_bytes), encoding="safetensors")
 
-    def take_momentum(self, body: Body) -> None:
+    def receive_momentum(self, body: Body) -> None:
         pass
 
 
@@ -146,10 +146,10 @@ class SizesOnlyServerPart:
     def take_loss(self) -> None:
         return None
 
-    def take_error(self) -> None:
+    def take_encoding_error(self) -> None:
         return None
 
-    def take_momentum(self, body: Body) -> None:
+    def receive_momentum(self, body: Body) -> None:
         pass
 
 
@@ -167,22 +167,22 @@ class SizesOnlyLearner:
             self._parts[split_point] = SizesOnlyServerPart(self._profile, split_point)
         return self._parts[split_point]
 
-    def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
+    def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
         before = {device: self.part_bytes(device) for device in split_points if device in self._split_points}
         self._split_points.update(split_points)
         sizes = {device: max(0, self.part_bytes(device) - size) for device, size in before.items()}
         return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
 
-    def forget(self, device: str) -> None:
+    def discard_progress(self, device: str) -> None:
         pass
 
-    def keep_only(self, devices: Collection[str]) -> None:
+    def keep_replicas_of(self, devices: Collection[str]) -> None:
         pass
 
-    def rewind(self) -> None:
+    def rewind_shared_model(self) -> None:
         pass
 
-    def hold(self) -> Callable[[], None]:
+    def restore_point(self) -> Callable[[], None]:
         return lambda: None
 
     def pack(self, device: str, *, changes: bool = False) -> Body:

@@ -69,11 +69,11 @@ def conv_norm(
     layers: dict[str, nn.Module] = {"conv": conv, **norm.layers(outputs)}
     if activation is not None:
         layers["activation"] = activation
-    he_start(conv, gain)
+    he_init(conv, gain)
     return named(layers)
 
 
-def he_start(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
+def he_init(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
     """Draw the weights from N(0, gain^2 / fan_in) and set the bias to zero.
 
     fan_in keeps the size of the activations through depthwise convolutions too, for which fan_out as
@@ -88,7 +88,7 @@ def he_start(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
 def hidden_linear(inputs: int, outputs: int, activation: nn.Module) -> nn.Sequential:
     """Return a fully connected layer with its activation, started as He et al. do."""
     linear = nn.Linear(inputs, outputs)
-    he_start(linear)
+    he_init(linear)
     return named({"linear": linear, "activation": activation})
 
 
@@ -106,7 +106,7 @@ class Residual(nn.Module):
         return total
 
 
-def start_branches_quietly(model: nn.Module) -> None:
+def init_branches_to_zero(model: nn.Module) -> None:
     """Let every residual block start as its shortcut, so that a deep network starts as a shallow one.
 
     With a norm, the weight of the last norm in a branch starts at zero (Goyal et al., 2017). Without one, the last

@@ -16,7 +16,7 @@ from pipar.errors import InputError, ProtocolError, UnusableModelError
 from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.parts import Optimizer, TorchServerPart
-from pipar.nn.runtime import give_back_memory_of_model
+from pipar.nn.runtime import release_model_memory
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
 from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
@@ -73,11 +73,11 @@ class TorchLearner:
                 proximal=self._proximal,
                 chance=partial(random_streams.generator, self._seed, "rounding", key, "down"),
             )
-            replica.stay_near(module.state_dict())
+            replica.set_proximal_target(module.state_dict())
             self._replicas[key] = replica
         return self._replicas[key]
 
-    def move(self, split_points: Mapping[str, int]) -> dict[str, Body]:
+    def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
         """Cut these devices' networks elsewhere; return the momentum of the layers that go to each, if it is kept.
 
         Their replicas are made anew from the global model: between two rounds nothing else is in them.
@@ -89,10 +89,10 @@ class TorchLearner:
             before = self._replicas.pop(device)
             replica = self.replica(device)
             if self._keep_momentum:
-                leaving[device] = replica.take_over(before)
+                leaving[device] = replica.carry_momentum_from(before)
         return leaving
 
-    def forget(self, device: str) -> None:
+    def discard_progress(self, device: str) -> None:
         """Discard what a device's replica has learned since the last aggregation.
 
         A model that all share keeps what it has learned of whole batches; only gradients of half ones are discarded.
@@ -103,14 +103,14 @@ class TorchLearner:
         else:
             self._replicas.pop(device, None)
 
-    def keep_only(self, devices: Collection[str]) -> None:
+    def keep_replicas_of(self, devices: Collection[str]) -> None:
         """Free the replicas of all other devices; of one that is shared, what it has to make up for to them."""
         for device in [] if self._shared else self._replicas.keys() - set(devices):
             del self._replicas[device]
         for replica in self._replicas.values():
-            replica.keep_losses_of(devices)
+            replica.keep_errors_of(devices)
 
-    def rewind(self) -> None:
+    def rewind_shared_model(self) -> None:
         """Put a model that all share back to what the last aggregation left: weights, buffers and momentum."""
         for replica in self._replicas.values() if self._shared else ():
             # The global model has had the same weights since then: only momentum needs a copy.
@@ -118,7 +118,7 @@ class TorchLearner:
             replica.restore_momentum(self._momentum)
             replica.discard()
 
-    def hold(self) -> Callable[[], None]:
+    def restore_point(self) -> Callable[[], None]:
         """Return what puts the global model back to what it is now; as long as somebody has that, there are two."""
         return partial(self._load, self.state())
 
@@ -159,7 +159,7 @@ class TorchLearner:
             aggregated = self._aggregated(part, _Brought(ordered, self._device_state))
             replica = self.replica(ordered[0].device)
             self._load(join_states(aggregated, replica.state()))
-            replica.stay_near(rest.state_dict())  # nothing is installed into it
+            replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
         else:
             self._load(self._aggregated(self.model, _Brought(ordered, self._whole)))
@@ -199,7 +199,7 @@ class TorchLearner:
         for tensor in tensors:
             tensor.data = tensor.new_empty(0)  # whoever still reads the old one keeps it
         # New tensors seldom fit where old ones of the same size were: the allocator aligns them by other borders.
-        give_back_memory_of_model(sum(outline.nbytes for outline in outlines))
+        release_model_memory(sum(outline.nbytes for outline in outlines))
         for tensor, outline in zip(tensors, outlines, strict=True):
             tensor.data = torch.empty_like(outline, device=tensor.device)
         self.model.load_state_dict(state)

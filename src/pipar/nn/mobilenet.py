@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pipar.nn.blocks import RELU_GAIN, Norm, Residual, conv_norm, he_start, hidden_linear, named, start_branches_quietly
+from pipar.nn.blocks import RELU_GAIN, Norm, Residual, conv_norm, he_init, hidden_linear, init_branches_to_zero, named
 
 STEM_CHANNELS = 16
 
@@ -79,7 +79,7 @@ def _mobilenet(channels: int, classes: int, kind: str, *, rows: tuple[Bneck, ...
     layers[f"fc{len(layers) + 1}"] = nn.Linear(head, classes)
     model = named(layers)
     if norm.absent:
-        start_branches_quietly(model)
+        init_branches_to_zero(model)
     return model
 
 
@@ -125,8 +125,8 @@ class Gate(nn.Module):
         self.activation = nn.ReLU()
         self.excite = nn.Conv2d(squeezed, channels, kernel_size=1)
         self.openness = nn.Hardsigmoid()
-        he_start(self.squeeze)
-        he_start(self.excite)
+        he_init(self.squeeze)
+        he_init(self.excite)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with its channels scaled."""

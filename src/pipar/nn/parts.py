@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipar.errors import InputError, ProtocolError
 from pipar.execution.stages import Place
 from pipar.nn.rectified import is_rectified
-from pipar.nn.runtime import give_back_memory_of_model
+from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
     arrays,
     changes_body,
@@ -62,7 +62,7 @@ _ITERATIONS = "num_batches_tracked"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MicroBatch:
     """One micro-batch: its inputs and labels, and how many samples the whole batch has."""
 
     inputs: torch.Tensor
@@ -75,21 +75,21 @@ class Piece:
         return len(self.labels)
 
 
-def cut_pieces(
+def cut_micro_batches(
     inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int], told: torch.Tensor | None = None
-) -> list[Piece]:
+) -> list[MicroBatch]:
     """Return the micro-batches of a batch, in order, as views."""
     total = len(labels)
     cut = (torch.split(inputs, sizes), torch.split(labels, sizes))
     others = [None] * len(sizes) if told is None else torch.split(told, sizes)
-    return [Piece(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
+    return [MicroBatch(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
 
 
 #: Gives the random numbers that belong to a place.
 Chance = Callable[..., np.random.Generator]
 
 
-class _Losses:
+class _EncodingErrors:
     """What a lossy encoding of one part's tensors has lost, and makes up for.
 
     To each device its own: who shares a server-side model must not get what another one has lost.
@@ -133,7 +133,7 @@ class Part:
         self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, chance: Chance | None = None
     ) -> None:
         self.module = module.train()
-        self._losses = _Losses(chance)
+        self._encoding_errors = _EncodingErrors(chance)
         self._proximal = proximal
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, where there is a proximal term
         self._optimizer = optimizer
@@ -152,13 +152,13 @@ class Part:
         if self._torch_optimizer is not None:
             self._torch_optimizer.zero_grad(set_to_none=True)
 
-    def take_error(self) -> tuple[float, float] | None:
+    def take_encoding_error(self) -> tuple[float, float] | None:
         """Return what a lossy encoding has lost since the last call: squared errors, and the squared values."""
-        return self._losses.take()
+        return self._encoding_errors.take()
 
-    def keep_losses_of(self, devices: Collection[str]) -> None:
+    def keep_errors_of(self, devices: Collection[str]) -> None:
         """Forget what a lossy encoding has to make up for to all other devices."""
-        self._losses.keep_only(devices)
+        self._encoding_errors.keep_only(devices)
 
     @torch.no_grad()
     def _add_proximal_gradient(self) -> None:
@@ -167,7 +167,7 @@ class Part:
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - self._global[name], alpha=self._proximal)
 
-    def stay_near(self, state: Mapping[str, torch.Tensor]) -> None:
+    def set_proximal_target(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take these for the global weights that the proximal term pulls to.
 
         They are not copied, so whoever gives them must not change them within a round.
@@ -186,12 +186,12 @@ class Part:
             raise ProtocolError(f"The peer's model does not fit this part of the network: {error}.") from None
         if not keep_momentum:
             self._torch_optimizer = self._optimizer.over(self.module)
-        self.stay_near(state)
+        self.set_proximal_target(state)
 
-    def take_over(self, before: Part) -> Body:
+    def carry_momentum_from(self, before: Part) -> Body:
         """Take over the momentum of the layers that stay on this side of the cut; return that of those that leave it.
 
-        What comes from the other side is taken by `take_momentum`, as this body is there.
+        What comes from the other side is taken by `receive_momentum`, as this body is there.
         """
         own = dict(self.module.named_parameters())
         was = before.momentum()
@@ -200,7 +200,7 @@ class Part:
         self._new = {name: parameter for name, parameter in own.items() if name not in known}
         return state_body({name: momentum for name, momentum in was.items() if name not in own})
 
-    def take_momentum(self, body: Body) -> None:
+    def receive_momentum(self, body: Body) -> None:
         """Take the momentum of layers that came from the other side of the cut; one that never moved has none."""
         state = read_state(body)
         for name, momentum in state.items():
@@ -254,7 +254,7 @@ class TorchDevicePart(Part):
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
 
-    def forward(self, micro_batch: int, piece: Piece) -> torch.Tensor:
+    def forward(self, micro_batch: int, piece: MicroBatch) -> torch.Tensor:
         """Return the activations a_n at the cut; with P = Q nothing leaves the device and the loss is kept."""
         output: torch.Tensor = self.module(piece.inputs)
         if self._has_loss:
@@ -280,7 +280,7 @@ class TorchDevicePart(Part):
     def discard(self) -> None:
         """Forget an epoch that does not count; the weights come anew, and so does the momentum."""
         super().discard()
-        self._losses.take()
+        self._encoding_errors.take()
         self._outputs.clear()
         self.loss_sum = 0.0
         self._torch_optimizer = self._optimizer.over(self.module)
@@ -288,8 +288,8 @@ class TorchDevicePart(Part):
     def chunk_bytes(self, activation: torch.Tensor, encoding: str) -> list[int]:
         return chunk_bytes(tuple(activation.shape), activation.element_size(), encoding)
 
-    def encode(self, activation: torch.Tensor, piece: Piece, encoding: str, place: Place = ()) -> Body:
-        lossy = self._losses.of(activation, encoding, place)
+    def encode(self, activation: torch.Tensor, piece: MicroBatch, encoding: str, place: Place = ()) -> Body:
+        lossy = self._encoding_errors.of(activation, encoding, place)
         labels = piece.labels if piece.told is None else piece.told
         return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
 
@@ -355,7 +355,7 @@ class TorchDevicePart(Part):
         base = self._base if changes else None
         body = state_body(self.state()) if base is None else changes_body(self.state(), base)
         # The gradients are gone: what they took is needed for the model that comes.
-        give_back_memory_of_model(body.size_bytes)
+        release_model_memory(body.size_bytes)
         return body
 
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
@@ -432,7 +432,7 @@ class TorchServerPart(Part):
         kept = not_zero(activation) if is_sparse(encoding) else None
         assert activation.grad is not None
         return tensor_body(
-            activation.grad, encoding=encoding, kept=kept, lossy=self._losses.of(activation, encoding, place)
+            activation.grad, encoding=encoding, kept=kept, lossy=self._encoding_errors.of(activation, encoding, place)
         )
 
     def take_loss(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from pipar.nn.blocks import Norm, Residual, conv_norm, named, start_branches_quietly
+from pipar.nn.blocks import Norm, Residual, conv_norm, init_branches_to_zero, named
 
 STAGE_WIDTHS = (64, 128, 256, 512)
 BOTTLENECK_EXPANSION = 4
@@ -47,7 +47,7 @@ def _resnet(
     # Started the usual way, ResNet-101 with group norm diverges at the default learning rate and momentum: on
     # digits the loss rose from 2.6 to 40 within 30 iterations. ResNet-18 learns faster the usual way.
     if norm.absent or branch is _bottleneck:
-        start_branches_quietly(model)
+        init_branches_to_zero(model)
     return model
 
 

@@ -27,17 +27,17 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, _LARGEST)
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Let the system have all memory of freed tensors, this once: pieces of it were too small for what was asked."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def give_back_memory_of_model(size_bytes: int) -> None:
+def release_model_memory(size_bytes: int) -> None:
     """Let the system have freed memory if it is that of a large model; that of others costs less than it saves time."""
     if size_bytes >= _LARGE_MODEL_BYTES:
-        give_back_freed_memory()
+        release_freed_memory()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipar.nn.blocks import Norm, he_start, hidden_linear, named
+from pipar.nn.blocks import Norm, he_init, hidden_linear, named
 
 # One entry per convolution: (channels out, max-pool behind it).
 VGG5_CONVS = ((32, True), (64, True), (64, False))
@@ -54,7 +54,7 @@ def _conv_layer(inputs: int, outputs: int, norm: Norm, *, pool: bool, flatten: b
     """Return convolution, norm, ReLU, and the pooling and flattening that belong in front of a cut."""
     # Unlike the other networks, the standard VGG keeps the bias in front of a norm.
     conv = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
-    he_start(conv)
+    he_init(conv)
     layers: dict[str, nn.Module] = {"conv": conv, **norm.layers(outputs), "activation": nn.ReLU()}
     if pool:
         layers["pool"] = nn.MaxPool2d(2)

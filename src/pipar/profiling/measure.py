@@ -30,7 +30,7 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.rectified import rectified_cuts
-from pipar.nn.runtime import give_back_freed_memory, give_back_memory_of_model, keep_freed_memory, one_thread
+from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
@@ -110,7 +110,7 @@ def measure_profile(
         except BaseException:
             is_wanted = False
             raise
-    give_back_memory_of_model(_state_bytes(model))  # a server or a device goes on in this process
+    release_model_memory(_state_bytes(model))  # a server or a device goes on in this process
     return measured.result()
 
 
@@ -139,7 +139,7 @@ def _measure(task: _Task) -> Profile:
         measured = _measured(attempt, sizes, task)
         while measured is None:
             gc.collect()  # what the failed attempt allocated may hang in cycles
-            give_back_freed_memory()
+            release_freed_memory()
             attempt = attempt.smaller(len(task.model), task)
             measured = _measured(attempt, sizes, task)
     task.progress(1.0)

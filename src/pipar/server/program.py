@@ -69,8 +69,8 @@ class ServerPart(Protocol):
     def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def step(self) -> None: ...
     def take_loss(self) -> float | None: ...
-    def take_error(self) -> tuple[float, float] | None: ...  # of a lossy encoding: squared errors, squared values
-    def take_momentum(self, body: Body) -> None: ...
+    def take_encoding_error(self) -> tuple[float, float] | None: ...  # squared errors and values; None if exact
+    def receive_momentum(self, body: Body) -> None: ...
 
 
 class Learner(Protocol):
@@ -82,11 +82,11 @@ class Learner(Protocol):
     def model_bytes(self) -> int: ...
     def decode(self, device: str, body: Body) -> Any: ...  # of the part that it brings back
     def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None: ...
-    def forget(self, device: str) -> None: ...  # what it has done since the last aggregation
-    def keep_only(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
-    def rewind(self) -> None: ...  # what all have done since then to a model that they share
-    def hold(self) -> Callable[[], None]: ...  # the global model as it is now: what is returned puts it back
-    def move(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
+    def discard_progress(self, device: str) -> None: ...  # what it has done since the last aggregation
+    def keep_replicas_of(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
+    def rewind_shared_model(self) -> None: ...  # what all have done since then to a model that they share
+    def restore_point(self) -> Callable[[], None]: ...  # the global model as it is now: what is returned puts it back
+    def move_cuts(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
 
 
@@ -267,7 +267,7 @@ class Server:
         plans = {name: order.plan for name, order in sorted(orders.items())}
         changed = {name: plan for name, plan in plans.items() if plan != before.get(name)}
         if changed:
-            self._learner.move({name: plan.split_point for name, plan in changed.items()})
+            self._learner.move_cuts({name: plan.split_point for name, plan in changed.items()})
             self._put_into_force(done + 1, changed)
 
     async def _first_orders(self) -> Mapping[str, Orders]:
@@ -349,14 +349,14 @@ class Server:
         name = session.device
         if name not in self._orders:
             self._orders[name] = self._enrolment.join(session.who)
-            self._learner.move({name: self._orders[name].plan.split_point})
+            self._learner.move_cuts({name: self._orders[name].plan.split_point})
             self._put_into_force(done + 1, {name: self._orders[name].plan}, f"{name} joined")
         if name not in self._taking_part and self._replanner is not None:  # others were planned for without it
             self._replanner.join(name, self._enrolment.link(name))
         self._taking_part.add(name)
         self._limit(session)
         self._membership.welcome(session, self._orders[name])
-        self._learner.forget(name)  # it may have been here before, and the others have trained on since
+        self._learner.discard_progress(name)  # it may have been here before, and the others have trained on since
         # Copying the layers behind the cut takes a while: before the round's clock starts.
         await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
 
@@ -367,7 +367,7 @@ class Server:
             for device in sorted(gone):
                 self._replanner.leave(device)
         # Also those that a checkpoint had of devices which have not come back.
-        self._learner.keep_only(self._membership.sessions.keys())
+        self._learner.keep_replicas_of(self._membership.sessions.keys())
         self._taking_part -= gone
 
     async def _round(self, epoch: int, group: list[Session]) -> bool:
@@ -375,7 +375,7 @@ class Server:
         began = self._loop.time()
         self._taught, self._was_late = {}, False
         turns = [[session] for session in group] if self._training.method.one_device_at_a_time else [group]
-        put_back = self._learner.hold() if len(turns) > 1 else None
+        put_back = self._learner.restore_point() if len(turns) > 1 else None
         counted: list[_Counted] = []
         served: list[_Served] = []
         try:
@@ -440,7 +440,9 @@ class Server:
     async def _begin_anew(self, epoch: int) -> None:
         """Leave a round in which nobody counts as if it had not been."""
         if self._training.method.shares_server_model:
-            await self._pool.run((Work("install", epoch, size_bytes=self._learner.model_bytes()), self._learner.rewind))
+            await self._pool.run(
+                (Work("install", epoch, size_bytes=self._learner.model_bytes()), self._learner.rewind_shared_model)
+            )
         if self._training.method.one_device_at_a_time and self._was_late and self._deadline_s is not None:
             self._deadline_s *= 2  # all were too late, and would be again
         self._observe(BegunAnew(epoch, self._deadline_s))
@@ -529,11 +531,11 @@ class Server:
             await asyncio.gather(session.computing, return_exceptions=True)
         if self._training.method.one_device_at_a_time:  # nobody else has changed the model since its turn began
             install = Work("install", epoch, size_bytes=self._learner.model_bytes(), device=session.device)
-            await self._compute(session, (install, self._learner.rewind))
+            await self._compute(session, (install, self._learner.rewind_shared_model))
         elif self._turn_order is None or self._turn_order.is_with(
             session.device
         ):  # or no half batch of it is in a shared model
-            self._learner.forget(session.device)
+            self._learner.discard_progress(session.device)
         session.awaits_momentum = False
         if self._turn_order is not None:
             self._turn_order.finish(session.device)
@@ -631,7 +633,7 @@ class Server:
             self._taught[session.device] = self._taught.get(session.device, 0) + message.batch_samples
         await self._compute(session, (step, replica.step))
         # While nobody else's forward, in another thread, adds to those of a shared model.
-        loss, error = replica.take_loss(), replica.take_error()
+        loss, error = replica.take_loss(), replica.take_encoding_error()
         if self._turn_order is not None:
             self._turn_order.done(session.device)
         self._report_progress(session, message, loss)
@@ -713,7 +715,7 @@ class Server:
             if plan.split_point != self._orders[name].plan.split_point
         }
         move = Work("install", epoch, size_bytes=self._learner.model_bytes() * len(moved))
-        leaving = await self._pool.run((move, partial(self._learner.move, moved))) if moved else {}
+        leaving = await self._pool.run((move, partial(self._learner.move_cuts, moved))) if moved else {}
         self._put_into_force(epoch + 1, changed, self._replanner.why if self._replanner is not None else "")
         for name, plan in changed.items():
             session = self._membership.sessions.get(name)
@@ -742,7 +744,7 @@ class Server:
         expect(message, Kind.STATE, epoch - 1)
         session.awaits_momentum = False
         install = Work("install", epoch, size_bytes=message.body.size_bytes, device=session.device)
-        await self._pool.run((install, partial(replica.take_momentum, message.body)))
+        await self._pool.run((install, partial(replica.receive_momentum, message.body)))
 
     # --- small things
 
