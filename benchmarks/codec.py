@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.exact_wire import Crossing, crossings, train
 from benchmarks.record import Claim
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.job.workload import Workload
 from pipar.nn.runtime import one_thread
 from pipar.wire.bitpacking import not_zero

@@ -28,7 +28,8 @@ from torch import nn
 
 from benchmarks.many_devices import ServerLog
 from benchmarks.record import Claim
-from pipar.config import device_specs, load_config
+from pipar.config import device_specs
+from pipar.config_file import load_config
 from pipar.dashboard.serve import THREAD
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes

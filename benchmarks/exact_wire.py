@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.record import Claim
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.data.shard import Shard
 from pipar.job.workload import Workload
 from pipar.nn.parts import Optimizer

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from benchmarks.record import Claim
-from pipar.config import Link, load_config
+from pipar.config_file import load_config
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.prepare import measured_profile
 from pipar.job.torch_setup import part_builder
 from pipar.job.workload import Workload
 from pipar.launch.assemble import Equipment, run_device
+from pipar.links import Link
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
 from pipar.transport.reconnect import Reconnector

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.record import Claim
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.simulator import predict_s

@@ -23,9 +23,10 @@ from typing import Any
 import reproduction
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
-from pipar.config import Link, config_from
+from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
+from pipar.links import Link
 from pipar.planner.fleet import Fleet
 from pipar.planner.large_fleets import choose_for
 from pipar.planner.simulator import simulate, simulate_within

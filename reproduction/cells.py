@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipar.config import Config, config_from
+from pipar.config import Config
+from pipar.config_file import config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
 from pipar.job.job import Job

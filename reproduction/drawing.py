@@ -12,8 +12,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import DATASETS, MODELS, NAMED_LINKS
+from pipar.config import DATASETS, MODELS
 from pipar.errors import InputError
+from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
 from pipar.storage.run_folder import write_atomically
 from reproduction.testbed import BOARD, DEVICES, SERVER_SPEED

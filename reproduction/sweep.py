@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipar.config import config_from, dump_config
+from pipar.config_file import config_from, dump_config
 from pipar.errors import InputError
 from pipar.storage.run_folder import strict_json, write_atomically
 from reproduction.cells import run_cell

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.config import Config, DeviceSpec, Link, config_from
+from pipar.config import Config, DeviceSpec
+from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
@@ -34,6 +35,7 @@ from pipar.job.torch_setup import repeatable
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile

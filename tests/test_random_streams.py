@@ -34,7 +34,9 @@ def test_the_key_is_the_digest_of_type_length_and_text_of_each_part() -> None:
 
 
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
-    program = "from pipar import keyed; print(keyed.generator(7, 'order', 'pi', 3).permutation(5).tolist())"
+    program = (
+        "from pipar import random_streams; print(random_streams.generator(7, 'order', 'pi', 3).permutation(5).tolist())"
+    )
     drawn = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONHASHSEED": "123"}, capture_output=True, text=True, check=True
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.wording import privacy_text
 

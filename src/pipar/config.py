@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import math
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import tomli_w
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pipar.aggregation import all_parameters, check_devices, check_method, known_aggregator
 from pipar.errors import ConfigError, InputError
+from pipar.links import Link, parse_link
 from pipar.methods import METHODS
-from pipar.units import format_rate, parse_duration, parse_rate, parse_size, split_address
+from pipar.units import parse_duration, parse_size, split_address
 
-NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-
-
-Quantity = TypeVar("Quantity")
+#: More pings would cost a phone's battery more than they tell.
+_LEAST_KEEPALIVE_S = 1.0
 
 
 class _Section(BaseModel):
@@ -151,109 +145,6 @@ Decay = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_na
 Probability = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, lt=1)]
 Share = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
 PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
-
-
-class Link(_Section):
-    """The two directions of one device's connection, each with its own rate; None is no limit.
-
-    A link that changes has each link of `cycle` for `every_s` seconds in turn; its own rates are those of the first.
-    """
-
-    up_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    down_bps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    latency_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    cycle: tuple[Link, ...] = ()
-    every_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-    @classmethod
-    def changing(cls, cycle: Sequence[Link], every_s: float) -> Link:
-        """Return the link that is each of these for `every_s` seconds, again and again."""
-        if len({link.latency_s for link in cycle}) > 1:
-            raise ValueError("has links of different latencies; only the rates of a link can change")
-        if every_s < _LEAST_EVERY_S:
-            raise ValueError(f"changes every {every_s:g} s; give at least '{_LEAST_EVERY_S * 1e3:g}ms'")
-        return cls(**{**dict(cycle[0]), "cycle": tuple(cycle), "every_s": every_s})
-
-
-#: More pings would cost a phone's battery more than they tell.
-_LEAST_KEEPALIVE_S = 1.0
-#: A link that changes more often would cost more to emulate than what it carries.
-_LEAST_EVERY_S = 1e-3
-_CHANGING = 'write {cycle = ["4g", "wifi"], every = "60s"}'
-_STEADY = 'write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}'
-
-
-def _parse_link(value: Any) -> Any:
-    if isinstance(value, Mapping) and ("cycle" in value or "every" in value):
-        return _parse_changing_link(value)
-    return value if isinstance(value, Link) else _parse_steady_link(value)
-
-
-def _parse_changing_link(value: Mapping[str, Any]) -> Link:
-    _check_link_keys(value, ("cycle", "every"), _CHANGING)
-    if "every" not in value:
-        raise ValueError(f"has no 'every', which says how long each link of the cycle stays; {_CHANGING}")
-    cycle = value.get("cycle")
-    if not isinstance(cycle, list | tuple) or not cycle:
-        raise ValueError(f"has no list of links in 'cycle'; {_CHANGING}")
-    return Link.changing([_parse_link_of_cycle(link) for link in cycle], _quantity(value, "every", parse_duration))
-
-
-def _parse_link_of_cycle(value: Any) -> Link:
-    try:
-        return _parse_steady_link(value)
-    except ValidationError:
-        raise  # it names its key itself
-    except ValueError as error:
-        raise ValueError(f"has {value!r} in its cycle, which {error}") from None
-
-
-def _parse_steady_link(value: Any) -> Link:
-    if isinstance(value, str):
-        if value not in NAMED_LINKS:
-            hint = _did_you_mean(value, NAMED_LINKS)
-            raise ValueError(f"is not a link{hint}; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
-        up, down = NAMED_LINKS[value]
-        return Link(up_bps=up, down_bps=down)
-    if not isinstance(value, Mapping) or "cycle" in value:
-        raise ValueError(f"is not a link; {_STEADY}")
-    _check_link_keys(value, ("up", "down", "latency"), _STEADY)
-    return Link(
-        up_bps=_quantity(value, "up", _parse_limit),
-        down_bps=_quantity(value, "down", _parse_limit),
-        latency_s=_quantity(value, "latency", parse_duration) if "latency" in value else 0.0,
-    )
-
-
-def _check_link_keys(value: Mapping[str, Any], allowed: Sequence[str], example: str) -> None:
-    unknown = [key for key in value if key not in allowed]
-    if unknown:
-        hint = _did_you_mean(unknown[0], allowed)
-        raise ValueError(f"has a key '{unknown[0]}' that is none of {', '.join(allowed)}{hint}; {example}")
-
-
-def _did_you_mean(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given.lower(), list(known), n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
-
-
-def _quantity(value: Mapping[str, Any], key: str, parse: Callable[[Any], Quantity]) -> Quantity:
-    """Return what a key of a link says, or raise what is wrong with it, with its name."""
-    try:
-        return parse(value.get(key, "unlimited"))
-    except ConfigError as error:
-        raise ValueError(f"has a wrong '{key}': {str(error).removesuffix('.')}") from None
-
-
-def _link_tree(link: Link) -> dict[str, Any]:
-    """Return the link in the words of a configuration."""
-    if link.cycle:
-        return {"cycle": [_link_tree(one) for one in link.cycle], "every": link.every_s}
-    return {"up": format_rate(link.up_bps), "down": format_rate(link.down_bps), "latency": link.latency_s}
-
-
-def _parse_limit(text: str | float) -> float | None:
-    return None if text == "unlimited" else parse_rate(text)
 
 
 class RunSection(_Section):
@@ -389,7 +280,7 @@ class PrivacySection(_Section):
 class DeviceSection(_Section):
     name: Annotated[str, AfterValidator(_named("._-"))] = "device"
     count: UpToAMillion = 1
-    link: Annotated[Link, BeforeValidator(_parse_link)] = Link(up_bps=10e6, down_bps=25e6)
+    link: Annotated[Link, BeforeValidator(parse_link)] = Link(up_bps=10e6, down_bps=25e6)
     speed: Fraction = 0.05
     profile: str | None = None
     memory: Annotated[int | None, BeforeValidator(_size)] = None  # bytes; with a named machine, the machine's
@@ -520,138 +411,3 @@ def _device_spec(config: Config, group: DeviceSection, number: int, count: int) 
         micro_batches=config.plan.micro_batches if group.micro_batches is None else group.micro_batches,
         memory_bytes=group.memory,
     )
-
-
-def load_config(
-    path: Path | None = None, settings: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
-) -> Config:
-    """Return the configuration of a TOML file with `section.key=value` settings over it; no file: the defaults."""
-    tree: dict[str, Any] = copy.deepcopy(dict(defaults or {}))
-    if path is not None:
-        try:
-            tree = tomllib.loads(path.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"Cannot read the configuration {path}: {error.strerror}.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    for setting in settings:
-        _apply(tree, setting)
-    return config_from(tree)
-
-
-def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """Return the configuration with `section.key=value` settings over it, as if they had been over its file."""
-    # Only what was set: a default may depend on what a setting says, as the speed of a device on its profile.
-    tree = config.model_dump(exclude_unset=True)
-    if "devices" in tree:
-        tree["devices"] = [_group_tree(group) for group in config.devices]
-    return load_config(None, settings, tree) if settings else config
-
-
-def _group_tree(group: DeviceSection) -> dict[str, Any]:
-    """Return what was set of a group; its link stays a record, because a link is written in other words than it has."""
-    return {key: getattr(group, key) for key in group.model_fields_set}
-
-
-def config_from(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration that nested dictionaries say, or raise one sentence about the first mistake."""
-    try:
-        return Config.model_validate(dict(tree))
-    except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
-
-
-def dump_config(config: Config) -> str:
-    """Return TOML that `load_config` reads back as the same configuration."""
-    tree = config.model_dump(exclude_none=True)
-    for group, dumped in zip(config.devices, tree["devices"], strict=True):
-        dumped["link"] = _link_tree(group.link)
-    return tomli_w.dumps(tree)
-
-
-def _apply(tree: dict[str, Any], setting: str) -> None:
-    key, equals, text = setting.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and dot and name):
-        raise ConfigError(f"'{setting}' is not a setting; write --set section.key=value, as in run.epochs=3.")
-    value = _toml_value(text.strip())
-    if section == "devices":
-        # A device key is set for every group: "all devices on wifi". The default group has four devices.
-        # What is not a list of groups stays as it is: the check that follows says what is wrong with it.
-        groups = tree.setdefault("devices", [{"count": 4}])
-        for group in groups if isinstance(groups, list) else []:
-            if isinstance(group, dict):
-                group[name] = value
-    else:
-        _put(tree, [section, *name.split(".")], value)
-
-
-def _put(table: Any, path: Sequence[str], value: Any) -> None:
-    """Set a key in a table of tables; what is no table stays as it is: the check that follows says what is wrong."""
-    for name in path[:-1]:
-        table = table.setdefault(name, {}) if isinstance(table, dict) else None
-    if isinstance(table, dict):
-        table[path[-1]] = value
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text  # a word without quotes is a string: --set run.method=fl
-
-
-def _sentence(error: ValidationError) -> str:
-    """Turn the first of pydantic's errors into one sentence: what was given, what is allowed."""
-    first = error.errors()[0]
-    # pydantic adds the names of its own validators to the place; a person wants section and key.
-    parts = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier() and part != "auto"]
-    where = ".".join(parts[:3]).removesuffix("_bps").replace("latency_s", "latency")
-    given, kind = first.get("input"), first["type"]
-    if kind == "extra_forbidden":
-        return _unknown_key(first["loc"])
-    if kind == "literal_error":
-        allowed = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        is_name = where.endswith(".name") and isinstance(given, str)  # 'float16' is no misspelt 'float64'
-        hint = _did_you_mean(given, allowed.split(", ")) if is_name else ""
-        return f"{where} = {given!r} is not known{hint}; allowed are {allowed}."
-    if kind == "value_error":
-        cause = str(first["ctx"]["error"])
-        # What is wrong with two keys of a section names them itself.
-        return f"{cause}." if not where or cause.startswith(f"{where}.") else f"{where} = {given!r} {cause}."
-    if kind == "model_type":
-        return f"{where} = {given!r} is not allowed: write a section [{where}] with its keys below it."
-    return f"{where} = {given!r} is not allowed: it {_should(first['msg'])}."
-
-
-def _should(message: str) -> str:
-    """Return pydantic's "Input should be ..." as the end of a sentence about a key."""
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
-    return message.partition(",")[0]
-
-
-_WORDS = {
-    "Input should": "should",
-    "a valid integer": "a whole number",
-    "a valid string": "text",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}
-
-
-def _unknown_key(location: tuple[int | str, ...]) -> str:
-    section: Any = Config
-    for part in location[:-1]:
-        if isinstance(part, str):
-            section = DeviceSection if part == "devices" else section.model_fields[part].annotation
-    known = list(section.model_fields)
-    key = str(location[-1])
-    # The half of a name is more likely to be meant than what is spelt alike: an epsilon is any of three.
-    close = [name for name in known if key.lower() in name.split("_")] or difflib.get_close_matches(key, known, n=1)
-    meant = " or ".join(f"'{name}'" for name in close)
-    hint = f"did you mean {meant}? Allowed" if close else "allowed"
-    place = f"[{location[0]}]" if len(location) > 1 else "the configuration"
-    return f"'{key}' is not a key of {place}: {hint} are {', '.join(known)}."

@@ -5,6 +5,9 @@ Each message is one sentence or two: what was given, what is allowed, what to do
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class PiparError(Exception):
     """The base of every error that pipar raises on purpose."""
@@ -101,3 +104,9 @@ def forget_frames(error: Exception) -> None:
     """
     if isinstance(error, PiparError):
         error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'wifi'?)" if one of the known names is close to what was given, else nothing."""
+    close = difflib.get_close_matches(given.lower(), list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipar.config import Config, DeviceSection, Link
+from pipar.config import Config, DeviceSection
+from pipar.links import Link
 from pipar.units import format_mbits
 
 

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from pipar.cli import main
 from pipar.cli.tables import comparison_table, result_table
-from pipar.config import Config, load_config
+from pipar.config import Config
+from pipar.config_file import load_config
 from pipar.job.prepare import profile_key
 from pipar.launch.run import Result
 from pipar.profiling.cache import keep_profile

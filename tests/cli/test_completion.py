@@ -13,7 +13,8 @@ import pytest
 
 from pipar.cli import main
 from pipar.cli.completion import SHELLS, VARIABLE, join_words
-from pipar.config import DATASETS, MODELS, NAMED_LINKS, TRACKERS
+from pipar.config import DATASETS, MODELS, TRACKERS
+from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
 
 Complete = Callable[..., list[str]]

@@ -13,7 +13,7 @@ from support.interleaving import has_step
 
 from pipar.cli.display import Display, clock_text, is_live
 from pipar.cli.tables import epoch_header, epoch_line
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.events import (
     BudgetSpent,
     EpochResult,

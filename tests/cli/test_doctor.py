@@ -12,7 +12,8 @@ import pytest
 
 from pipar.cli import doctor_checks, main
 from pipar.cli.doctor_checks import EXTRAS, Finding, Limits, TorchFacts
-from pipar.config import Config, config_from
+from pipar.config import Config
+from pipar.config_file import config_from
 from pipar.data.catalog import known_datasets
 from pipar.transport.addresses import why_not_listening
 

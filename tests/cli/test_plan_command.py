@@ -15,7 +15,7 @@ from support.leakages import written
 
 from pipar.cli import main
 from pipar.cli.plan_view import _why_not, signed_percent
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.job.explain import Option, explain, job_to_plan, with_profile
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse

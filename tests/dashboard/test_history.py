@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipar.config import config_from, dump_config
+from pipar.config_file import config_from, dump_config
 from pipar.dashboard.history import History
 from pipar.events import EpochResult, Joined, Pictured, Replanned, Started
 from pipar.execution.spans import Span

@@ -13,7 +13,7 @@ from support.document_blocks import ROOT, Block, Reader, blocks_of, documents, m
 from support.programs import Place
 
 from pipar.cli import cli
-from pipar.config import config_from
+from pipar.config_file import config_from
 
 RUN = ("sh", "python", "toml")
 SHOWN = ("text", "json", "ini")

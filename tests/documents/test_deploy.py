@@ -18,7 +18,8 @@ import pytest
 from support.credentials import Folder
 
 from pipar.cli import main
-from pipar.config import Config, device_names, load_config
+from pipar.config import Config, device_names
+from pipar.config_file import load_config
 from pipar.events import EpochResult, Event
 from pipar.launch.deployment import DeviceOptions, ServerOptions, device_workload
 from pipar.monitoring.logs import level_of

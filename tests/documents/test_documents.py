@@ -18,7 +18,8 @@ import pipar
 from benchmarks.quoted import MEASURED, quoted, quoted_measured
 from docs.reference_pages import cli_page, pages
 from pipar.cli import cli
-from pipar.config import Config, DeviceSection, config_from
+from pipar.config import Config, DeviceSection
+from pipar.config_file import config_from
 from pipar.events import EpochResult
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.job.explain import explain, job_to_plan
 from pipar.launch.rehearsal import rehearse
 from pipar.nn.aggregate import federated_average

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipar.config import Link, config_from, device_specs
+from pipar.config import device_specs
+from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.job.job import Job, shared_costs
 from pipar.job.plans import make_plans, plan_choice, simulation, with_plans
 from pipar.launch.rehearsal import rehearse
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs, Work

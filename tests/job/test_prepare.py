@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.config import Config, RunSection, config_from, load_config, with_settings
+from pipar.config import Config, RunSection
+from pipar.config_file import config_from, load_config, with_settings
 from pipar.data.catalog import Counts, Request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
@@ -310,7 +311,7 @@ class Refuse:
             raise AssertionError("torch is imported")
 
 sys.meta_path.insert(0, Refuse())
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 

@@ -21,7 +21,7 @@ from support.programs import Place, address_of, place, until
 from support.reference import Rules, State, average, step
 from support.training import EXACT, largest_error
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.job.workload import Workload
 from pipar.launch.deployment import reason_finished
 

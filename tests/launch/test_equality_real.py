@@ -13,13 +13,13 @@ import torch
 from support.training import EXACT, Case, Trained, hand_made_profile, largest_error, make_job, reference_state
 
 import pipar
-from pipar.config import Link
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import Span
 from pipar.job.torch_setup import make_learner, part_builder
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.run import Result, World
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner import replanner
 from pipar.planner.replanner import Choose

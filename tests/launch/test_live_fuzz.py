@@ -27,7 +27,7 @@ from support.garbage import changes_bodies, coded_body, damaged, good_frames
 from support.programs import PATIENCE_S, Place, Program, address_of, place
 from test_deployment import check_nothing_is_left, training
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.job.prepare import measured_profile
 from pipar.job.workload import Workload
 from pipar.transport.credentials import add_token

@@ -10,7 +10,7 @@ import pytest
 from support.programs import address_of, place
 from test_deployment import training
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.errors import TrainingError
 from pipar.events import ignore
 from pipar.execution.clock import run_virtually

@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import Config, Link, config_from, device_specs
+from pipar.config import Config, device_specs
+from pipar.config_file import config_from
 from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
 from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times

@@ -14,7 +14,7 @@ from support.reference import State
 from support.training import EXACT, Case, largest_error, make_job, reference_data
 from torch import nn
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes

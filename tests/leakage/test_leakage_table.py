@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from support.leakages import LEAKS, cut, table, written
 
-from pipar.config import Config, config_from
+from pipar.config import Config
+from pipar.config_file import config_from
 from pipar.errors import ConfigError, InputError, PlanError
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt, Subject, as_csv, as_markdown

@@ -21,7 +21,8 @@ import pytest
 from support.interleaving import has_step
 
 from pipar.cli import doctor_checks, main
-from pipar.config import Config, config_from, load_config
+from pipar.config import Config
+from pipar.config_file import config_from, load_config
 from pipar.errors import ConfigError, InputError
 from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
 from pipar.monitoring import tracker as trackers

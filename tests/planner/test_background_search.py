@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from support.fleets import LINK, PROFILE, fleet, measured, plans
 
-from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import Choices, Chooser, _are_new, _had_by_kind, chosen
 from pipar.planner.busy import busy_s

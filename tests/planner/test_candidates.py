@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import Link
 from pipar.errors import PlanError, TooLittleMemoryError
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config import Link
 from pipar.execution.stages import Work
 from pipar.launch.sizes_only import SizesOnlyServerPart
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import Recodings, chosen
 from pipar.planner.candidates import allowed_plans, candidates

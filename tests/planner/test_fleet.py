@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config import Link
+from pipar.links import Link
 from pipar.methods import METHODS
 from pipar.planner.candidates import allowed_plans, needed_bytes
 from pipar.planner.costs import Costs

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config import Link, config_from
+from pipar.config_file import config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.job.prepare import unplanned_timing_only_job
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner import search
 from pipar.planner.candidates import allowed_plans

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.execution.stages import Stage, end_times
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.paper_estimate import (
     StageTimes,

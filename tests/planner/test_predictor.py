@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 
-from pipar.config import Link
 from pipar.events import EpochResult, ignore
 from pipar.job.prepare import config_from, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.busy import busy_layers, busy_s
 from pipar.planner.calibration import Fit, Machine, Shares, about, pooled, refitted

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import Link, config_from
+from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.job.prepare import unplanned_timing_only_job
+from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import search
 from pipar.planner.candidates import Allow, Candidate, candidates

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipar.config import Link, PrivacySection, config_from, device_specs
+from pipar.config import PrivacySection, device_specs
+from pipar.config_file import config_from
 from pipar.events import EpochResult, ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
@@ -19,6 +20,7 @@ from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.busy import busy_s
 from pipar.planner.costs import Costs

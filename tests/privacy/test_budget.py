@@ -20,7 +20,7 @@ from support.server_world import Outcome, end_epoch, hello, honest, roaming, scr
 from support.small_runs import SETTINGS
 
 import pipar
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import Disguise, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config import MODELS, config_from
+from pipar.config import MODELS
+from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan

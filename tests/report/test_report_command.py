@@ -14,7 +14,7 @@ from support.small_runs import SETTINGS
 
 import pipar
 from pipar.cli import cli, main
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.events import Event, ReportFailed, ReportWritten
 from pipar.launch import virtual
 from pipar.report import try_write_comparison, writing

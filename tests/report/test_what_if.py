@@ -12,7 +12,7 @@ import pytest
 from support.fleets import measured
 from support.small_runs import SETTINGS
 
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.job.explain import explain
 from pipar.job.job import Job
 from pipar.job.plans import with_plans

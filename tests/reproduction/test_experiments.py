@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.made_up_cells import TINY, outcomes, timing
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.errors import InputError, PlanError
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from support.fleets import PROFILE, fleet, plans
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.planner.exhaustive import search_all
 from pipar.planner.search import choose

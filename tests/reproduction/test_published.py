@@ -10,8 +10,9 @@ from statistics import mean
 
 import pytest
 
-from pipar.config import MODELS, NAMED_LINKS
+from pipar.config import MODELS
 from pipar.errors import InputError
+from pipar.links import NAMED_LINKS
 from pipar.profiling.counts import known_counts
 from reproduction.published import Selection, Statement, published, read_published
 

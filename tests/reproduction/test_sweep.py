@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.made_up_cells import TINY, cells
 
-from pipar.config import load_config
+from pipar.config_file import load_config
 from pipar.errors import InputError
 from reproduction.experiment import Cell
 from reproduction.sweep import sweep

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import DeviceSpec, Link, config_from
+from pipar.config import DeviceSpec
+from pipar.config_file import config_from
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.enrolment import OpenEnrolment

@@ -27,7 +27,6 @@ from support.server_world import (
     until,
 )  # fmt: skip
 
-from pipar.config import Link
 from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableModelError
 from pipar.events import (
     Away,
@@ -43,6 +42,7 @@ from pipar.events import (
     RoundOver,
     Waiting,
 )
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
 from pipar.transport.channel import Channel

@@ -23,9 +23,9 @@ from support.server_world import (
     until,
 )  # fmt: skip
 
-from pipar.config import Link
 from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
 from pipar.profiling.profile import Profile

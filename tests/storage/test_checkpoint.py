@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipar.config import config_from
+from pipar.config_file import config_from
 from pipar.errors import CheckpointError, ConfigError, InputError
 from pipar.methods import Plan
 from pipar.storage.checkpoint import (

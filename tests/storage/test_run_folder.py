@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipar.config import config_from, device_specs, load_config
+from pipar.config import device_specs
+from pipar.config_file import config_from, load_config
 from pipar.errors import InputError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
 from pipar.execution.spans import Span

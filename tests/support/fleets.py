@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pipar.config import Link
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member

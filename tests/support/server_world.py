@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from pipar.config import Link
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.execution.clock import run_virtually
@@ -17,6 +16,7 @@ from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recor
 from pipar.job.job import Bounds
 from pipar.launch.assemble import Equipment, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Choose, Replanner

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipar.config import config_from, device_specs
+from pipar.config import device_specs
+from pipar.config_file import config_from
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span

@@ -9,7 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipar.aggregation import AGGREGATORS
-from pipar.config import NAMED_LINKS, Config, DeviceSection
+from pipar.config import Config, DeviceSection
+from pipar.links import NAMED_LINKS
 from pipar.profiling.machines import MACHINES
 from pipar.storage.run_folder import runs_folder
 

@@ -15,8 +15,10 @@ import click
 from click.core import ParameterSource
 
 from pipar.cli.completion_candidates import a_setting, one_of
-from pipar.config import DATASETS, MODELS, NAMED_LINKS, TRACKERS, Config, load_config
+from pipar.config import DATASETS, MODELS, TRACKERS, Config
+from pipar.config_file import load_config
 from pipar.errors import InputError
+from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from pipar.config import Config, Link, device_names
+from pipar.config import Config, device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse, plan_choice, plans_by_estimate, simulation
+from pipar.links import Link
 from pipar.methods import Plan, plans_as_json
 from pipar.planner.background_search import chosen as plans_again
 from pipar.planner.candidates import candidates, needed_bytes

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipar.config import Config, DeviceSpec, Link, device_names
+from pipar.config import Config, DeviceSpec, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
+from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, DeviceSpec, config_from, device_specs
+from pipar.config import Config, DeviceSpec, device_specs
+from pipar.config_file import config_from
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, Request, check_request, dataset_info, published_counts
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from pipar.config import Link, device_names
+from pipar.config import device_names
 from pipar.device.program import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Job
+from pipar.links import Link
 from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
 from pipar.planner.predictor import Foresight
 from pipar.planner.replanner import Choose, Replanner

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.config import Config, DeviceSection, DeviceSpec, Link, device_specs
+from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError, InputError, PlanError
@@ -33,6 +33,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
+from pipar.links import Link
 from pipar.methods import METHODS
 from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import Batches, TorchLearner

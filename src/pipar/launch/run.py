@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.aggregation import check_method
-from pipar.config import Config, check_private_updates, device_specs, load_config, with_settings
+from pipar.config import Config, check_private_updates, device_specs
+from pipar.config_file import load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, Observer, Started, ignore
 from pipar.execution.schedule import count_batches

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipar.config import Config, dump_config
+from pipar.config import Config
+from pipar.config_file import dump_config
 from pipar.errors import InputError
 from pipar.events import Started
 from pipar.wording import plans_text

@@ -19,8 +19,8 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.calibration import about
 from pipar.planner.encoding import recoded

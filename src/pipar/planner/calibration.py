@@ -17,7 +17,7 @@ from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
-from pipar.config import Link
+from pipar.links import Link
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 

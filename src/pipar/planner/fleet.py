@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from pipar.config import Link
 from pipar.execution.schedule import count_batches, cut_batch, cut_epoch
+from pipar.links import Link
 from pipar.methods import Method
 from pipar.planner.costs import Costs
 from pipar.units import LIMITLESS_BPS

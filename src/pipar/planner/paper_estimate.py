@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipar.config import Link
 from pipar.errors import PlanError
+from pipar.links import Link
 from pipar.methods import Plan, check_plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import Profile

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from pipar.config import Link
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.busy import Busy, busy_layers, crowding
 from pipar.planner.calibration import Fit, Machine, refitted

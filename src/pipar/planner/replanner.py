@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from pipar.config import Link
 from pipar.events import Observer, ReplanFailed, ignore
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.transport.shaping import Traffic
 from pipar.units import format_mbits

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipar.config import Link
 from pipar.errors import PlanError
 from pipar.job.job import Job
 from pipar.job.plans import plans_by_estimate
+from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.fleet import Fleet

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from pipar.config import DeviceSpec, Link
+from pipar.config import DeviceSpec
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.encoding import recoded
 from pipar.planner.search import choose_by_estimate

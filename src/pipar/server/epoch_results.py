@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipar.config import Link
 from pipar.events import EpochResult
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 from pipar.job.job import Bounds
+from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Foresight, since

@@ -10,11 +10,11 @@ from itertools import count
 from operator import attrgetter
 from typing import Protocol
 
-from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting, ignore
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
+from pipar.links import Link
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.server.epoch_results import ResultCollector

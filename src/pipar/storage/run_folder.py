@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, dump_config
+from pipar.config import Config
+from pipar.config_file import dump_config
 from pipar.errors import InputError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
 from pipar.execution.spans import Span, chrome_events, excerpt

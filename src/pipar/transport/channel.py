@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pipar.config import Link
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
+from pipar.links import Link
 from pipar.transport.limits import MESSAGE_BYTES, RateLimit, TokenBucket
 from pipar.transport.rate_estimate import Log
 from pipar.transport.shaping import Meter, Pacer, Rates
