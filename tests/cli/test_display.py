@@ -242,7 +242,7 @@ def test_quiet_is_quiet() -> None:
 
 def test_a_tracker_that_was_asked_for_and_fails_is_said_even_then() -> None:
     failed = TrackerFailed("mlflow", "OSError: no\nspace")
-    said = "The tracker mlflow is off, and training goes on without it: OSError: no\\nspace\n"
+    said = "Tracker mlflow is off, training continues without it: OSError: no\\nspace\n"
     assert _shown(failed, terminal=False, quiet=True) == said
 
 

@@ -250,7 +250,7 @@ def train(here: Place, *, garbage: bool) -> str:
     address = address_of(server)
     device = here.device("pi-1", address, "--certs", "certs", "--token-file", "pi-1.token")
     if garbage:
-        device.says("has trained its part of round 1")
+        device.says("finished its part of round 1")
         sent = asyncio.run(send_garbage(here, server, address, tokens))
         print(sent, sent.grown)  # shown by -s, and where the test fails
         assert sent.frames >= FRAMES

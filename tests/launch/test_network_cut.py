@@ -140,11 +140,11 @@ def test_a_cut_of_five_seconds_in_mid_epoch_changes_no_bit(
     wire.cut()
     here.let_go("pi-1")  # it goes on computing, and what it sends is lost
     if keepalive == "1s":
-        server.says("pi-1 is away")
+        server.says("pi-1 lost its connection")
     time.sleep(max(0.0, began + 5 - time.monotonic()))
     wire.mend()
     if keepalive == "1s":
-        server.says("pi-1 is back")
+        server.says("pi-1 reconnected")
     assert (server.ends(), device.ends()) == (0, 0)
     assert "lost:" not in server.text()
     assert here.result()["weights_sha256"] == undisturbed
@@ -161,7 +161,7 @@ def test_a_cut_that_is_longer_than_the_window_costs_the_round_and_the_device_joi
     wire.cut()
     here.let_go("pi-1")
     server.says("pi-1 is lost: its link was lost for more than 3 s")
-    server.says("round 1 does not count pi-1")
+    server.says("round 1 excludes pi-1")
     wire.mend()
     server.says("pi-1 joined", times=2)
     assert (server.ends(), device.ends()) == (0, 0)

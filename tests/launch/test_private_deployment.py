@@ -128,10 +128,10 @@ def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(t
         address = address_of(server)
         kept = tmp_path / "pi-1.json"
         devices = [here.device("pi-1", address, "--privacy-file", str(kept)), here.device("pi-2", address)]
-        server.says("round 2 is saved")
+        server.says("round 2 saved")
         server.kill()
         server = here.server("--resume", listen=address)
-        done = int(server.says(r"going on after round (\d+)")[1])
+        done = int(server.says(r"resuming after round (\d+)")[1])
         assert done >= 2
         assert [program.ends() for program in (server, *devices)] == [0, 0, 0]
         result, rounds = here.result(), here.rounds()

@@ -80,56 +80,57 @@ EPOCH = EpochResult(
 )
 PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
 
-#: Every event once, and what is said of it.
+#: Every event once, and its sentence.
 SAID: list[tuple[Event, str]] = [
     (
         Starting("server", "vgg5 on digits", "0.0.0.0:50051"),
-        "pipar server: preparing vgg5 on digits; it will listen at 0.0.0.0:50051",
+        "pipar server: preparing vgg5 on digits; will listen on 0.0.0.0:50051",
     ),
     (
         Starting("device", "vgg5 on digits as pi-1", "server:50051"),
-        "pipar device: preparing vgg5 on digits as pi-1; its server is server:50051",
+        "pipar device: preparing vgg5 on digits as pi-1; server server:50051",
     ),
     (Starting("run", "vgg5 on digits by fl"), "pipar run: preparing vgg5 on digits by fl"),
     (Preparing("Measuring the layers", 0.5), "debug: Measuring the layers: 50%"),
-    (Pictured(3, (1, 2), is_whole=True), "debug: a picture of round 3: 2 spans"),
+    (Pictured(3, (1, 2), is_whole=True), "debug: timeline of round 3: 2 spans"),
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
-    (Barred("tokens.json is damaged."), "error: nobody is let in: tokens.json is damaged."),
-    (ReportWritten("runs/mine/report.html"), "the page of the run is runs/mine/report.html"),
+    (Barred("tokens.json is damaged."), "error: no device can connect: tokens.json is damaged."),
+    (ReportWritten("runs/mine/report.html"), "report written to runs/mine/report.html"),
     (ReportFailed("No page of runs/mine: no space left."), "warning: No page of runs/mine: no space left."),
-    (Resumed(6), "going on after round 6, from its checkpoint"),
-    (Resumed(6, 1), "going on after round 6, from its checkpoint; 1 later round is trained again"),
-    (Resumed(6, 2), "going on after round 6, from its checkpoint; 2 later rounds are trained again"),
-    (Waiting(2, 5), "waiting for devices: 2 of 5 are there"),
+    (Resumed(6), "resuming after round 6, from its checkpoint"),
+    (Resumed(6, 1), "resuming after round 6, from its checkpoint; 1 later round is trained again"),
+    (Resumed(6, 2), "resuming after round 6, from its checkpoint; 2 later rounds are trained again"),
+    (Waiting(2, 5), "waiting for devices: 2 of 5 joined"),
     (Joined("pi-2", 3), "pi-2 joined (3 of 5 devices)"),
-    (STARTED, "training by pipar begins: 3 rounds, results in runs/x"),
+    (STARTED, "training starts: pipar, 3 rounds, results in runs/x"),
     (
         replace(STARTED, leakage="privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90)."),
-        "training by pipar begins: 3 rounds, results in runs/x; privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90).",
+        "training starts: pipar, 3 rounds, results in runs/x; privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90).",
     ),
     (Progress("pi-1", 7, 4, 100, 2.25, 1.0), "debug: pi-1: round 7, iteration 4, loss 2.250"),
-    (Away("pi-2", 30.0), "warning: pi-2 is away: its link is lost, and its place is kept for 30 s"),
-    (Back("pi-2", 4.24), "pi-2 is back after 4.2 s"),
-    (Silent("pi-3", 1.72), "debug: pi-3 is waited for and has been silent for 1.7 s"),
-    (Heard("pi-3", 4.2), "debug: pi-3 is heard again after 4.2 s"),
+    (Away("pi-2", 30.0), "warning: pi-2 lost its connection and has 30 s to reconnect"),
+    (Back("pi-2", 4.24), "pi-2 reconnected after 4.2 s"),
+    (Silent("pi-3", 1.72), "debug: pi-3 has sent nothing for 1.7 s, and the round waits for it"),
+    (Heard("pi-3", 4.2), "debug: pi-3 responds again after 4.2 s"),
     (Lost("pi-3", "it did not come back"), "warning: pi-3 is lost: it did not come back"),
-    (Dropped("pi-3", 7, "it was lost"), "warning: round 7 does not count pi-3: it was lost"),
+    (Dropped("pi-3", 7, "it was lost"), "warning: round 7 excludes pi-3: it was lost"),
     (
         RoundOver(6, {"pi-1": 1000}, {"pi-3": 40}),
-        "round 6 is over: 1 device, 1,000 samples; the shared server-side model keeps 40 samples of pi-3",
+        "round 6 finished: 1 device, 1,000 samples; the shared server-side model was also trained on 40 samples of "
+        "pi-3",
     ),
     (
         BegunAnew(7, 60.0),
-        "warning: round 7 begins anew, within 60 s: nobody counts in it, and the model is that before it",
+        "warning: round 7 restarts with a deadline of 60 s: no device finished it, and the model is unchanged",
     ),
-    (RoundOver(7, {"pi-1": 1000, "pi-2": 500}), "round 7 is over: 2 devices, 1,500 samples"),
+    (RoundOver(7, {"pi-1": 1000, "pi-2": 500}), "round 7 finished: 2 devices, 1,500 samples"),
     (
         RoundOver(8, {"pi-1": 1000, "pi-2": 500}, epsilon={"pi-1": 2.34567, "pi-2": 2.34567}),
-        "round 8 is over: 2 devices, 1,500 samples, epsilon 2.346",
+        "round 8 finished: 2 devices, 1,500 samples, epsilon 2.346",
     ),
     (
         RoundOver(9, {"pi-1": 1000}, epsilon={f"pi-{number}": float(number) for number in range(1, 10)}),
-        "round 9 is over: 1 device, 1,000 samples, epsilon 1 of pi-1, 2 of pi-2, 3 of pi-3, 4 of pi-4, 5 of pi-5, "
+        "round 9 finished: 1 device, 1,000 samples, epsilon 1 of pi-1, 2 of pi-2, 3 of pi-3, 4 of pi-4, 5 of pi-5, "
         "6 of pi-6, 7 of pi-7, 8 of pi-8 and 1 more",
     ),
     (
@@ -142,7 +143,7 @@ SAID: list[tuple[Event, str]] = [
         "result of round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, "
         "3.4 KB down",
     ),
-    (Saved(7, "runs/x/checkpoint"), "round 7 is saved in runs/x/checkpoint"),
+    (Saved(7, "runs/x/checkpoint"), "round 7 saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
     (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9"),
     (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9"),
@@ -163,23 +164,23 @@ SAID: list[tuple[Event, str]] = [
     ),
     (
         Reconnecting("server:50051", 1, 0.25, "The server stops for now.", is_on_purpose=True),
-        "the server at server:50051 stops for now; attempt 1 in 0.2 s",
+        "the server at server:50051 is stopping; attempt 1 in 0.2 s",
     ),
     (
         TrackerFailed("mlflow", "OSError: no space left"),
-        "warning: the tracker mlflow is off, and training goes on without it: OSError: no space left",
+        "warning: tracker mlflow is off, training continues without it: OSError: no space left",
     ),
     (Left("pi-1"), "pi-1 left"),
-    (Left("pi-1", "The server stops for now."), "pi-1 is let go: The server stops for now."),
-    (Welcomed("pi-1", "P=1 N=9"), "pi-1 takes part by P=1 N=9"),
-    (Trained("pi-1", 7, 1000), "pi-1 has trained its part of round 7: 1,000 samples"),
+    (Left("pi-1", "The server stops for now."), "pi-1 was dismissed: The server stops for now."),
+    (Welcomed("pi-1", "P=1 N=9"), "pi-1 takes part with plan P=1 N=9"),
+    (Trained("pi-1", 7, 1000), "pi-1 finished its part of round 7: 1,000 samples"),
     (
         Trained("pi-1", 7, 1000, 1.76543),
-        "pi-1 has trained its part of round 7: 1,000 samples, epsilon 1.765 is spent",
+        "pi-1 finished its part of round 7: 1,000 samples, epsilon 1.765 spent",
     ),
     (
         Trained("pi-1", 8, 1000, 1.76543, 3.9999999),
-        "pi-1 has trained its part of round 8: 1,000 samples, epsilon 1.765 is spent of 4",
+        "pi-1 finished its part of round 8: 1,000 samples, epsilon 1.765 of 4 spent",
     ),
     (Stopping("SIGTERM"), "stopping: SIGTERM"),
     (Failed("Too few devices are left."), "error: failed: Too few devices are left."),
@@ -198,25 +199,25 @@ def _objects(*events: Event) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in _lines(*events, log_format="json")]
 
 
-def test_every_event_is_said_in_plain_english() -> None:
+def test_every_event_has_a_sentence_in_plain_english() -> None:
     assert {type(event) for event, _ in SAID} == set(get_args(Event))
     lines = _lines(*(event for event, _ in SAID))
     assert [line[10:] for line in lines] == [said for _, said in SAID]
     assert all(re.match(r"\d\d:\d\d:\d\d  \S", line) for line in lines)
 
 
-def test_how_often_something_progresses_is_not_worth_a_line() -> None:
+def test_progress_is_not_logged_at_level_info() -> None:
     said = "\n".join(_lines(*(event for event, _ in SAID), level=logging.INFO))
     assert "iteration" not in said
     assert "412.3 s" in said
 
 
-def test_that_something_long_begins_is_said_once() -> None:
+def test_the_start_of_a_long_step_is_logged_once() -> None:
     said = _lines(*(Preparing("Measuring the layers", share) for share in (0.0, 0.5, 1.0)), level=logging.INFO)
-    assert [line[10:] for line in said] == ["Measuring the layers, for some seconds"]
+    assert [line[10:] for line in said] == ["Measuring the layers: this takes some seconds"]
 
 
-def test_what_is_known_of_a_round_is_said_and_no_more() -> None:
+def test_a_result_lists_only_known_values() -> None:
     bare = replace(EPOCH, train_loss=None, val_loss=None, val_accuracy=None)
     assert EventDescriber().sentence(bare) == "result of round 7: 412.3 s, 12.0 MB up, 3.4 KB down"
 
@@ -230,15 +231,15 @@ def test_what_is_known_of_a_round_is_said_and_no_more() -> None:
         ([STARTED, Waiting(0, 2)], "pi-1 joined (1 of 2 devices)"),
     ],
 )
-def test_how_many_are_expected_is_said_if_it_is_known(before: list[Event], said: str) -> None:
+def test_a_joining_device_is_counted_against_the_expected_number_if_it_is_known(before: list[Event], said: str) -> None:
     assert _lines(*before, Joined("pi-1", 1))[-1].endswith(f"  {said}")
 
 
-def test_more_devices_than_were_waited_for_are_no_share() -> None:
+def test_more_devices_than_expected_are_only_counted() -> None:
     assert _lines(Waiting(1, 2), Joined("pi-3", 3))[-1].endswith("pi-3 joined (3 devices)")
 
 
-def test_nobody_forges_a_line_or_moves_the_cursor() -> None:
+def test_a_peer_cannot_forge_a_line_or_move_the_cursor() -> None:
     evil = "no\n12:00:00  pi-9 joined\r\x1b[2J\u2028\x00"
     (line,) = _lines(Lost("pi-1", evil))
     assert line.isprintable()
@@ -256,7 +257,7 @@ def test_json_has_time_level_event_message_and_fields() -> None:
     assert content == {
         "level": "warning",
         "event": "Away",
-        "message": "pi-2 is away: its link is lost, and its place is kept for 30 s",
+        "message": "pi-2 lost its connection and has 30 s to reconnect",
         "device": "pi-2",
         "seconds_allowed": 30.0,
     }
@@ -269,7 +270,7 @@ def test_every_event_is_one_object_with_all_of_its_fields() -> None:
         names = {field.name for field in fields(event)}
         assert content["event"] == type(event).__name__
         assert set(content) == {"time", "level", "event", "message"} | names
-        # No field hides what stands on every line.
+        # No field hides one that every line has.
         assert not names & {"time", "level", "event", "message", "logger", "exception"}
 
 
@@ -279,7 +280,7 @@ def test_a_training_that_diverged_is_still_json() -> None:
     assert "loss nan, validation loss inf" in content["message"]
 
 
-def test_warnings_of_others_come_in_the_same_format() -> None:
+def test_warnings_of_other_libraries_have_the_same_format() -> None:
     stream = io.StringIO()
     with logged("json", stream=stream):
         logging.getLogger("other").warning("beware of %s", "dogs")
@@ -305,22 +306,22 @@ def test_afterwards_logging_is_as_it_was() -> None:
     assert (list(root.handlers), log.level) == before
 
 
-def test_a_program_around_pipar_gets_the_events_by_logging_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_embeds_pipar_gets_the_events_through_logging(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="pipar"):
         log_observer()(Left("pi-1"))
     (record,) = caplog.records
     assert (record.name, record.getMessage(), record.__dict__["event"]) == ("pipar", "pi-1 left", Left("pi-1"))
 
 
-def test_a_reader_that_is_gone_does_not_end_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_stream_does_not_end_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     stream.close()
     with logged(stream=stream) as observe:
         observe(Left("pi-1"))
-    assert "ValueError" in capsys.readouterr().err  # logging says so, and goes on
+    assert "ValueError" in capsys.readouterr().err  # logging reports it and continues
 
 
-def test_all_observers_hear_of_everything_in_order() -> None:
+def test_all_observers_get_every_event_in_order() -> None:
     heard: list[tuple[str, Event]] = []
     observe = tell_all(lambda event: heard.append(("a", event)), lambda event: heard.append(("b", event)))
     observe(Left("pi-1"))

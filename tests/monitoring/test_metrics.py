@@ -1,4 +1,4 @@
-"""The endpoint for operators, asked by a real HTTP client over loopback; and what its numbers count."""
+"""The metrics, and their endpoint as a real HTTP client over loopback sees it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _result(epoch: int, **changed: float | None) -> EpochResult:
 
 
 def _numbers(*events: Event) -> dict[str, float]:
-    """Return what /metrics shows after these events, by name and labels as they are written."""
+    """Return what /metrics shows after these events, by name and labels."""
     monitor = Monitor()
     for event in events:
         monitor.observe(event)
@@ -90,17 +90,17 @@ def test_rounds_samples_and_bytes_add_up() -> None:
     assert (numbers["pipar_round_seconds_bucket[30.0]"], numbers["pipar_round_seconds_bucket[60.0]"]) == (0, 2)
 
 
-def test_a_round_counts_once_though_two_events_tell_of_it() -> None:
+def test_a_round_with_two_events_counts_once() -> None:
     numbers = _numbers(RoundOver(1, {"pi-1": 5}), RoundOver(2, {"pi-1": 5}), _result(1), _result(2))
     assert (numbers["pipar_rounds_total"], numbers["pipar_round"]) == (2, 2)
 
 
-def test_rounds_before_a_resume_are_not_of_this_process() -> None:
+def test_rounds_before_a_resume_do_not_count_for_this_process() -> None:
     numbers = _numbers(Resumed(6), RoundOver(7, {"pi-1": 5}))
     assert (numbers["pipar_rounds_total"], numbers["pipar_round"]) == (1, 7)
 
 
-def test_a_loss_that_nobody_knows_is_not_zero() -> None:
+def test_an_unknown_loss_is_nan_rather_than_zero() -> None:
     names = ("pipar_train_loss", "pipar_validation_loss", "pipar_validation_accuracy")
     assert all(math.isnan(_numbers()[name]) for name in names)
     numbers = _numbers(_result(1), _result(2, train_loss=None, val_loss=None, val_accuracy=None))
@@ -113,7 +113,7 @@ def test_a_device_shows_the_loss_of_its_last_batch() -> None:
     assert numbers["pipar_progress_timestamp_seconds"] == pytest.approx(time.time(), abs=60)
 
 
-def test_what_each_device_has_spent_of_its_privacy_is_told_by_the_server_and_by_the_device() -> None:
+def test_server_and_device_show_the_epsilon_that_devices_have_spent() -> None:
     assert not [name for name in _numbers(RoundOver(1, {"a": 5}), Trained("a", 1, 5)) if "epsilon" in name]
     rounds = [RoundOver(n, {"a": 5}, epsilon={"a": n, "b": 0.5}) for n in (1.0, 2.0)]
     numbers = _numbers(*rounds, Trained("c", 1, 5, 1.25, 4.0))
@@ -132,13 +132,15 @@ def test_what_each_device_has_spent_of_its_privacy_is_told_by_the_server_and_by_
         ([Joined("a", 1), Joined("b", 2), Left("b")], 1, 0, 0, 0),
     ],
 )
-def test_devices_come_and_go(events: list[Event], connected: int, away: int, lost: int, reconnects: int) -> None:
+def test_devices_that_come_and_go_are_counted(
+    events: list[Event], connected: int, away: int, lost: int, reconnects: int
+) -> None:
     numbers = _numbers(*events)
     assert (numbers["pipar_devices_connected"], numbers["pipar_devices_away"]) == (connected, away)
     assert (numbers["pipar_devices_lost_total"], numbers["pipar_reconnects_total"]) == (lost, reconnects)
 
 
-def test_what_else_happens_is_counted() -> None:
+def test_other_events_are_counted() -> None:
     numbers = _numbers(
         Waiting(1, 5),
         Dropped("a", 1, "late"),
@@ -192,7 +194,7 @@ def _ask(endpoint: MetricsEndpoint, path: str, method: str = "GET") -> tuple[int
 
 
 def _hanging(endpoint: MetricsEndpoint) -> socket.socket:
-    """Return a client that has begun a request and does not go on."""
+    """Return a client that has sent half a request and sends nothing more."""
     client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
     client.sendall(b"GET /metrics HT")
     return client
@@ -205,13 +207,13 @@ def test_metrics_are_what_prometheus_reads(endpoint: MetricsEndpoint, monitor: M
     assert _parsed(body)["pipar_rounds_total"] == 1
 
 
-def test_a_program_that_trains_or_waits_is_well(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
+def test_a_program_that_trains_or_waits_is_healthy(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     for event in (Waiting(0, 5), STARTED, Lost("a", "late"), SaveFailed(1, "full"), Reconnecting("h:1", 1, 1.0, "x")):
         monitor.observe(event)
         assert _ask(endpoint, "/healthz") == (200, "text/plain; charset=utf-8", b"ok\n")
 
 
-def test_a_program_that_stops_or_fails_says_why(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
+def test_a_program_that_stops_or_fails_is_unhealthy_and_says_why(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     monitor.observe(Stopping("SIGTERM"))
     assert _ask(endpoint, "/healthz")[::2] == (503, b"stopping: SIGTERM\n")
     monitor.observe(Failed("Too few devices."))
@@ -224,21 +226,21 @@ def test_an_unknown_path_is_not_found(endpoint: MetricsEndpoint, path: str) -> N
     assert _ask(endpoint, path)[::2] == (404, b"There are /healthz and /metrics.\n")
 
 
-def test_nothing_can_be_sent_to_it(endpoint: MetricsEndpoint) -> None:
+def test_only_get_and_head_are_answered(endpoint: MetricsEndpoint) -> None:
     assert _ask(endpoint, "/metrics", "POST")[0] == 501
     assert _ask(endpoint, "/healthz", "HEAD")[::2] == (200, b"")
 
 
-def test_clients_that_hang_do_not_keep_others_waiting(endpoint: MetricsEndpoint) -> None:
-    hanging = [_hanging(endpoint) for _ in range(12)]  # three times as many as there are places
+def test_clients_that_hang_do_not_delay_others(endpoint: MetricsEndpoint) -> None:
+    hanging = [_hanging(endpoint) for _ in range(12)]  # three times the number of places
     began = time.monotonic()
     assert _ask(endpoint, "/healthz")[0] == 200
-    assert time.monotonic() - began < 2  # less than the patience that the hanging ones are met with
+    assert time.monotonic() - began < 2  # less than `patience_s` of the endpoint
     for client in hanging:
         client.close()
 
 
-def test_there_are_never_more_connections_than_places(endpoint: MetricsEndpoint) -> None:
+def test_the_oldest_connection_makes_room_when_all_places_are_taken(endpoint: MetricsEndpoint) -> None:
     hanging = [_hanging(endpoint) for _ in range(12)]
     assert hanging[0].recv(1) == b""  # hung up on, to make room
     assert _ask(endpoint, "/healthz")[0] == 200
@@ -267,7 +269,7 @@ def test_a_burst_of_clients_is_not_turned_away(monitor: Monitor) -> None:
     endpoint.stop()
 
 
-def test_patience_ends_also_with_a_client_that_sends_a_byte_now_and_then(monitor: Monitor) -> None:
+def test_a_client_that_sends_a_byte_now_and_then_is_disconnected_too(monitor: Monitor) -> None:
     endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", patience_s=0.1)
     client = _hanging(endpoint)
     client.settimeout(0.02)
@@ -289,7 +291,7 @@ def test_patience_ends_also_with_a_client_that_sends_a_byte_now_and_then(monitor
 @pytest.mark.parametrize(
     "sent",
     [
-        # Fifty headers, each of which http.server would take.
+        # Fifty headers, each of an acceptable size.
         b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"x" * 1000 + b"\r\n") * 50 + b"\r\n",
         b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 100_000,
         b"GET /" + b"x" * 100_000,
@@ -304,26 +306,26 @@ def test_a_large_request_is_not_read(endpoint: MetricsEndpoint, sent: bytes) -> 
             client.sendall(sent)
             while part := client.recv(4096):
                 heard += part
-        except ConnectionError:  # it hangs up while the request is still on its way
+        except ConnectionError:  # the endpoint hangs up before it has read the whole request
             pass
     assert b"pipar_rounds" not in heard
     assert b" 200 " not in heard
     assert _ask(endpoint, "/healthz")[0] == 200
 
 
-def test_many_may_ask_at_once_while_events_come_in(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
+def test_several_clients_are_answered_while_events_arrive(endpoint: MetricsEndpoint, monitor: Monitor) -> None:
     statuses: list[int] = []
-    askers = [threading.Thread(target=lambda: statuses.append(_ask(endpoint, "/metrics")[0])) for _ in range(3)]
-    for asker in askers:
-        asker.start()
+    clients = [threading.Thread(target=lambda: statuses.append(_ask(endpoint, "/metrics")[0])) for _ in range(3)]
+    for client in clients:
+        client.start()
     for number in range(1, 200):
         monitor.observe(RoundOver(number, {"a": 1}))
-    for asker in askers:
-        asker.join(10)
+    for client in clients:
+        client.join(10)
     assert statuses == [200, 200, 200]
 
 
-def test_after_its_end_no_thread_is_left() -> None:
+def test_no_thread_is_left_after_the_end() -> None:
     before = set(threading.enumerate())
     with monitored("127.0.0.1:0"):
         (thread,) = set(threading.enumerate()) - before
@@ -331,14 +333,14 @@ def test_after_its_end_no_thread_is_left() -> None:
     assert not thread.is_alive()
 
 
-def test_where_it_listens_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="pipar"):
         endpoint = MetricsEndpoint(Monitor().answer, "127.0.0.1:0")
     endpoint.stop()
     assert caplog.messages == [f"health and metrics at http://127.0.0.1:{endpoint.port}"]
 
 
-def test_its_end_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None:
+def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None:
     endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0")
     client = _hanging(endpoint)
     _ask(endpoint, "/healthz")
@@ -361,7 +363,7 @@ def test_without_an_address_nothing_listens_and_events_still_count() -> None:
     assert _parsed(monitor.answer("/metrics")[2])["pipar_rounds_total"] == 1
 
 
-def test_it_ends_when_the_program_fails() -> None:
+def test_the_endpoint_stops_when_the_program_fails() -> None:
     before = threading.active_count()
     with pytest.raises(RuntimeError), monitored("127.0.0.1:0"):
         raise RuntimeError
@@ -369,17 +371,17 @@ def test_it_ends_when_the_program_fails() -> None:
 
 
 @pytest.mark.parametrize("address", ["9090", ":9090", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", ""])
-def test_an_address_that_is_none_is_refused_in_one_sentence(address: str) -> None:
+def test_an_invalid_address_is_refused_in_one_sentence(address: str) -> None:
     with pytest.raises(InputError, match="is not an address: write HOST:PORT"):
         MetricsEndpoint(Monitor().answer, address)
 
 
-def test_an_address_that_is_taken_is_refused_in_one_sentence(endpoint: MetricsEndpoint) -> None:
+def test_an_address_in_use_is_refused_in_one_sentence(endpoint: MetricsEndpoint) -> None:
     with pytest.raises(InputError, match=r"Cannot serve metrics on 127.0.0.1:\d+: address already in use."):
         MetricsEndpoint(Monitor().answer, f"127.0.0.1:{endpoint.port}")
 
 
-def test_ipv6_is_an_address_too() -> None:
+def test_ipv6_addresses_work() -> None:
     try:
         endpoint = MetricsEndpoint(Monitor().answer, "[::1]:0")
     except InputError:

@@ -82,40 +82,40 @@ def _epoch(number: int, **changed: Any) -> dict[str, Any]:
     return {**EPOCH.to_dict(), "epoch": number, **changed}
 
 
-class Remembering:
-    """A tracker that remembers what it was told, and fails at what it is told to fail at."""
+class Recording:
+    """A tracker that records its calls, and fails at the one it is to fail at."""
 
     def __init__(self, fails_at: str = "") -> None:
-        self.heard: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
         self._fails_at = fails_at
 
     def begin(self, run: RunDescription) -> None:
-        self._hear("begin", run)
+        self._record("begin", run)
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        self._hear("epoch", row["epoch"])
+        self._record("epoch", row["epoch"])
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        self._hear("end", result)
+        self._record("end", result)
 
-    def _hear(self, what: str, said: Any) -> None:
+    def _record(self, what: str, given: Any) -> None:
         if what == self._fails_at:
             raise OSError("the disk is full")
-        self.heard.append((what, said))
+        self.calls.append((what, given))
 
 
 def _with_trackers(*names: str) -> Config:
     return CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trackers": names})})
 
 
-# --- what is said
+# --- what a tracker gets
 
 
-def test_an_epoch_is_its_numbers_by_the_names_of_metrics_jsonl_without_what_is_not_known() -> None:
+def test_an_epoch_has_the_names_of_metrics_jsonl_without_unknown_values() -> None:
     assert scalars(EPOCH.to_dict()) == NUMBERS
 
 
-def test_a_loss_that_has_diverged_is_said() -> None:
+def test_a_loss_that_diverged_is_kept() -> None:
     assert math.isnan(scalars({"train_loss": math.nan})["train_loss"])
 
 
@@ -131,21 +131,21 @@ def test_a_run_is_described_by_every_key_that_is_set_and_the_plans() -> None:
 # --- in a run
 
 
-def test_a_tracker_hears_of_a_run_from_its_first_epoch_to_its_result(tmp_path: Path) -> None:
-    made, seen = Remembering(), list[Event]()
+def test_a_tracker_is_called_from_the_first_epoch_to_the_result(tmp_path: Path) -> None:
+    made, seen = Recording(), list[Event]()
     with tracked(_with_trackers("tensorboard"), seen.append, make=lambda _: made) as tracking:
         tracking.observe(_started(tmp_path))
-        assert made.heard == []
+        assert made.calls == []
         tracking.observe(EPOCH)
         tracking.end(RESULT)
-    assert [what for what, _ in made.heard] == ["begin", "epoch", "end"]
-    assert made.heard[-1] == ("end", RESULT)
+    assert [what for what, _ in made.calls] == ["begin", "epoch", "end"]
+    assert made.calls[-1] == ("end", RESULT)
     assert seen == [_started(tmp_path), EPOCH]
 
 
 def test_a_package_is_not_imported_while_the_machine_is_measured() -> None:
     before = set(threading.enumerate())
-    with tracked(_with_trackers("wandb"), lambda _: None, make=lambda _: Remembering()) as tracking:
+    with tracked(_with_trackers("wandb"), lambda _: None, make=lambda _: Recording()) as tracking:
         tracking.observe(Preparing("the network is measured", 0.5))
         assert set(threading.enumerate()) <= before
         tracking.observe(_started(Path("runs/x")))
@@ -154,8 +154,8 @@ def test_a_package_is_not_imported_while_the_machine_is_measured() -> None:
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_run_that_fails_ends_without_a_result_and_one_without_epochs_is_not_told_of(epochs: int) -> None:
-    made = Remembering()
+def test_a_run_that_fails_ends_without_a_result_and_one_without_epochs_is_not_tracked(epochs: int) -> None:
+    made = Recording()
 
     def train() -> None:
         with tracked(_with_trackers("tensorboard"), lambda _: None, make=lambda _: made) as tracking:
@@ -166,13 +166,13 @@ def test_a_run_that_fails_ends_without_a_result_and_one_without_epochs_is_not_to
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert [what for what, _ in made.heard] == ["begin", "epoch", "end"][: 3 * epochs]
-    assert made.heard[2 * epochs :] == [("end", None)] * epochs
+    assert [what for what, _ in made.calls] == ["begin", "epoch", "end"][: 3 * epochs]
+    assert made.calls[2 * epochs :] == [("end", None)] * epochs
 
 
 @pytest.mark.parametrize("fails_at", ["make", "begin", "epoch", "end"])
-def test_a_tracker_that_fails_is_off_with_one_line_and_the_others_go_on(fails_at: str) -> None:
-    broken, whole, seen = Remembering(fails_at), Remembering(), list[Event]()
+def test_a_tracker_that_fails_is_turned_off_with_one_line_and_the_others_continue(fails_at: str) -> None:
+    broken, whole, seen = Recording(fails_at), Recording(), list[Event]()
 
     def make(name: str) -> Tracker:
         if name == "mlflow" and fails_at == "make":
@@ -187,13 +187,13 @@ def test_a_tracker_that_fails_is_off_with_one_line_and_the_others_go_on(fails_at
     tracking.close()
     failures = [event for event in seen if isinstance(event, TrackerFailed)]
     assert failures == [TrackerFailed("mlflow", "OSError: the disk is full")]
-    assert [what for what, _ in whole.heard] == ["begin", "epoch", "epoch", "end"]
+    assert [what for what, _ in whole.calls] == ["begin", "epoch", "epoch", "end"]
 
 
-def test_a_tracker_that_hangs_holds_nobody_up_and_is_off_at_the_end() -> None:
+def test_a_tracker_that_hangs_delays_nothing_and_is_turned_off_at_the_end() -> None:
     release, seen = threading.Event(), list[Event]()
 
-    class Hanging(Remembering):
+    class Hanging(Recording):
         def begin(self, run: RunDescription) -> None:  # noqa: ARG002 - of the interface
             release.wait(30)
 
@@ -201,11 +201,11 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_is_off_at_the_end() -> None:
     tracking.observe(_started(Path("runs/x")))
     tracking.observe(EPOCH)
     tracking.close(patience_s=0.01)
-    assert seen[2:] == [TrackerFailed("wandb", "it did not write everything down in time")]
+    assert seen[2:] == [TrackerFailed("wandb", "it did not write everything in time")]
     release.set()
 
 
-def _fail_while_asked(step: int) -> bool:
+def _fail_during_check(step: int) -> bool:
     thread, heard = TrackerThread("wandb"), list[str]()
 
     def fail() -> None:
@@ -216,16 +216,16 @@ def _fail_while_asked(step: int) -> bool:
     return has_failed
 
 
-def test_a_failure_that_comes_while_one_is_asked_for_is_not_forgotten() -> None:
-    assert next(step for step in range(1, 1000) if not _fail_while_asked(step)) > 5
+def test_a_failure_during_the_check_for_failures_is_not_lost() -> None:
+    assert next(step for step in range(1, 1000) if not _fail_during_check(step)) > 5
 
 
-def test_a_run_that_never_began_does_not_wait_for_a_package_that_is_slow_to_import() -> None:
+def test_a_run_that_never_started_does_not_wait_for_a_slow_import() -> None:
     release, seen = threading.Event(), list[Event]()
 
     def make(_: str) -> Tracker:
         release.wait(30)
-        return Remembering()
+        return Recording()
 
     began = time.monotonic()
     tracking = Tracking(CONFIG, seen.append, [TrackerThread("mlflow", make)])
@@ -236,11 +236,11 @@ def test_a_run_that_never_began_does_not_wait_for_a_package_that_is_slow_to_impo
     release.set()
 
 
-def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_begins(
+def test_a_tracker_that_is_not_installed_is_refused_before_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"^The tracker wandb .* run `pip install 'pipar\[wandb\]'`, or leave it out"):
+    with pytest.raises(InputError, match=r"^The tracker wandb .* run `pip install 'pipar\[wandb\]'`, or remove it"):
         check_installed(["wandb"])
 
 
@@ -250,7 +250,7 @@ def test_a_folder_with_the_name_of_a_tracker_is_no_package(tmp_path: Path, monke
     monkeypatch.setitem(
         trackers.TRACKER_PACKAGES, "wandb", trackers.TrackerPackage(("json", "folder_of_runs"), "wandb", "WandbTracker")
     )
-    with pytest.raises(InputError, match=r"^The tracker wandb is asked for, but folder_of_runs is not installed"):
+    with pytest.raises(InputError, match=r"^The tracker wandb needs folder_of_runs, which is not installed"):
         check_installed(["wandb"])
     assert doctor_checks.installed("folder-of-runs") is None
 
@@ -262,7 +262,7 @@ def test_a_tracker_needs_all_packages_of_its_extra() -> None:
         assert set(known.packages) == packages
 
 
-# --- how they are asked for
+# --- how they are configured
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_other_names_are_refused_with_the_list(given: str, says: str) -> None:
     assert says in str(raised.value)
 
 
-def test_each_tracker_is_asked_for_once() -> None:
+def test_a_repeated_tracker_counts_once() -> None:
     assert load_config(None, ['run.trackers=["wandb", "mlflow", "wandb"]']).run.trackers == ("wandb", "mlflow")
 
 
@@ -289,11 +289,11 @@ def test_the_command_line_refuses_an_unknown_tracker(capfd: pytest.CaptureFixtur
     assert "there are tensorboard, mlflow, wandb" in capfd.readouterr().err
 
 
-# --- the real ones
+# --- the real trackers
 
 
 def _track(name: str, folder: Path, *rows: Mapping[str, Any], result: Mapping[str, Any] | None = RESULT) -> None:
-    """Tell a real tracker of a run of these epochs."""
+    """Record a run of these epochs with a real tracker."""
     tracker = make_tracker(name)
     tracker.begin(describe(CONFIG, _started(folder)))
     for row in rows:
@@ -349,7 +349,7 @@ _TIMING_ONLY += ["--set", "devices.profile=raspberry-pi-3b", "--set", "server.pr
 
 
 @pytest.mark.slow
-def test_a_command_leaves_event_files_with_the_numbers_of_metrics_jsonl_and_imports_no_torch(tmp_path: Path) -> None:
+def test_a_command_writes_event_files_with_the_numbers_of_metrics_jsonl_and_imports_no_torch(tmp_path: Path) -> None:
     script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
     script += (
         f"from pipar.cli import main; main({[*_TIMING_ONLY, '--tracker', 'tensorboard', '--name', 'x', '--json']})"
@@ -373,7 +373,7 @@ def test_mlflow_reads_the_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     _track("mlflow", tmp_path, _epoch(1), _epoch(2, train_loss=1.5))
-    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"  # it asked for a server of its makers before
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"  # otherwise it connects to a server of its makers
     client = mlflow.MlflowClient(tracking_uri=store_of(describe(CONFIG, _started(tmp_path))))
     experiment = client.get_experiment_by_name("pipar")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -398,7 +398,7 @@ def test_wandb_keeps_the_run_offline_in_its_folder(tmp_path: Path, monkeypatch: 
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     records = _wandb_records(file.read_bytes())
     deadline = time.monotonic() + 30
-    while not any(record.HasField("exit") for record in records):  # a process of its own writes it
+    while not any(record.HasField("exit") for record in records):  # another process writes it
         assert time.monotonic() < deadline
         time.sleep(0.05)
         records = _wandb_records(file.read_bytes())
@@ -416,7 +416,7 @@ def test_wandb_keeps_the_run_offline_in_its_folder(tmp_path: Path, monkeypatch: 
 
 
 def _wandb_records(content: bytes) -> list[Any]:
-    """Return the records of an offline run: behind seven bytes, pieces with a checksum, a length and a kind each."""
+    """Return the records of an offline run: after seven bytes, pieces of a checksum, a length, a kind and data."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     whole, records, at = b"", [], 7

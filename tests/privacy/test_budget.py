@@ -364,7 +364,7 @@ def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> N
     assert [(event.epsilon, event.target) for event in told] == [
         (pytest.approx(one), pytest.approx(spent[2])) for one in spent[:2]
     ]
-    assert EventDescriber().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} is spent of {spent[2]:.4g}")
+    assert EventDescriber().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} of {spent[2]:.4g} spent")
 
 
 def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

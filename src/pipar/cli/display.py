@@ -107,7 +107,7 @@ class Display:
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, TrackerFailed):
-            words = f"The tracker {event.tracker} is off, and training goes on without it: {event.reason}"
+            words = f"Tracker {event.tracker} is off, training continues without it: {event.reason}"
             self._print(Text(one_line(words), style="dim"), whole=True, always=True)
 
     def say(self, sentence: str) -> None:

@@ -1,7 +1,7 @@
-"""What happens, one line each, for whoever operates a server or a device: plain English, or JSON for machines.
+"""Events as log lines for the operator of a server or device: one sentence each, or one JSON object.
 
-Everything goes through the standard `logging` module, to the logger "pipar", so that a program around pipar can send it
-where it likes. Each record also carries the event itself as `record.event`.
+They go through the standard `logging` module to the logger "pipar", so that a program that embeds pipar can route them.
+Each record also carries the event itself as `record.event`.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ from pipar.units import format_bytes, format_percent
 LOGGER = "pipar"
 LogFormat = Literal["text", "json"]
 
-#: A line about a round says of so many devices what they have spent, if that differs.
+#: Devices whose spent epsilon is listed in the line of a round, if they differ.
 _MOST_EPSILONS = 8
 
-#: What is not worth a line of every run, and what somebody may have to look into. All else is for information.
+#: Levels of events other than info: details that few runs need, and what an operator may have to look into.
 _LEVELS: dict[type[Event], int] = {
     Progress: logging.DEBUG,
     Pictured: logging.DEBUG,
     Preparing: logging.DEBUG,
-    Silent: logging.DEBUG,  # it may only be slow; that it is away is a warning
+    Silent: logging.DEBUG,  # it may just be slow; a lost connection is a warning
     Heard: logging.DEBUG,
     Away: logging.WARNING,
     Lost: logging.WARNING,
@@ -103,9 +103,9 @@ def log_observer(logger: logging.Logger | None = None) -> Observer:
 def logged(
     log_format: LogFormat = "text", *, stream: TextIO | None = None, level: int = logging.INFO
 ) -> Iterator[Observer]:
-    """Give the observer of a program of its own: lines on standard error, or another stream, until it ends.
+    """Yield an observer that writes lines to standard error, or another stream, until the block ends.
 
-    What other libraries warn of goes there in the same format, so that every line of JSON is one.
+    Warnings of other libraries are written in the same format, so that every line is JSON if events are.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
@@ -123,25 +123,25 @@ def logged(
 
 
 def _is_information(event: Event) -> bool:
-    """Return whether an event is neither less nor more than that, although others of its kind are."""
-    # That something begins which takes seconds is said to everybody: silence looks like a program that hangs.
+    """Return whether an event has the level info although others of its kind do not."""
+    # The start of a step that takes seconds is always logged: without it, the program would seem to hang.
     begins = isinstance(event, Preparing) and event.share == 0.0
-    # A lost link is one warning, however often it is tried; a server that stops on purpose is none.
+    # A lost connection is one warning, however many attempts follow; a server that stops on purpose is none.
     return begins or (isinstance(event, Reconnecting) and (event.attempt > 1 or event.is_on_purpose))
 
 
 def level_of(event: Event) -> int:
-    """Return how much an event matters, as a level of `logging`."""
+    """Return the `logging` level of an event."""
     return _LEVELS.get(type(event), logging.INFO)
 
 
 class EventDescriber:
-    """Says events in plain English; remembers what one event needs to know of those before it."""
+    """Describes events in plain English; remembers what a sentence needs to know of earlier events."""
 
     def __init__(self) -> None:
         self._wanted = 0
-        self._counted: dict[int, int] = {}  # devices by epoch, until its result is there
-        self._why_away = ""  # there was no connection when that was last said
+        self._counted: dict[int, int] = {}  # devices by epoch, until its result arrives
+        self._last_reason = ""  # why there was no connection, as last described
 
     def sentence(self, event: Event) -> str:
         """Return one line about the event, without control characters: names and reasons may come from a peer."""
@@ -150,7 +150,7 @@ class EventDescriber:
         return one_line(self._about_the_training(event) or _about_devices(event) or _about_the_program(event))
 
     def remember(self, event: Event) -> None:
-        """Take in an event, also one that nothing is said about."""
+        """Remember what later sentences need to know of an event, described or not."""
         if isinstance(event, Started):
             self._wanted = len(event.samples)
         elif isinstance(event, Waiting):
@@ -158,29 +158,29 @@ class EventDescriber:
         elif isinstance(event, RoundOver):
             self._counted[event.epoch] = len(event.counted)
         elif isinstance(event, Reconnecting):
-            self._why_away = event.reason
+            self._last_reason = event.reason
 
     def _about_the_training(self, event: Event) -> str:
         match event:
             case Started():
                 leakage = f"; {event.leakage}" if event.leakage else ""
                 rounds = _count(event.epochs, "round")
-                return f"training by {event.method} begins: {rounds}, results in {event.folder}{leakage}"
+                return f"training starts: {event.method}, {rounds}, results in {event.folder}{leakage}"
             case Progress():
                 return f"{event.owner}: round {event.epoch}, iteration {event.iteration}{_loss(event.loss)}"
             case RoundOver():
                 samples = _count(sum(event.counted.values()), "sample")
                 devices = _count(len(event.counted), "device")
-                return f"round {event.epoch} is over: {devices}, {samples}{_epsilons(event.epsilon)}{_partly(event)}"
+                return f"round {event.epoch} finished: {devices}, {samples}{_epsilons(event.epsilon)}{_partly(event)}"
             case BegunAnew():
-                within = "" if event.deadline_s is None else f", within {event.deadline_s:g} s"
-                return f"round {event.epoch} begins anew{within}: nobody counts in it, and the model is that before it"
+                deadline = "" if event.deadline_s is None else f" with a deadline of {event.deadline_s:g} s"
+                return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"
             case BudgetSpent():
                 return event.reason
             case EpochResult():
                 return self._result(event)
             case Pictured():
-                return f"a picture of round {event.epoch}: {_count(len(event.spans), 'span')}"
+                return f"timeline of round {event.epoch}: {_count(len(event.spans), 'span')}"
             case Replanned():
                 why = f" ({event.reason})" if event.reason else ""
                 return f"new plans from round {event.epoch} on{why}: {_plans(event.plans)}"
@@ -193,11 +193,11 @@ class EventDescriber:
         return ""
 
     def _reconnecting(self, event: Reconnecting) -> str:
-        """Say why there is no connection, if that is news, and when it is tried again."""
+        """Return when the next attempt is made, and why there is no connection if that was not said before."""
         when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
         if event.is_on_purpose:
-            return f"the server at {event.address} stops for now; {when}"
-        if event.attempt > 1 and event.reason == self._why_away:
+            return f"the server at {event.address} is stopping; {when}"
+        if event.attempt > 1 and event.reason == self._last_reason:
             return f"still no connection to {event.address}; {when}"
         return f"no connection to {event.address} ({event.reason}); {when}"
 
@@ -214,21 +214,21 @@ class EventDescriber:
 def _about_devices(event: Event) -> str:
     match event:
         case Waiting():
-            return f"waiting for devices: {event.present} of {event.wanted} are there"
+            return f"waiting for devices: {event.present} of {event.wanted} joined"
         case Away():
-            return f"{event.device} is away: its link is lost, and its place is kept for {event.seconds_allowed:.0f} s"
+            return f"{event.device} lost its connection and has {event.seconds_allowed:.0f} s to reconnect"
         case Back():
-            return f"{event.device} is back after {event.away_s:.1f} s"
+            return f"{event.device} reconnected after {event.away_s:.1f} s"
         case Silent():
-            return f"{event.device} is waited for and has been silent for {event.seconds:.1f} s"
+            return f"{event.device} has sent nothing for {event.seconds:.1f} s, and the round waits for it"
         case Heard():
-            return f"{event.device} is heard again after {event.seconds:.1f} s"
+            return f"{event.device} responds again after {event.seconds:.1f} s"
         case Lost():
             return f"{event.device} is lost: {event.reason}"
         case Left():
-            return f"{event.device} is let go: {event.reason}" if event.reason else f"{event.device} left"
+            return f"{event.device} was dismissed: {event.reason}" if event.reason else f"{event.device} left"
         case Dropped():
-            return f"round {event.epoch} does not count {event.device}: {event.reason}"
+            return f"round {event.epoch} excludes {event.device}: {event.reason}"
     return ""
 
 
@@ -237,45 +237,45 @@ def _about_the_program(event: Event) -> str:
         case Starting():
             return starting_text(event)
         case Preparing():
-            how_far = f": {format_percent(event.share, 0)}%" if event.share else ", for some seconds"
-            return f"{event.what}{how_far}"
+            how_far = f"{format_percent(event.share, 0)}%" if event.share else "this takes some seconds"
+            return f"{event.what}: {how_far}"
         case Listening():
             return f"listening on {event.address}"
         case Barred():
-            return f"nobody is let in: {event.reason}"
+            return f"no device can connect: {event.reason}"
         case Saved():
-            return f"round {event.epoch} is saved in {event.path}"
+            return f"round {event.epoch} saved in {event.path}"
         case SaveFailed():
             return f"round {event.epoch} could not be saved: {event.reason}"
         case Resumed():
             verb = "is" if event.again == 1 else "are"
             again = f"; {_count(event.again, 'later round')} {verb} trained again" if event.again else ""
-            return f"going on after round {event.epoch}, from its checkpoint{again}"
+            return f"resuming after round {event.epoch}, from its checkpoint{again}"
         case ReportWritten():
-            return f"the page of the run is {event.path}"
+            return f"report written to {event.path}"
         case ReportFailed():
             return event.reason
         case Welcomed():
-            return f"{event.device} takes part by {event.plan}"
+            return f"{event.device} takes part with plan {event.plan}"
         case Trained():
             samples = f"{_count(event.samples, 'sample')}{_spent(event)}"
-            return f"{event.device} has trained its part of round {event.epoch}: {samples}"
+            return f"{event.device} finished its part of round {event.epoch}: {samples}"
         case Connecting():
             return f"connecting to {event.address}"
         case Connected():
             return f"connected to {event.address}"
         case TrackerFailed():
-            return f"the tracker {event.tracker} is off, and training goes on without it: {event.reason}"
+            return f"tracker {event.tracker} is off, training continues without it: {event.reason}"
         case Stopping():
             return f"stopping: {event.reason}"
         case Failed():
             return f"failed: {event.reason}"
-    return f"{event}"  # of a newer version of the core
+    return f"{event}"  # an event that this version does not know
 
 
 def starting_text(event: Starting) -> str:
-    """Return the first line of a command: what it prepares, and where it will be found or look."""
-    where = {"server": f"; it will listen at {event.where}", "device": f"; its server is {event.where}"}
+    """Return the first line of a command: what it prepares, and the address of the server."""
+    where = {"server": f"; will listen on {event.where}", "device": f"; server {event.where}"}
     return f"pipar {event.program}: preparing {event.what}{where.get(event.program, '') if event.where else ''}"
 
 
@@ -284,28 +284,29 @@ def _count(number: int, noun: str) -> str:
 
 
 def _partly(event: RoundOver) -> str:
-    """Say who has taught a shared server-side model without counting, if somebody has."""
+    """Return which excluded devices have trained a shared server-side model (sfl2), if any."""
     if not event.partly:
         return ""
     parts = ", ".join(f"{_count(samples, 'sample')} of {device}" for device, samples in sorted(event.partly.items()))
-    return f"; the shared server-side model keeps {parts}"
+    return f"; the shared server-side model was also trained on {parts}"
 
 
 def _epsilons(epsilon: Mapping[str, float]) -> str:
-    """Say what the devices have spent of their privacy: one number if it is the same, the first devices' if not."""
+    """Return the epsilon that devices have spent: one number if it is the same for all, else those of the first."""
     by_device = sorted(epsilon.items())
     if len(set(epsilon.values())) <= 1:
         return "".join(f", epsilon {one:.4g}" for _, one in by_device[:1])
-    told = ", ".join(f"{one:.4g} of {device}" for device, one in by_device[:_MOST_EPSILONS])
+    listed = ", ".join(f"{one:.4g} of {device}" for device, one in by_device[:_MOST_EPSILONS])
     more = f" and {len(by_device) - _MOST_EPSILONS} more" if len(by_device) > _MOST_EPSILONS else ""
-    return f", epsilon {told}{more}"
+    return f", epsilon {listed}{more}"
 
 
 def _spent(event: Trained) -> str:
-    """Say what a device has spent of its privacy, and how much it has."""
+    """Return the epsilon that a device has spent, and its limit if there is one."""
     if event.epsilon is None:
         return ""
-    return f", epsilon {event.epsilon:.4g} is spent" + ("" if event.target is None else f" of {event.target:.4g}")
+    limit = "" if event.target is None else f" of {event.target:.4g}"
+    return f", epsilon {event.epsilon:.4g}{limit} spent"
 
 
 def _loss(loss: float | None) -> str:
@@ -319,12 +320,12 @@ def _plans(plans: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text with everything escaped that is not printed: nobody forges a line, or moves a cursor."""
+    """Return the text with unprintable characters escaped: a peer cannot forge a line, or move a cursor."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 class TextLines(logging.Formatter):
-    """Local time, the level if it is more than information, and the sentence."""
+    """Lines of local time, the level unless it is info, and the sentence."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s  %(message)s", "%H:%M:%S")
@@ -335,9 +336,9 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, event, message, and the event's own fields beside them.
+    """Lines of one JSON object each: time, level, event, message and the event's own fields.
 
-    A record of something else than pipar has its logger's name in place of an event.
+    A record of another library has the name of its logger in place of an event.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -355,7 +356,7 @@ class JsonLines(logging.Formatter):
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null for what JSON has no number for: the loss of a training that diverged."""
+    """Return the value with None for infinities and NaN, which JSON lacks, as in the loss of a diverged training."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""What a running program tells its operators over HTTP: whether it is well, and numbers for Prometheus.
+"""Health and Prometheus metrics of a running server or device, updated by its events.
 
-`/healthz` and `/metrics`, fed by events. The endpoint has threads of its own, so that nobody who asks can hold up the
-event loop; it answers GET and HEAD only, reads a few kilobytes of a request at most, and has patience for seconds.
+`metrics_endpoint` serves them as `/healthz` and `/metrics`.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health:
-    """Whether the program is well: it is, whether it trains or waits, until it stops or fails."""
+    """Whether the program is healthy: while it trains or waits, until it stops or fails."""
 
     def __init__(self) -> None:
         self._trouble = ""
 
     @property
     def trouble(self) -> str:
-        """Why it is not well; empty if it is."""
+        """Why the program is not healthy; empty if it is."""
         return self._trouble
 
     def observe(self, event: Event) -> None:
-        """Take one event in."""
-        # A checkpoint that cannot be written is for an alarm (its counter), not for whoever restarts what is not well:
-        # a restart would lose just what was not saved.
+        """Update the health by one event."""
+        # A checkpoint that cannot be written raises an alert (by its counter), but the program stays healthy: a
+        # supervisor would restart an unhealthy one, and lose exactly what was not saved.
         if isinstance(event, Failed):
             self._trouble = f"failed: {event.reason}"
         elif isinstance(event, Stopping) and not self._trouble:
@@ -73,7 +72,7 @@ class Health:
 
 
 class Metrics:
-    """The numbers of one server or one device since it was started, in a registry of their own."""
+    """The metrics of one server or device since its start, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -88,8 +87,8 @@ class Metrics:
 
     def _make_training(self) -> None:
         self._rounds = Counter("pipar_rounds", "Rounds finished by this process", registry=self.registry)
-        self._round = self._gauge("pipar_round", "Number of the last round that is finished, also before a resume")
-        self._round_goal = self._gauge("pipar_round_goal", "Rounds that the training is to have")
+        self._round = self._gauge("pipar_round", "Number of the last finished round, including rounds before a resume")
+        self._round_goal = self._gauge("pipar_round_goal", "Rounds that the training will have")
         self._samples = Counter("pipar_samples", "Samples trained in finished rounds", registry=self.registry)
         self._bytes = Counter(
             "pipar_bytes", "Bytes between server and devices in finished rounds", ["direction"], registry=self.registry
@@ -97,33 +96,33 @@ class Metrics:
         for direction in ("up", "down"):
             self._bytes.labels(direction)
         self._seconds = Histogram(
-            "pipar_round_seconds", "Seconds that a round took", buckets=_SECONDS, registry=self.registry
+            "pipar_round_seconds", "Duration of a round in seconds", buckets=_SECONDS, registry=self.registry
         )
-        # Not a number until there is one: a loss of 0 would look like a triumph.
-        self._train_loss = self._gauge("pipar_train_loss", "Training loss, the latest known", math.nan)
-        self._val_loss = self._gauge("pipar_validation_loss", "Validation loss of the last judged round", math.nan)
+        # NaN until a value is known: a loss of 0 would look like a perfect model.
+        self._train_loss = self._gauge("pipar_train_loss", "Latest training loss", math.nan)
+        self._val_loss = self._gauge("pipar_validation_loss", "Validation loss of the last validated round", math.nan)
         self._accuracy = self._gauge("pipar_validation_accuracy", "Validation accuracy, from 0 to 1", math.nan)
-        self._progress = self._gauge("pipar_progress_timestamp_seconds", "Unix time of the last sign of progress")
-        self._replans = Counter("pipar_replans", "Times that new plans came into force", registry=self.registry)
+        self._progress = self._gauge("pipar_progress_timestamp_seconds", "Unix time of the last progress")
+        self._replans = Counter("pipar_replans", "Times that new plans took effect", registry=self.registry)
         self._replan_failures = Counter(
             "pipar_replan_failures", "Times that new plans could not be chosen", registry=self.registry
         )
 
     def _make_devices(self) -> None:
-        self._connected = self._gauge("pipar_devices_connected", "Devices that are connected now")
-        self._kept = self._gauge("pipar_devices_away", "Devices whose link is lost and whose place is kept")
-        self._wanted = self._gauge("pipar_devices_wanted", "Devices that the training has or waits for")
-        self._lost = Counter("pipar_devices_lost", "Devices given up for lost", registry=self.registry)
+        self._connected = self._gauge("pipar_devices_connected", "Devices connected now")
+        self._kept = self._gauge("pipar_devices_away", "Devices that lost their connection and may still resume")
+        self._wanted = self._gauge("pipar_devices_wanted", "Devices that take part or are awaited")
+        self._lost = Counter("pipar_devices_lost", "Devices that did not reconnect in time", registry=self.registry)
         self._dropped = Counter(
-            "pipar_rounds_dropped", "Rounds of single devices that did not count", registry=self.registry
+            "pipar_rounds_dropped", "Rounds of single devices that were excluded", registry=self.registry
         )
-        self._returns = Counter("pipar_reconnects", "Devices that came back after a lost link", registry=self.registry)
+        self._returns = Counter("pipar_reconnects", "Reconnections after a lost connection", registry=self.registry)
         self._epsilon = Gauge(
-            "pipar_epsilon_spent", "Epsilon that a device has spent, where updates have noise", ["device"],
+            "pipar_epsilon_spent", "Privacy budget (epsilon) spent by a device, if updates are noised", ["device"],
             registry=self.registry,
         )  # fmt: skip
         self._attempts = Counter(
-            "pipar_connection_attempts", "Attempts of this device to reach its server again", registry=self.registry
+            "pipar_connection_attempts", "Attempts of this device to reconnect to its server", registry=self.registry
         )
 
     def _make_checkpoints(self) -> None:
@@ -139,7 +138,7 @@ class Metrics:
         return gauge
 
     def observe(self, event: Event) -> None:
-        """Take one event in; what has no number is passed over."""
+        """Update the metrics by one event."""
         self._of_training(event)
         self._of_devices(event)
         self._of_checkpoints(event)
@@ -162,7 +161,7 @@ class Metrics:
                 self._replan_failures.inc()
 
     def _finish_round(self, epoch: int) -> None:
-        """Count a round once, whichever of its events is first."""
+        """Count a round once, whichever of its events arrives first."""
         if epoch > self._last_round:
             self._last_round = epoch
             self._rounds.inc()
@@ -228,19 +227,19 @@ class Metrics:
 
 
 class Monitor:
-    """Health and numbers of this program; `observe` is an Observer. Without an endpoint it only counts."""
+    """Health and metrics of this program; `observe` is an Observer."""
 
     def __init__(self) -> None:
         self.health = Health()
         self.metrics = Metrics()
 
     def observe(self, event: Event) -> None:
-        """Take one event in: quick, and from one thread, whoever asks at the same time from others."""
+        """Update both by one event. Only one thread may call this; others may call `answer` meanwhile."""
         self.health.observe(event)
         self.metrics.observe(event)
 
     def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """Return status, type and body for a path."""
+        """Return status, content type and body for a path."""
         if path == "/metrics":
             return HTTPStatus.OK, _EXPOSITION, generate_latest(self.metrics.registry)
         if path == "/healthz":
@@ -252,12 +251,12 @@ class Monitor:
 
 @contextlib.contextmanager
 def monitored(address: str | None) -> Iterator[Monitor]:
-    """Give a monitor that can be asked at HOST:PORT until the program ends; without an address, by nobody."""
+    """Yield a monitor, served at HOST:PORT until the block ends; without an address it is not served."""
     monitor = Monitor()
     if address is None:
         yield monitor
         return
-    # Only here: a device that serves no metrics does without the memory of an HTTP server.
+    # Imported on use: a device that serves no metrics saves the memory of an HTTP server.
     from pipar.monitoring.metrics_endpoint import MetricsEndpoint
 
     endpoint = MetricsEndpoint(monitor.answer, address)

@@ -1,4 +1,4 @@
-"""A run of MLflow, in a database of its own in the run's folder unless MLFLOW_TRACKING_URI names another store."""
+"""A run in MLflow: in a database in the run's folder, unless MLFLOW_TRACKING_URI names another store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# It would tell its makers that it is used. Whoever wants that says so.
+# By default MLflow reports its usage to its makers; that should be the user's choice.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow import MlflowClient
@@ -18,7 +18,7 @@ from pipar.monitoring.tracker import RunDescription, scalars
 
 FOLDER = "mlruns"
 EXPERIMENT = "pipar"
-#: What MLflow takes at once, and how long a value may be.
+#: MLflow's limits: parameters per call, and characters per value.
 _BATCH, _LONGEST = 100, 500
 
 
@@ -26,7 +26,7 @@ class MlflowTracker:
     """One run: the settings are its parameters, the epochs its metrics."""
 
     def __init__(self) -> None:
-        for name in ("mlflow", "alembic"):  # the terminal is the training's
+        for name in ("mlflow", "alembic"):  # the terminal belongs to the training's display
             logging.getLogger(name).setLevel(logging.WARNING)
         self._client: MlflowClient | None = None
         self._run_id = ""
@@ -64,14 +64,14 @@ class MlflowTracker:
 
 
 def is_local(environment: Mapping[str, str]) -> bool:
-    """Return whether the user's environment leaves it to us where runs are kept."""
+    """Return whether the environment leaves the place of the store to pipar."""
     return not environment.get("MLFLOW_TRACKING_URI")
 
 
 def store_of(run: RunDescription) -> str:
-    """Return where the run is kept: where the user's environment says, else in a database in its folder.
+    """Return the address of the store: from the environment, else a database in the run's folder.
 
-    MLflow also knows folders of files, but does not look after them any more.
+    MLflow's stores of plain files are no longer maintained.
     """
     own = f"sqlite:///{run.folder.resolve() / FOLDER / 'mlflow.db'}"
     return own if is_local(os.environ) else os.environ["MLFLOW_TRACKING_URI"]

@@ -1,6 +1,7 @@
-"""What the reports of a running training add up to: how far it is, how quick, and how busy its lanes are.
+"""How far a running training is: its epoch and iteration, its speed, how busy its lanes are, and when it will end.
 
-How quickly a run gets on by the clock on the wall, and when it will be done.
+`TrainingProgress` sums up the events of both sides by their own clocks, virtual or real. `TimeEstimate` predicts the
+end by the wall clock. The terminal and the live page show both.
 """
 
 from __future__ import annotations
@@ -11,27 +12,32 @@ from collections.abc import Sequence
 from pipar.events import EpochResult, Event, Joined, Progress, RoundOver, Started
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
-#: How many reports of one owner a lane's utilisation is taken over.
+#: Reports of one owner over which the utilisation of its lanes is averaged.
 _WINDOW = 4
+#: Recent epochs from which the next ones are predicted: before them, links and plans may have been different.
+_RECENT_EPOCHS = 3
+#: A smaller share of an epoch is too little to predict a whole one from.
+_LEAST_SHARE = 0.02
 
 
 class TrainingProgress:
-    """What the reports of both sides say about the running training: how far it is, and how busy the lanes are.
+    """The state of the running training, from the reports of the server and the devices.
 
-    Devices on other machines report nothing here; then the server's reports alone say how far it is.
+    Devices on other machines send no reports to this process; then the server's reports alone say how far it is.
     """
 
     def __init__(self) -> None:
         self.started: Started | None = None
         self.last: EpochResult | None = None
-        self.loss: float | None = None  # of the last batch that anybody reported
+        self.loss: float | None = None  # of the latest batch that any device reported
         self.joined = 0
         self._reports: dict[str, deque[Progress]] = {}
         self._first: dict[str, Progress] = {}
-        self._epoch_samples = 0  # that an epoch has
-        self._samples_before = 0  # that the server had served when the epoch began which it reports of
+        self._epoch_samples = 0  # samples of a whole epoch
+        self._samples_before = 0  # samples that the server had served before the current epoch
 
     def take(self, event: Event) -> None:
+        """Update the state by one event."""
         if isinstance(event, Progress):
             if event.owner == SERVER:
                 self._note_epoch(event)
@@ -56,11 +62,11 @@ class TrainingProgress:
 
     @property
     def running(self) -> bool:
-        """True when a first report has come."""
+        """True once the first report has arrived."""
         return bool(self._reports)
 
     def place(self) -> tuple[int, int, int, float]:
-        """Return epoch, iteration and iterations of who is furthest, and the share of that epoch that all have done."""
+        """Return epoch, iteration and iterations of the furthest device, and the share of that epoch done by all."""
         latest = self._latest()
         if self.started is None or not latest:
             return self._place_of_server()
@@ -79,20 +85,20 @@ class TrainingProgress:
         return (report.epoch, report.iteration, max(self.started.iterations.values(), default=0), share)
 
     def report(self, owner: str) -> Progress | None:
-        """Return the last report of a device, or of the server."""
+        """Return the latest report of a device, or of the server."""
         reports = self._reports.get(owner)
         return reports[-1] if reports else None
 
     def device_place(self, name: str) -> tuple[int, int] | None:
-        """Return epoch and iteration that a device has come to, by itself or as the server saw it; None if unknown."""
+        """Return epoch and iteration of a device, by its own report or the server's; None if neither has it."""
         own, server = self.report(name), self.report(SERVER)
         if own is not None:
             return own.epoch, own.iteration
         return server.served.get(name) if server is not None else None
 
     def samples_per_s(self) -> float | None:
-        """Return the samples that all devices train in a second of their clock, from their first report on."""
-        # A screen is drawn by another thread: a new run may have begun since its reports were looked up.
+        """Return the samples that all devices train per second of their clock, since their first reports."""
+        # The screen is drawn by another thread: a new run may have begun since the latest reports were looked up.
         pairs = [(self._first.get(report.owner), report) for report in self._latest()]
         rates = [self._rate(first, last) for first, last in pairs if first is not None]
         known = [rate for rate in rates if rate is not None]
@@ -105,11 +111,11 @@ class TrainingProgress:
         return (last.samples - first.samples) / (last.at_s - first.at_s)
 
     def busy(self, owner: str) -> dict[str, float]:
-        """Return the busy share of each lane of a device, or of the server, as far as its reports say it."""
+        """Return the busy share of each lane of a device, or of the server; {} without enough reports."""
         return _busy_shares(self._reports.get(owner, ()))
 
     def utilisation(self) -> dict[str, float | None]:
-        """Return the busy share of the four lanes, the mean over devices and cores; None where no reports say it."""
+        """Return the busy share of the four lanes, averaged over devices and cores; None where no reports tell."""
         owners = dict(self._reports)
         server = _busy_shares(owners.pop(SERVER, ()))
         devices = [shares for reports in owners.values() if (shares := _busy_shares(reports))]
@@ -135,7 +141,7 @@ class TrainingProgress:
 
 
 def _busy_shares(reports: Sequence[Progress]) -> dict[str, float]:
-    """Return each lane's busy time from the first to the last report over the time between; {} if that is none."""
+    """Return the share of the time between the first and last report that each lane was busy; {} if that is 0."""
     if not reports or (elapsed := reports[-1].at_s - reports[0].at_s) <= 0:
         return {}
     first, last = reports[0], reports[-1]
@@ -146,40 +152,34 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-#: How many of the last epochs say how quick the next ones will be: links and plans may have changed before them.
-_EPOCHS = 3
-#: Less of an epoch than this says nothing about how long all of them take.
-_TELLING_SHARE = 0.02
-
-
 class TimeEstimate:
-    """Notes how many epochs, and which share of the next one, are done at which time."""
+    """Predicts when a run will end, from notes of how many epochs, with fractions, were done at which time."""
 
     def __init__(self) -> None:
-        self._begun: dict[int, tuple[float, float]] = {}  # by epoch: its first sign, as (epochs done, time)
+        self._begun: dict[int, tuple[float, float]] = {}  # by epoch: its first note, as (epochs done, time)
         self._last: tuple[float, float] | None = None
 
     def begin(self, done: float, at: float) -> None:
-        """The first epoch begins no earlier than at this time, unless there was a sign of it.
+        """Set the start of the first epoch, unless progress has been noted already.
 
-        Without it the first signs, which come of all devices at once, would look like a great pace.
+        Without it, the first reports, which arrive from all devices at once, would look like a high speed.
         """
         if self._last is None:
             self._begun = {int(done): (done, at)}
 
     def note(self, done: float, at: float) -> None:
-        """At this time so many epochs were done."""
+        """Record that `done` epochs were finished at time `at`."""
         if self._last is None or done > self._last[0]:
             self._begun.setdefault(int(done), (done, at))
             self._last = (done, at)
 
     def ends_at(self, epochs: int) -> float | None:
-        """Return when so many epochs will be done, as far as the last few tell; None if they do not."""
+        """Return when this number of epochs will be done, at the speed of recent epochs; None if unknown."""
         if self._last is None:
             return None
         done, at = self._last
-        first = min(epoch for epoch in self._begun if epoch >= int(done) - _EPOCHS)
+        first = min(epoch for epoch in self._begun if epoch >= int(done) - _RECENT_EPOCHS)
         done_before, at_before = self._begun[first]
-        if done - done_before < _TELLING_SHARE or at <= at_before:
+        if done - done_before < _LEAST_SHARE or at <= at_before:
             return None
         return at + (epochs - done) * (at - at_before) / (done - done_before)

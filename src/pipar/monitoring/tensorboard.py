@@ -1,6 +1,6 @@
-"""Event files for TensorBoard in the run's folder: `tensorboard --logdir runs` shows all runs beside each other.
+"""Event files for TensorBoard in the run's folder: `tensorboard --logdir runs` shows all runs side by side.
 
-They are written by TensorBoard's own writer, without torch or TensorFlow: a timing-only run imports neither.
+TensorBoard's own writer needs neither torch nor TensorFlow, so a timing-only run imports neither.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from pipar.monitoring.tracker import RunDescription, Setting, scalars
 
 FOLDER = "tensorboard"
-#: The tag by which TensorBoard's own hyper-parameter plugin finds what a run was told.
+#: The tag by which TensorBoard's hyper-parameter plugin finds the settings of a run.
 _SESSION_START = "_hparams_/session_start_info"
 _DT_STRING = 7  # TensorFlow's number of the type, in tensorflow/core/framework/types.proto
 
 
 class TensorBoardTracker:
-    """An event file; each epoch is on disk when it is over."""
+    """An event file; each epoch is on disk as soon as it ends."""
 
     def __init__(self) -> None:
         self._writer: EventFileWriter | None = None
@@ -38,7 +38,7 @@ class TensorBoardTracker:
     def epoch(self, row: Mapping[str, Any]) -> None:
         epoch = int(row["epoch"])
         if not self._last_epoch:
-            # Whatever an earlier program wrote of this epoch and later ones is trained again, after --resume.
+            # After --resume, this epoch and later ones are trained again: START discards earlier values of them.
             self._write(Event(step=epoch, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
         self._last_epoch = epoch
         self._add_scalars(scalars(row))
@@ -63,7 +63,7 @@ class TensorBoardTracker:
 
 
 def hyper_parameters(run: RunDescription) -> Summary.Value:
-    """Return what the hyper-parameter plugin compares runs by."""
+    """Return the settings as the hyper-parameter plugin reads them."""
     start = SessionStartInfo(group_name=str(run.folder), start_time_secs=time.time())
     for name, value in run.settings.items():
         if isinstance(value, bool):
@@ -78,7 +78,7 @@ def hyper_parameters(run: RunDescription) -> Summary.Value:
 
 
 def _text(tag: str, words: str) -> Summary.Value:
-    """Return what the text plugin shows."""
+    """Return a text for the text plugin."""
     tensor = TensorProto(dtype=_DT_STRING, string_val=[words.encode()])
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     return Summary.Value(tag=tag, tensor=tensor, metadata=SummaryMetadata(plugin_data=plugin))

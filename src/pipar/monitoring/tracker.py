@@ -1,4 +1,4 @@
-"""What a tracker is told of a run: what it is, each epoch, and how it ended."""
+"""The interface of experiment trackers, and what they get of a run: its settings, each epoch, its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class RunDescription:
-    """A run that begins: where its files are, and what it was told, by "section.key"."""
+    """A run that starts: the folder of its files, and its settings by "section.key"."""
 
     folder: Path
     settings: Mapping[str, Setting]
@@ -33,28 +33,28 @@ class RunDescription:
 
 
 class Tracker(Protocol):
-    """Writes down what it is told, somewhere. It may take its time, and it may fail: training does neither for it."""
+    """Records a run somewhere. It may be slow or fail: that neither delays nor ends the training."""
 
     def begin(self, run: RunDescription) -> None:
-        """A run has begun, and its first epoch follows."""
+        """Record that a run has started; its first epoch follows."""
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """An epoch is over; the row is its line of metrics.jsonl."""
+        """Record an epoch; the row is its line of metrics.jsonl."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """The run is over, with this result.json; None if it was stopped or has failed."""
+        """Record the end of the run, with its result.json; None if it was stopped or failed."""
 
 
 @dataclass(frozen=True)
 class TrackerPackage:
-    """A tracker that can be named: the packages that it needs, the module of this package, and its class there."""
+    """What a tracker is made of: the packages that it needs, and its module and class in `pipar.monitoring`."""
 
     packages: tuple[str, ...]
     module: str
     class_name: str
 
 
-#: By the names that `config.TRACKERS` has, which are also those of the extras.
+#: By name, as in `config.TRACKERS`; the extras of pipar have the same names.
 TRACKER_PACKAGES = {
     "tensorboard": TrackerPackage(("tensorboard",), "tensorboard", "TensorBoardTracker"),
     "mlflow": TrackerPackage(("mlflow", "alembic", "sqlalchemy"), "mlflow", "MlflowTracker"),
@@ -63,37 +63,37 @@ TRACKER_PACKAGES = {
 
 
 def is_package(name: str) -> bool:
-    """Return whether there is a package of this name: a folder alone, as `wandb` leaves one behind, is none."""
+    """Return whether a package of this name is installed; a mere folder, such as one with runs of wandb, is none."""
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise one sentence about the first tracker that lacks a package here: before anything is trained."""
+    """Raise an InputError about the first tracker whose packages are not installed, before anything is trained."""
     for name in names:
         if missing := [package for package in TRACKER_PACKAGES[name].packages if not is_package(package)]:
             raise InputError(
-                f"The tracker {name} is asked for, but {missing[0]} is not installed: run "
-                f"`pip install 'pipar[{name}]'`, or leave it out of run.trackers."
+                f"The tracker {name} needs {missing[0]}, which is not installed: run "
+                f"`pip install 'pipar[{name}]'`, or remove it from run.trackers."
             )
 
 
 def make_tracker(name: str) -> Tracker:
-    """Return a tracker of this name; its package is imported now."""
+    """Return a new tracker of this name; this imports its package."""
     known = TRACKER_PACKAGES[name]
     made: Tracker = getattr(importlib.import_module(f"pipar.monitoring.{known.module}"), known.class_name)()
     return made
 
 
 def describe(config: Config, started: Started) -> RunDescription:
-    """Return what a run was told: its configuration, and the plans that were made of it."""
-    tree = tomllib.loads(dump_config(config))  # in the words of a configuration file
+    """Return the settings of a run: its configuration, and the plans chosen for it."""
+    tree = tomllib.loads(dump_config(config))  # with the values as a configuration file has them
     settings = dict(_flattened(tree))
     return RunDescription(Path(started.folder), {**settings, "plans": plans_text(started.plans.values())})
 
 
 def _flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Setting]]:
-    """Yield every value with its way through the tables; groups of devices are counted from 1."""
+    """Yield every value with its path through the tables; groups of devices are numbered from 1."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _flattened(value, f"{path}.{key}" if path else key)
@@ -105,9 +105,9 @@ def _flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Setting]]:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an epoch by the names of metrics.jsonl; those of a lane are "utilisation/uplink".
+    """Return the numbers of an epoch by their names in metrics.jsonl; nested ones as in "utilisation/uplink".
 
-    What is not known is left out. A loss that has diverged stays: that is worth seeing.
+    Unknown values are left out. A loss that diverged stays, because users want to see it.
     """
     found: dict[str, float] = {}
     for key, value in row.items():

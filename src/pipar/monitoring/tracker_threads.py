@@ -1,4 +1,4 @@
-"""Trackers as observers of a run, each on a thread of its own: one that hangs or fails costs the training nothing."""
+"""Trackers on threads of their own: one that hangs or fails does not disturb the training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipar.config import Config
 from pipar.events import EpochResult, Event, Observer, Started, TrackerFailed
 from pipar.monitoring.tracker import RunDescription, Tracker, check_installed, describe, make_tracker
 
-#: How long the end of a run waits for trackers that have not written everything down yet.
+#: How long the end of a run waits for trackers that are still writing.
 PATIENCE_S = 60.0
 
 Make = Callable[[str], Tracker]
 
 
 class TrackerThread:
-    """Tells one tracker what happens, in order, from a thread of its own; what it fails with ends it.
+    """Calls one tracker, in order, from its own thread; an exception of the tracker ends it.
 
-    It begins when it is started: its package is imported then, for seconds of a core.
+    Nothing runs before `start`, which imports the tracker's package: that takes a core for seconds.
     """
 
     def __init__(self, name: str, make: Make = make_tracker) -> None:
@@ -30,7 +30,7 @@ class TrackerThread:
         self._make = make
         self._orders: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
         self._failure = ""
-        # Whatever a tracker does, it does not keep the program from ending.
+        # A daemon: a tracker that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
     def start(self) -> None:
@@ -46,19 +46,19 @@ class TrackerThread:
         self._orders.put(lambda tracker: tracker.end(result))
 
     def finish(self) -> None:
-        """There is nothing more to be told."""
+        """End the thread after the calls made so far."""
         self._orders.put(None)
 
     def wait(self, patience_s: float) -> None:
-        """Return when everything is written down, or there is no more patience."""
+        """Return when the tracker has written everything, or after `patience_s`."""
         self._thread.join(max(0.0, patience_s))
         if self._thread.is_alive() and not self._failure:
-            self._failure = "it did not write everything down in time"
+            self._failure = "it did not write everything in time"
 
     def take_failure(self) -> str:
-        """Return why it is off, once; nothing if it is not."""
+        """Return why the tracker failed, once; afterwards, and without a failure, an empty text."""
         failure = self._failure
-        if failure:  # its thread may fail at this moment: what is not read is not forgotten
+        if failure:  # the thread may fail at this moment: do not clear a failure that was not read
             self._failure = ""
         return failure
 
@@ -72,7 +72,7 @@ class TrackerThread:
 
 
 class Tracking:
-    """Passes the events of one run on, and tells its trackers of the epochs; `observe` is an Observer."""
+    """Passes the events of one run on, and its epochs to the trackers; `observe` is an Observer."""
 
     def __init__(self, config: Config, observe: Observer, threads: Sequence[TrackerThread]) -> None:
         self._config = config
@@ -82,45 +82,45 @@ class Tracking:
         self._has_begun = self._has_ended = False
 
     def observe(self, event: Event) -> None:
-        """Take one event; it is quick, whatever the trackers do with it."""
+        """Pass on one event, without waiting for the trackers."""
         self._pass_on(event)
         if isinstance(event, Started) and self._run is None:
             self._run = describe(self._config, event)
-            self._tell(TrackerThread.start)  # not before: nothing else may compute while a machine is measured
+            self._for_each(TrackerThread.start)  # not earlier: it would disturb the measurement of the machine
         elif isinstance(event, EpochResult):
             self._begin()
-            self._tell(lambda thread: thread.epoch(event.to_dict()))
-        self._tell_failures()
+            self._for_each(lambda thread: thread.epoch(event.to_dict()))
+        self._report_failures()
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Tell the trackers how the run ended."""
+        """Give the trackers the result of the run."""
         if self._has_begun and not self._has_ended:
-            self._tell(lambda thread: thread.end(result))
+            self._for_each(lambda thread: thread.end(result))
             self._has_ended = True
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Return when everything is written down; who is not ready in time is off, too."""
+        """Return when the trackers have written everything; one that takes too long counts as failed."""
         self.end(None)
-        self._tell(TrackerThread.finish)
+        self._for_each(TrackerThread.finish)
         if not self._has_begun:
-            return  # a mistake that was found early is not held up by packages that take seconds to import
+            return  # an early error is shown at once, without waiting for packages that take seconds to import
         deadline = time.monotonic() + patience_s
-        self._tell(lambda thread: thread.wait(deadline - time.monotonic()))
-        self._tell_failures()
+        self._for_each(lambda thread: thread.wait(deadline - time.monotonic()))
+        self._report_failures()
 
     def _begin(self) -> None:
-        """Begin with the first epoch: a run that comes to nothing leaves no files behind."""
+        """Begin with the first epoch, so that a run without one leaves no files."""
         if self._run is not None and not self._has_begun:
             run = self._run
-            self._tell(lambda thread: thread.begin(run))
+            self._for_each(lambda thread: thread.begin(run))
             self._has_begun = True
 
-    def _tell(self, order: Callable[[TrackerThread], None]) -> None:
+    def _for_each(self, order: Callable[[TrackerThread], None]) -> None:
         for thread in self._threads:
             order(thread)
 
-    def _tell_failures(self) -> None:
-        # On the thread of the events, so that whoever observes hears of one thing at a time.
+    def _report_failures(self) -> None:
+        # On the thread of the events: observers are never called by two threads.
         for thread in self._threads:
             if reason := thread.take_failure():
                 self._pass_on(TrackerFailed(thread.name, reason))
@@ -128,9 +128,9 @@ class Tracking:
 
 @contextmanager
 def tracked(config: Config, observe: Observer, *, make: Make = make_tracker) -> Iterator[Tracking]:
-    """Give what tells `observe` and the trackers of the configuration; at the end, all that they heard is written down.
+    """Yield a `Tracking` for `observe` and the configured trackers; they have written everything when the block ends.
 
-    Raise one sentence if a tracker is not installed.
+    Raise an InputError if a tracker is not installed.
     """
     check_installed(config.run.trackers)
     tracking = Tracking(config, observe, [TrackerThread(name, make) for name in config.run.trackers])

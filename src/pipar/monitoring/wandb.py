@@ -1,4 +1,4 @@
-"""A run of Weights & Biases in the run's folder: offline, unless WANDB_MODE says otherwise."""
+"""A run in Weights & Biases, in the run's folder: offline unless WANDB_MODE says otherwise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# It would send its makers the errors that it meets. Whoever wants that says so.
+# By default wandb reports its errors to its makers; that should be the user's choice.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
@@ -17,7 +17,7 @@ PROJECT = "pipar"
 
 
 class WandbTracker:
-    """One run: the settings are its configuration, the epochs its history. `wandb sync` sends it, if it is wanted."""
+    """One run: the settings are its configuration, the epochs its history. `wandb sync` uploads it."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -27,7 +27,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
-            dir=str(run.folder),  # the folder `wandb` is made in there
+            dir=str(run.folder),  # where the folder `wandb` is created
             config=dict(run.settings),
             mode=mode(os.environ),
             settings=quiet_settings(),
@@ -46,12 +46,12 @@ class WandbTracker:
 
 
 def mode(environment: Mapping[str, str]) -> Any:
-    """Return "offline", so that nothing leaves this machine, or what the user's environment says."""
+    """Return the mode that the environment names, else "offline": nothing leaves this machine."""
     return environment.get("WANDB_MODE", "offline")
 
 
 def quiet_settings() -> Any:
-    """Return settings by which it writes nothing to the terminal and looks at nothing but what it is told."""
+    """Return settings with which wandb prints nothing and collects nothing but what it is given."""
     return wandb.Settings(
         silent=True,
         console="off",
