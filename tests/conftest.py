@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support import surroundings
 
 from pipar.profiling.profile import LayerProfile, Profile
 
 MakeProfile = Callable[..., Profile]
+
+
+def pytest_sessionstart() -> None:
+    """Begin as in a plain terminal, also in each worker of pytest-xdist."""
+    surroundings.forget()
 
 
 @pytest.fixture

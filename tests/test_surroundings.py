@@ -1,0 +1,52 @@
+"""Tests do not depend on how they are started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[1]
+#: As nohup, a shell that runs something in the background, or a service that ends by other means might.
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+SHOW = "import os; print(open('/proc/self/status').read(), *os.environ)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_programs_of_tests_get_signals_and_have_no_settings_of_the_user() -> None:
+    command = [sys.executable, "-c", SHOW]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True).stdout
+    for mask in ("SigIgn", "SigBlk"):
+        held_back = int(re.findall(rf"^{mask}:\s+(\w+)$", shown, re.M)[0], base=16)
+        assert [number.name for number in IGNORED if held_back >> (number - 1) & 1] == []
+    assert {"PIPAR_TRACEBACK", "COLUMNS", "NO_COLOR"} & set(shown.splitlines()[-1].split()) == set()
+
+
+def test_ctrl_c_interrupts_a_test() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def ignore_signals() -> None:
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_both_hold_in_tests_that_are_started_with_signals_ignored(workers: str) -> None:
+    others = "programs_of_tests_get_signals or interrupts_a_test"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", workers, __file__, "-k", others]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PIPAR_TRACEBACK": "1", "COLUMNS": "200", "NO_COLOR": "1"},
+        preexec_fn=ignore_signals, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
