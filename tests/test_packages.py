@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from docs import shape
 
@@ -100,14 +101,16 @@ def test_a_timing_only_run_imports_neither_torch_nor_grpc(
 ) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     command = [sys.executable, "-c", TIMING_ONLY, method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 @pytest.mark.parametrize("package", ["pipar", "pipar.planner.search", "pipar.planner.background_search", "pipar.cli"])
 def test_importing_does_not_import_torch_or_grpc(package: str) -> None:
     program = f"import sys, {package}; print([name for name in ('torch', 'grpc') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 

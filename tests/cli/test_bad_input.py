@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.config import Config
@@ -257,5 +258,5 @@ def test_a_folder_that_cannot_be_made_is_named(place: Path, capfd: pytest.Captur
 )
 def test_the_installed_program_says_the_same(command: str, says: str, place: Path) -> None:
     program = [sys.executable, "-m", "pipar", *command.split()]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     _check(done.returncode, done.stdout, done.stderr, says, place / "runs")

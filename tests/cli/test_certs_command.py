@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
+from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.errors import InputError
@@ -217,5 +218,7 @@ def test_certs_need_neither_torch_nor_grpc(tmp_path: Path) -> None:
         f"try: main(['certs', 'init', '--folder', {str(tmp_path / 'c')!r}])\n"
         "except SystemExit: print([name for name in ('torch', 'grpc') if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.stderr.strip() == "[]"

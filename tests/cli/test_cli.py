@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.waiting import PATIENCE_S, until
 
 from pipar.cli import main
 from pipar.cli.tables import comparison_table, result_table
@@ -113,7 +113,9 @@ def test_the_version_is_one_line(pipar: Pipar) -> None:
 def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
     heavy = ("torch", "grpc", "sklearn", "numpy", "rich", "starlette", "uvicorn")
     script = f"import sys, pipar.cli; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -131,7 +133,9 @@ for command in {commands}:
     except SystemExit:
         pass
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     run, compare, server, silent, device, logged = (lines.split("\n") for lines in done.stderr.split("-\n")[1:])
     assert run[0] == "pipar run: preparing vgg5 on digits by pipar"
     assert compare[0] == "pipar compare: preparing vgg5 on digits by fl, pipar"
@@ -159,7 +163,9 @@ def test_a_live_page_says_where_it_is_and_leaves_the_document_alone(capfd: pytes
 def test_a_timing_only_run_is_one_document_and_imports_no_torch(runs: Path) -> None:
     script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
     script += f"from pipar.cli import main; main({['run', '--timing-only', '--json', *SMALL]})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     document = json.loads(done.stdout)
     assert set(document) >= RESULT | {"folder"}
     assert document["world"] == "timing-only"
@@ -348,24 +354,16 @@ def test_ctrl_c_in_virtual_time_saves_what_there_is(
     assert (runs / "cut" / "model.safetensors").exists() == (world == "--virtual")
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_ctrl_c_in_the_real_world_saves_the_epochs_so_far(runs: Path) -> None:
     words = ["run", "--name", "cut", "--speed", "1", "--link", "unlimited", *SMALL, "--epochs", "10000"]
     program = subprocess.Popen(
         [sys.executable, "-m", "pipar", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        _wait_until((runs / "cut" / "metrics.jsonl").exists, 60)
+        until((runs / "cut" / "metrics.jsonl").exists, "the first epoch")
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the children, too
-        _, err = program.communicate(timeout=50)
+        _, err = program.communicate(timeout=PATIENCE_S)
     finally:
         program.kill()
     assert program.returncode == 130
@@ -377,7 +375,6 @@ def test_ctrl_c_in_the_real_world_saves_the_epochs_so_far(runs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_run_that_is_killed_leaves_no_processes_behind(runs: Path) -> None:
     words = ["run", "--name", "killed", "--speed", "1", "--link", "unlimited", *SMALL, "--epochs", "10000"]
@@ -385,11 +382,11 @@ def test_a_run_that_is_killed_leaves_no_processes_behind(runs: Path) -> None:
         [sys.executable, "-m", "pipar", *words], stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        _wait_until((runs / "killed" / "metrics.jsonl").exists, 60)
+        until((runs / "killed" / "metrics.jsonl").exists, "the first epoch")
     finally:
         program.kill()
         program.wait()
-    _wait_until(lambda: not _of_session(program.pid), 50)
+    until(lambda: not _of_session(program.pid), "its processes to end")
 
 
 def _of_session(leader: int) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.cli.completion import SHELLS, VARIABLE, join_words
@@ -129,7 +130,7 @@ def test_a_real_bash_completes_keys_and_values_and_quotes_nothing(tmp_path: Path
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert done.stdout.splitlines() == [

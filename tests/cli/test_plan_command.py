@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.leakages import written
+from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.cli.plan_view import _why_not, signed_percent
@@ -95,7 +96,7 @@ def test_a_plan_from_known_profiles_is_one_document_and_imports_no_torch(
     script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
     script += f"from pipar.cli import main; main({['plan', *profiles, '--exhaustive', '--json', *SMALL]})"
     program = [sys.executable, "-c", script]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True, cwd=board.parent)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=board.parent)
     assert set(json.loads(done.stdout)) == FIELDS | ADDED | {"paper"} | SEARCHED
     assert done.stderr.split() == ["False"]
     assert not (tmp_path / "runs").exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pyte
 import pytest
+from support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def _on_a_terminal(program: list[str], **environment: str) -> bytes:
         pass
     finally:
         os.close(ours)
-    assert ended.wait(60) == 0, written.decode()
+    assert ended.wait(PATIENCE_S) == 0, written.decode()
     return written
 
 

@@ -15,7 +15,7 @@ from support.programs import Program, address_of, place
 
 from pipar.dashboard.serve import served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 #: Slow links for a small network: an epoch takes about two seconds, and hardly any of them a core.
 LINK = {"up": "200kbit/s", "down": "200kbit/s"}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from pipar.dashboard import serve, web
 from pipar.dashboard.history import History
@@ -50,7 +51,7 @@ def place(dashboard: Dashboard) -> tuple[str, int]:
 
 
 def ask(dashboard: Dashboard, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection(*place(dashboard), timeout=10)
+    connection = http.client.HTTPConnection(*place(dashboard), timeout=PATIENCE_S)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     return connection.getresponse()
 
@@ -161,10 +162,10 @@ def test_a_token_that_was_made_is_in_the_address() -> None:
     with opened(address="0.0.0.0:0") as dashboard:
         made = dashboard.url.partition("?token=")[2]
         port = int(dashboard.url.rpartition(":")[2].partition("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("GET", "/")
         assert connection.getresponse().status == 403
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("GET", f"/?token={made}")
         assert connection.getresponse().status == 303
 

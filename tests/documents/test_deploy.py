@@ -16,6 +16,7 @@ from typing import get_args
 
 import pytest
 from support.credentials import Folder
+from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.config import Config, device_names
@@ -115,7 +116,7 @@ def test_systemd_understands_the_units(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     instance = tmp_path / name.replace("@.", "@pi-1.")
     command = ["systemd-analyze", "verify", "--man=no", str(instance)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     # It ends with 0 where it ignores what it does not know, and says so.
     assert (done.returncode, done.stderr) == (0, "")
 

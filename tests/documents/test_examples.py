@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.waiting import PATIENCE_S
 
 from pipar.config_file import load_config
 from pipar.job.explain import explain, job_to_plan
@@ -43,7 +44,7 @@ def run(arguments: list[str], folder: Path, cache: Path) -> str:
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

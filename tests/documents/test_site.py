@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 import pipar
 
@@ -61,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

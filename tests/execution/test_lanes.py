@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import PATIENCE_S
 
 from pipar.execution.clock import run_virtually, sleep_until
 from pipar.execution.lanes import Lanes, ThreadLanes, VirtualLanes
@@ -121,7 +122,7 @@ def with_threads(lanes: list[str], scenario: Callable[[Lanes], Any], *, speed: f
         finally:
             pool.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 30)), recorder.take(1).spans
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE_S)), recorder.take(1).spans
 
 
 def test_one_lane_runs_one_job_at_a_time_in_the_order_of_submission() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.training import hand_made_profile
+from support.waiting import PATIENCE_S
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -325,7 +326,11 @@ def test_timing_only_with_named_machines_needs_no_torch() -> None:
     settings += ["server.profile=i7-11850h", "devices.profile=raspberry-pi-3b"]
     settings += ["plan.split_point=2", "plan.micro_batches=20", "plan.schedule=1f1b", "plan.window=1"]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *settings], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, *settings],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("8 100 35\n", "")
 

@@ -100,7 +100,6 @@ def own_workload(datasets: Any, **sections: Any) -> Workload:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("measured_at_once")
 def test_real_devices_train_an_own_model_on_own_datasets_as_virtual_ones_do() -> None:
     # Only the last device has the highest label: the others cannot know the number of classes by themselves.
@@ -117,7 +116,6 @@ def test_real_devices_train_an_own_model_on_own_datasets_as_virtual_ones_do() ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("measured_at_once")
 def test_a_process_calls_the_data_factory_for_itself_only(place: Path) -> None:
     tree = configuration(data={"factory": "counted_factory:samples"})

@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 import safetensors.torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.programs import Place, address_of, place, until
+from support.programs import Place, address_of, place
 from support.reference import Rules, State, average, step
 from support.training import EXACT, largest_error
+from support.waiting import PATIENCE_S, until
 
 from pipar.config_file import config_from
 from pipar.job.workload import Workload
 from pipar.launch.deployment import reason_finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 BATCH = 10
 RULES = Rules()
@@ -84,7 +85,7 @@ def check_weights(at: Place, tree: Mapping[str, Any]) -> None:
 
 
 def check_nothing_is_left(at: Place) -> None:
-    until(lambda: not at.alive(), "all processes to end", 30)
+    until(lambda: not at.alive(), "all processes to end")
     assert at.leftovers() == []
 
 
@@ -147,7 +148,7 @@ def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process_behind(h
     device = here.device("pi", address)
     until(lambda: any("pipar.planner.background_search" in line for line in here.alive()), "plans to be chosen")
     server.kill()
-    until(lambda: here.alive() == ["pi"], "the process that chooses plans to end", 60)
+    until(lambda: here.alive() == ["pi"], "the process that chooses plans to end")
     device.signal(signal.SIGTERM)
     assert device.ends() == 0
 
@@ -299,14 +300,14 @@ def test_a_device_gives_up_when_it_is_told_to(here: Place) -> None:
 
 
 def get(address: str, path: str) -> tuple[int, str]:
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=PATIENCE_S) as answer:
         return answer.status, answer.read().decode()
 
 
 def health_of(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=30, wait_for_ready=True)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S, wait_for_ready=True)
         return int(answer.status)
 
 

@@ -19,7 +19,7 @@ from test_deployment import check_nothing_is_left, check_weights, counted, train
 from pipar.transport.certificates import read_authority
 from pipar.transport.credentials import add_token
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

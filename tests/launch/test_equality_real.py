@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.training import EXACT, Case, Trained, hand_made_profile, largest_error, make_job, reference_state
+from support.waiting import PATIENCE_S
 
 import pipar
 from pipar.events import EpochResult, Event, Observer, Replanned, ignore
@@ -26,7 +27,7 @@ from pipar.planner.replanner import Choose
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
 
@@ -75,7 +76,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
         await run_device(name, job.links[name], equipment, transport, observe=ignore)
 
     try:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             for name in reversed(workload.names):
                 group.create_task(live(name))
             await server.train()

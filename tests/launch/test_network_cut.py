@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from support.credentials import certs
 from support.programs import Place, address_of, place
+from support.waiting import PATIENCE_S
 from test_deployment import check_nothing_is_left, check_weights, training
 
 SERVER_IP, DEVICE_IP = "10.213.7.1", "10.213.7.2"
 
 
 def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=30)
+    subprocess.run(words, check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def _why_not() -> str:
@@ -75,7 +76,7 @@ def _two_machines() -> Iterator[Wire]:
                 _run("ip", "netns", "delete", namespace)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -118,7 +118,6 @@ def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_on
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(tmp_path: Path, profiles: Path) -> None:
     tree = training(epochs=5)
     tree["server"]["min_devices"] = 2

@@ -35,7 +35,7 @@ from pipar.launch.processes import (
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("measured_at_once")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("measured_at_once")]
 
 
 @pytest.fixture(autouse=True)

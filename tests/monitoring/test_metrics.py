@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.waiting import PATIENCE_S
 
 from pipar.errors import InputError
 from pipar.events import (
@@ -184,7 +185,7 @@ def endpoint(monitor: Monitor) -> Iterator[MetricsEndpoint]:
 
 
 def _ask(endpoint: MetricsEndpoint, path: str, method: str = "GET") -> tuple[int, str, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=PATIENCE_S)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -195,7 +196,7 @@ def _ask(endpoint: MetricsEndpoint, path: str, method: str = "GET") -> tuple[int
 
 def _hanging(endpoint: MetricsEndpoint) -> socket.socket:
     """Return a client that has sent half a request and sends nothing more."""
-    client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=PATIENCE_S)
     client.sendall(b"GET /metrics HT")
     return client
 
@@ -300,7 +301,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_disconnected_too(monitor: Mo
     ids=["many headers", "long header", "long path", "no request"],
 )
 def test_a_large_request_is_not_read(endpoint: MetricsEndpoint, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as client:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=PATIENCE_S) as client:
         heard = b""
         try:
             client.sendall(sent)
@@ -386,7 +387,7 @@ def test_ipv6_addresses_work() -> None:
         endpoint = MetricsEndpoint(Monitor().answer, "[::1]:0")
     except InputError:
         pytest.skip("this machine has no IPv6")
-    connection = http.client.HTTPConnection("::1", endpoint.port, timeout=5)
+    connection = http.client.HTTPConnection("::1", endpoint.port, timeout=PATIENCE_S)
     connection.request("GET", "/healthz")
     assert connection.getresponse().status == 200
     connection.close()

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.interleaving import has_step
+from support.waiting import PATIENCE_S
 
 from pipar.cli import doctor_checks, main
 from pipar.config import Config
@@ -356,7 +357,7 @@ def test_a_command_writes_event_files_with_the_numbers_of_metrics_jsonl_and_impo
     )
     environment = os.environ | {"PIPAR_RUNS": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert len(json.loads(done.stdout)["epochs"]) == 2
     assert done.stderr.split() == ["False"]

@@ -13,6 +13,7 @@ from statistics import median
 
 import pytest
 import torch
+from support.waiting import PATIENCE_S
 from torch import nn
 from torch.nn import functional
 
@@ -327,7 +328,7 @@ print(len(profile.layers), profile.total_layers, profile.batch_sizes)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
 def test_a_limit_of_the_system_gives_the_first_layers_and_no_crash() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", UNDER_A_LIMIT], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     layers, total, sizes = done.stdout.split(maxsplit=2)

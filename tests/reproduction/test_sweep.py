@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.made_up_cells import TINY, cells
+from support.waiting import PATIENCE_S, until
 
 from pipar.config_file import load_config
 from pipar.errors import InputError
@@ -182,14 +182,14 @@ def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "CI": "1"})
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("out/cells/*/result.json")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    environment = {**os.environ, "CI": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            until(lambda: list(tmp_path.glob("out/cells/*/result.json")) or process.poll(), "the first result")
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
     kept = len(list(tmp_path.glob("out/cells/*/result.json")))
     assert process.returncode == 130
     said = r"Stopped. (\d+) of (\d+) results are in out/: the same command goes on from there."

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from support.waiting import PATIENCE_S
 
 from pipar.errors import CheckpointError, LinkError, ProtocolError
 from pipar.events import Away
@@ -198,7 +199,7 @@ def test_another_process_with_another_order_of_hashes_gives_the_same_worlds() ->
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=environment)
     assert done.stdout.strip() == str([try_seed(seed, 5, 5).digest for seed in range(6)])
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.programs import TESTS, Place, Program
+from support.waiting import PATIENCE_S
 
 ROOT = TESTS.parent
 #: What a first word of an indented block makes a command of it.
@@ -30,7 +31,6 @@ _COMMENT = re.compile(r"^ *<!-- (.*) -->$")
 #: Addresses on which something listens: each test has its own, so that two may run at once.
 _ADDRESS = re.compile(r"127\.0\.0\.1:([1-9]\d+)")
 _SHELL = set("();<>|&")
-_PATIENCE_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Reader:
             self._ended(program)
 
     def _ended(self, program: Program) -> None:
-        code = program.ends(_PATIENCE_S)
+        code = program.ends()
         self.printed += program.text()
         assert code == 0, f"{program.name} ended with {code}: {program.text()}"
 
@@ -196,7 +196,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=PATIENCE_S,
             check=False,
         )
         self.printed += done.stdout
@@ -224,7 +224,7 @@ def make_targets() -> set[str]:
 def recipe(target: str) -> list[str]:
     """Return the commands that a target of make runs in an environment that is set up."""
     command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/ready", target]
-    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=10, check=True)
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True)
     return said.stdout.splitlines()
 
 

@@ -10,28 +10,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from support.waiting import until
+
 TESTS = Path(__file__).parents[1]
-#: A loaded machine with two cores takes ten times as long as an idle one; whoever hangs still ends in time.
-PATIENCE_S = 90.0
 _MARK = "PIPAR_TEST_PROGRAM"
-
-
-def until(is_so: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
-    """Return what `is_so` returns when it is true; fail if it does not become so in time."""
-    deadline = time.monotonic() + within_s
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
-        time.sleep(0.02)
-    return found
 
 
 class Zygote:
@@ -116,10 +106,10 @@ class Program:
         assert isinstance(match, re.Match)
         return match
 
-    def ends(self, within_s: float = PATIENCE_S) -> int:
+    def ends(self) -> int:
         """Return its exit code."""
         try:
-            until(lambda: self.poll() is not None, f"{self.name} to end", within_s)
+            until(lambda: self.poll() is not None, f"{self.name} to end")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}") from None
         assert self.code is not None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
@@ -49,7 +50,7 @@ class GrpcWorld:
             listener = Listener(accept)
             port = await listener.start("127.0.0.1:0")
             try:
-                near = await connect(f"127.0.0.1:{port}", timeout_s=20)
+                near = await connect(f"127.0.0.1:{port}", timeout_s=PATIENCE_S)
                 # The server learns of a stream with its first bytes.
                 await near.write(next(iter(cut_message(Message(Kind.STOP), 0, 0))))
                 far = await arrived.get()
@@ -59,7 +60,7 @@ class GrpcWorld:
             finally:
                 await listener.stop()
 
-        return asyncio.run(asyncio.wait_for(main(), 60))
+        return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 class _Ending:

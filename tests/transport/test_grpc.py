@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.waiting import PATIENCE_S
 
 from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.execution.spans import Recorder
@@ -46,12 +47,12 @@ def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
         finally:
             await listener.stop()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 async def good_connection(address: str, outcome: Outcome) -> None:
     """A device that says one thing and leaves in order."""
-    channel = Channel(await connect(address, timeout_s=20), Recorder("pi"), "uplink")
+    channel = Channel(await connect(address, timeout_s=PATIENCE_S), Recorder("pi"), "uplink")
     channel.post(Message(Kind.STOP, 5))
     assert await outcome.get() == Message(Kind.STOP, 5)
     await channel.close()

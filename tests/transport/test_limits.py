@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.credentials import Folder
+from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, LinkError, ProtocolError
 from pipar.transport.backoff import Backoff
@@ -62,7 +63,7 @@ async def listening(**options: Any) -> AsyncIterator[Doorman]:
 
 def run(main: Awaitable[None]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(main, 30)
+        await asyncio.wait_for(main, PATIENCE_S)
 
     asyncio.run(limited())
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel, Transport
@@ -59,7 +60,8 @@ async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | No
 
 
 def _run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+    around = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # for this module, which is a program, too
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE_S, env=around).stdout
 
 
 @pytest.fixture(scope="module")

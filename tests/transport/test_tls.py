@@ -15,6 +15,7 @@ import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.credentials import Folder, certs
+from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
 from pipar.transport import certificates
@@ -72,14 +73,14 @@ async def house(security: ServerSecurity, **options: Any) -> Any:
 
 def run(main: Awaitable[None]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(main, 20)
+        await asyncio.wait_for(main, PATIENCE_S)
 
     asyncio.run(limited())
 
 
 async def visit(house: House, security: DeviceSecurity | None) -> None:
     """Come in, say something that is heard, and leave."""
-    transport = await connect(house.address, security=security, timeout_s=10)
+    transport = await connect(house.address, security=security, timeout_s=PATIENCE_S)
     await transport.write(next(iter(cut_message(Message(Kind.STOP, 5), 0, 1))))
     await transport.close()
 
@@ -203,7 +204,7 @@ def test_a_device_is_refused_with_one_sentence_when(case: str, ours: Folder, the
     async def main() -> None:
         async with house(security) as server:
             with pytest.raises(CredentialError) as refused:
-                await connect(server.address, security=device, timeout_s=10)
+                await connect(server.address, security=device, timeout_s=PATIENCE_S)
             assert sentence in str(refused.value)
             assert "\n" not in str(refused.value)
             assert (server.names, server.heard) == ([], [])
@@ -235,7 +236,7 @@ def test_who_has_no_token_gets_unauthenticated_and_nothing_else(ours: Folder) ->
 def test_the_peer_is_the_credentials_whatever_the_device_says_of_itself(ours: Folder) -> None:
     async def main() -> None:
         async with house(ours.by_token) as server:
-            transport = await connect(server.address, security=ours.bearer("pi-2"), timeout_s=10)
+            transport = await connect(server.address, security=ours.bearer("pi-2"), timeout_s=PATIENCE_S)
             hello = Message(Kind.HELLO, body=json_body({"name": "pi-1"}))
             await transport.write(next(iter(cut_message(hello, 0, 1))))
             await transport.close()
@@ -384,7 +385,7 @@ def test_an_expired_server_is_refused_by_its_devices(expired: Folder) -> None:
     async def main() -> None:
         async with house(expired.by_token) as server:
             with pytest.raises(CredentialError, match="has a certificate that expired"):
-                await connect(server.address, security=expired.bearer(), timeout_s=10)
+                await connect(server.address, security=expired.bearer(), timeout_s=PATIENCE_S)
             assert server.names == []
 
     run(main())
@@ -397,7 +398,7 @@ def test_an_expired_device_is_refused_by_the_server(expired: Folder) -> None:
     async def main() -> None:
         async with house(expired.by_certificate) as server:
             with pytest.raises(CredentialError, match="does not take the device's certificate: it expired"):
-                await connect(server.address, security=expired.device(), timeout_s=10)
+                await connect(server.address, security=expired.device(), timeout_s=PATIENCE_S)
             assert server.names == []
 
     run(main())
