@@ -182,7 +182,7 @@ def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
-    environment = {**os.environ, "CI": "1"}
+    environment = {**os.environ, "CI": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             until(lambda: list(tmp_path.glob("out/cells/*/result.json")) or process.poll(), "the first result")

@@ -239,7 +239,9 @@ def reader(folder: Path, cache: Path, variables: Mapping[str, str]) -> Iterator[
     (programs / "pipar").chmod(0o755)
     place = Place(folder, cache, {})
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
-    place.environment |= {"COLUMNS": "80", "PATH": path, "PIPAR_DATA": str(folder / "data"), **variables}
+    modules = os.pathsep.join([place.environment["PYTHONPATH"], str(ROOT)])  # for `python -m simulation` and the like
+    place.environment |= {"COLUMNS": "80", "PATH": path, "PYTHONPATH": modules, "PIPAR_DATA": str(folder / "data")}
+    place.environment |= variables
     try:
         made = Reader(place)
         yield made
