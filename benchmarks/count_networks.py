@@ -30,7 +30,7 @@ def cases() -> Iterator[Case]:
     shapes = sorted({info.shape for info in CATALOG})
     for name, network in NETWORKS.items():
         for norm in NORMS:
-            yield from ((name, norm, shape) for shape in shapes if min(shape[1:]) >= network.least_side)
+            yield from ((name, norm, shape) for shape in shapes if min(shape[1:]) >= network.min_side)
 
 
 def counted(case: Case) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipar.data.datasets import Images, load_dataset
-from pipar.data.shard import Disguise, Shard
+from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import DataError
 
 
@@ -38,8 +38,8 @@ def test_order_is_a_permutation_that_changes_with_epoch_device_and_seed() -> Non
 
 def test_only_inputs_that_noise_is_added_to_are_counted_for_it() -> None:
     plain = shard(photographs())
-    assert plain.noised_bytes == replace(plain, disguise=Disguise(1, label_epsilon=1.0)).noised_bytes == 0
-    assert replace(plain, disguise=Disguise(1, pixel_scale=0.2)).noised_bytes == 3 * 8 * 8 * 8  # float64
+    assert plain.noised_bytes == replace(plain, privacy=SamplePrivacy(1, label_epsilon=1.0)).noised_bytes == 0
+    assert replace(plain, privacy=SamplePrivacy(1, pixel_scale=0.2)).noised_bytes == 3 * 8 * 8 * 8  # float64
 
 
 def test_a_sample_looks_the_same_however_the_epoch_is_cut() -> None:

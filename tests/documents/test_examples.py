@@ -17,8 +17,9 @@ from support.waiting import PATIENCE_S
 from pipar.config_file import load_config
 from pipar.job.explain import explain, job_to_plan
 from pipar.launch.rehearsal import rehearse
-from pipar.nn.aggregate import federated_average
-from pipar.nn.aggregators import DeviceModel, make_aggregator
+from pipar.nn.aggregators import DeviceModel
+from pipar.nn.averaging import federated_average
+from pipar.nn.named_aggregators import make_aggregator
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

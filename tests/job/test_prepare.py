@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 import pipar
 from pipar.config import Config, RunSection
 from pipar.config_file import config_from, load_config, with_settings
-from pipar.data.catalog import Counts, Request, dataset_info, published_counts
+from pipar.data.catalog import dataset_info
+from pipar.data.request import Counts, Request, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
 from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only

@@ -18,7 +18,7 @@ from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
 from pipar.launch.deployment import allowed_cuts, device_guard, without_sample_statistics
-from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
+from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import AllowedCuts, BudgetUse, PrivacyAccountant, choose_noise
 from pipar.privacy.budget_file import BudgetFile
@@ -57,7 +57,7 @@ def test_a_device_of_federated_learning_lets_its_network_be_cut_nowhere(tmp_path
     layers = tuple(Workload(config_from({})).build_model()._modules)
     table = LeakageTable(
         "vgg5", "group", "digits", (1, 32, 32), layers, 0, "first ones", 0.0, 1, 4, 1, 0.0, {"decoder": "some"},
-        tuple(CutLeakage(p, 0.5, {"decoder": Rebuilt(0.9 - 0.2 * p, 10.0)}) for p in (1, 2, 3, 4)),
+        tuple(CutLeakage(p, 0.5, {"decoder": RebuildQuality(0.9 - 0.2 * p, 10.0)}) for p in (1, 2, 3, 4)),
     )  # fmt: skip
     (tmp_path / "leakage.json").write_text(table.to_json())
     cuts = cuts_of("pipar", max_leakage=0.4, leakage=str(tmp_path / "leakage.json"))

@@ -13,7 +13,7 @@ from pipar.config import Config
 from pipar.config_file import config_from
 from pipar.errors import ConfigError, InputError, PlanError
 from pipar.leakage.limit import LeakageLimit
-from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt, Subject, as_csv, as_markdown
+from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality, Subject, as_csv, as_markdown
 
 LAYERS = table().layers
 
@@ -113,7 +113,7 @@ def test_what_was_not_measured_counts_as_leaking_everything_if_nobody_asks_for_i
 
 
 def test_a_limit_needs_what_the_strongest_attack_rebuilds(tmp_path: Path) -> None:
-    weak = tuple(CutLeakage(p, 0.7, {"small": Rebuilt(0.1, 10.0)}) for p in LEAKS)
+    weak = tuple(CutLeakage(p, 0.7, {"small": RebuildQuality(0.1, 10.0)}) for p in LEAKS)
     with pytest.raises(ConfigError, match=r"by the attacks small alone, and a limit needs what decoder, the strongest"):
         leaky(limited(tmp_path, file={"attacks": {"small": "a few steps"}, "cuts": weak}))
 

@@ -172,7 +172,7 @@ def samples() -> Samples:
 def test_all_cuts_are_measured_by_all_attacks_and_the_effort_adds_up() -> None:
     told: list[tuple[str, float]] = []
     attacks = {"small": PlainDescent(20, 0.1), "decoder": Decoder(100, 2)}
-    found = measure_cuts(network(), samples(), [1, 2], attacks, told=lambda what, share: told.append((what, share)))
+    found = measure_cuts(network(), samples(), [1, 2], attacks, progress=lambda what, share: told.append((what, share)))
     assert [cut.split_point for cut in found.cuts] == [1, 2]
     assert all(set(cut.attacks) == {"small", "decoder"} for cut in found.cuts)
     assert set(found.pictures) == {(p, name) for p in (1, 2) for name in attacks}
@@ -192,5 +192,5 @@ def test_measuring_twice_gives_the_same_and_noise_on_the_inputs_hides_them() -> 
 
 def test_the_attacks_say_what_they_may_spend() -> None:
     assert list(ATTACKS) == ["small", "long", "decoder"]
-    assert all(any(letter.isdigit() for letter in one.words) for one in ATTACKS.values())
+    assert all(any(letter.isdigit() for letter in one.description) for one in ATTACKS.values())
     assert ATTACKS["small"].effort(16, 5000) < ATTACKS["long"].effort(16, 5000)

@@ -17,13 +17,15 @@ from torch import nn
 
 from pipar.aggregation import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, ProtocolError, TrainingError
-from pipar.nn import aggregators
-from pipar.nn.aggregate import federated_average, weights_sha256
-from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels, krum_scores, make_aggregator
+from pipar.nn import robust_aggregators
+from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
+from pipar.nn.averaging import federated_average
 from pipar.nn.learner import TorchLearner
+from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.parts import Optimizer
+from pipar.nn.robust_aggregators import krum_scores
 from pipar.nn.split import split_model
-from pipar.nn.tensors import state_body
+from pipar.nn.tensors import state_body, weights_sha256
 from pipar.wire.orders import TrainedPart
 
 State = dict[str, torch.Tensor]
@@ -314,7 +316,7 @@ def test_of_equal_scores_the_first_device_by_name_wins() -> None:
 @pytest.mark.parametrize("name", ROBUST)
 def test_blocks_of_coordinates_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made(name).aggregate(state(0), fleet(6), WEIGHTS)
-    monkeypatch.setattr(aggregators, "_BLOCK", 18)  # three coordinates of six devices
+    monkeypatch.setattr(robust_aggregators, "_BLOCK", 18)  # three coordinates of six devices
     assert weights_sha256(made(name).aggregate(state(0), fleet(6), WEIGHTS)) == weights_sha256(whole)
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipar.nn.aggregate import weights_sha256
+from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
 from pipar.nn.models import build_model
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
+from pipar.nn.parts import Optimizer, TorchDevicePart, TorchServerPart
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
+from pipar.nn.tensors import weights_sha256
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Body, Kind, Message

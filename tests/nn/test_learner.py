@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
-from pipar.nn.aggregate import federated_average, weights_sha256
+from pipar.nn.averaging import federated_average
 from pipar.nn.learner import TorchLearner, evaluate_batch
 from pipar.nn.parts import Optimizer, Part, TorchDevicePart
 from pipar.nn.split import split_model
-from pipar.nn.tensors import read_state, state_body
+from pipar.nn.tensors import read_state, state_body, weights_sha256
 from pipar.wire.messages import EMPTY, Body
 from pipar.wire.orders import TrainedPart
 

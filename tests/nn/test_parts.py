@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import ProtocolError
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
+from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
+from pipar.nn.parts import Optimizer, TorchDevicePart, TorchServerPart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
@@ -290,8 +291,8 @@ def test_what_is_no_tensor_is_refused_before_its_answer_is_cut_into_chunks(body:
 
 
 def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
-    chance = partial(random_streams.generator, 1, "rounding")
-    part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, chance=chance)
+    rounding = partial(random_streams.generator, 1, "rounding")
+    part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, rounding=rounding)
     piece = MicroBatch(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
     output = part.forward(1, piece)
 

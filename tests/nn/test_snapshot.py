@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from pipar.errors import InputError
-from pipar.nn.aggregate import weights_sha256
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import Optimizer, TorchDevicePart, cut_micro_batches
+from pipar.nn.micro_batches import cut_micro_batches
+from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
-from pipar.nn.tensors import state_body
+from pipar.nn.tensors import state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 

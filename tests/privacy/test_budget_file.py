@@ -13,7 +13,7 @@ import torch
 
 from pipar.config_file import config_from
 from pipar.data.datasets import Images
-from pipar.data.shard import Disguise, Shard
+from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
 from pipar.launch.deployment import DeviceOptions, device_guard, device_workload, take_part
 from pipar.privacy.accounting import cost, epsilon_after
@@ -97,16 +97,16 @@ def test_the_file_of_another_device_is_refused(tmp_path: Path) -> None:
 # --- labels
 
 
-def told(labels: torch.Tensor, disguise: Disguise) -> torch.Tensor:
+def told(labels: torch.Tensor, privacy: SamplePrivacy) -> torch.Tensor:
     images = Images(torch.zeros((len(labels), 1, 2, 2)), labels)
-    shard = Shard(images, torch.arange(len(labels)).numpy(), "pi", disguise=disguise)
+    shard = Shard(images, torch.arange(len(labels)).numpy(), "pi", privacy=privacy)
     assert shard._told is not None
     return shard._told
 
 
 def test_labels_are_told_alike_after_a_restart_but_others_are_told_by_another_chance() -> None:
     labels = torch.arange(400) % 10
-    first = Disguise(1, 0.0, 1.0, lambda: 10, label_seed=5)
+    first = SamplePrivacy(1, 0.0, 1.0, lambda: 10, label_seed=5)
     once = told(labels, first)
     assert torch.equal(told(labels, replace(first, noise_seed=2)), once)  # the noise of another start
     assert not torch.equal(told(labels, replace(first, label_seed=None)), once)

@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipar.leakage.table import CutLeakage, LeakageTable, Rebuilt
+from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality
 
 LEAKS = {1: 0.9, 2: 0.6, 3: 0.5, 4: 0.2}
 
 
 def cut(split_point: int, leaks: float) -> CutLeakage:
     """Return a cut at which the strongest of two attacks has this pixel correlation."""
-    return CutLeakage(split_point, 0.7, {"small": Rebuilt(leaks / 2, 10.0), "decoder": Rebuilt(leaks, 20.0)})
+    return CutLeakage(
+        split_point, 0.7, {"small": RebuildQuality(leaks / 2, 10.0), "decoder": RebuildQuality(leaks, 20.0)}
+    )
 
 
 def table(leaks: Mapping[int, float] = LEAKS, **changes: Any) -> LeakageTable:

@@ -100,8 +100,10 @@ def leakage(
         from pipar.leakage.attacks import ATTACKS
 
         means: dict[str, Attack] = {name: ATTACKS[name] for name in chosen}
-        told = with_time_left(display.observe)
-        done = audit_leakage(Workload(loaded), means, weights=weights, split_points=cuts, images=images, told=told)
+        progress = with_time_left(display.observe)
+        done = audit_leakage(
+            Workload(loaded), means, weights=weights, split_points=cuts, images=images, progress=progress
+        )
     written = _write(done, output)
     if as_json:
         click.echo(done.table.to_json(), nl=False)
@@ -113,20 +115,20 @@ def leakage(
 
 
 def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
-    """Return what is told of a long preparation and adds to its words how long it will take."""
+    """Return a callback that adds the estimated time left to the words of each progress report."""
     from pipar.cli.display import clock_text
     from pipar.monitoring.progress import TimeEstimate
 
     estimate = TimeEstimate()
     estimate.begin(0.0, clock())
 
-    def told(what: str, share: float) -> None:
+    def progress(what: str, share: float) -> None:
         now = clock()
         estimate.note(min(share, 0.999), now)  # behind a whole one the next would begin
         end = estimate.ends_at(1)
         observe(Preparing(what if end is None else f"{what}, {clock_text(max(0.0, end - now))} left", share))
 
-    return told
+    return progress
 
 
 def _weights(models: Sequence[str]) -> Path | None:

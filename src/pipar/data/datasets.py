@@ -16,17 +16,9 @@ from torch import Tensor
 
 from pipar import random_streams
 from pipar.data import formats
-from pipar.data.catalog import (
-    Counts,
-    DatasetInfo,
-    Request,
-    check_request,
-    cut_counts,
-    dataset_info,
-    locate,
-    synthetic_counts,
-)
+from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
+from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
 from pipar.user_function import call_factory
 

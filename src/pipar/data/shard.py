@@ -16,14 +16,14 @@ from torch import Tensor
 from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
-from pipar.nn.parts import MicroBatch, cut_micro_batches
+from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
 from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4
 
 
 @dataclass(frozen=True)
-class Disguise:
+class SamplePrivacy:
     """What a device does to its own samples: noise on the inputs it trains on, and other labels for the server."""
 
     noise_seed: int
@@ -43,7 +43,7 @@ class Shard:
     seed: int = 0
     augment: bool = False
     dtype: torch.dtype = torch.float32
-    disguise: Disguise | None = None
+    privacy: SamplePrivacy | None = None
     # The last epoch's draws: an epoch asks for them once a batch.
     _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
 
@@ -75,36 +75,38 @@ class Shard:
     def micro_batches(self, epoch: int, positions: Indices, sizes: list[int]) -> list[MicroBatch]:
         """Return the batch at these positions, without its noise, cut into micro-batches of these sizes."""
         inputs, labels = self.batch(epoch, positions)
-        told = None if self._told is None else self._told[torch.from_numpy(np.asarray(positions, np.int64))]
-        return cut_micro_batches(inputs, labels, sizes, told)
+        sent = (
+            None if self._sent_labels is None else self._sent_labels[torch.from_numpy(np.asarray(positions, np.int64))]
+        )
+        return cut_micro_batches(inputs, labels, sizes, sent)
 
     @property
     def noised_bytes(self) -> int:
         """The bytes of one sample's input, if noise is added to them; else 0."""
-        has_noise = self.disguise is not None and self.disguise.pixel_scale > 0.0
+        has_noise = self.privacy is not None and self.privacy.pixel_scale > 0.0
         return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
 
     def with_noise(self, epoch: int, positions: Indices, pieces: list[MicroBatch]) -> list[MicroBatch]:
         """Return a batch with PixelDP's noise, drawn in one stream for all of it: however it is cut, it is the same."""
-        if self.disguise is None or self.disguise.pixel_scale == 0.0:
+        if self.privacy is None or self.privacy.pixel_scale == 0.0:
             return pieces
-        scale = self.disguise.pixel_scale
-        rng = random_streams.generator(self.disguise.noise_seed, "pixel", self.device, epoch, int(positions[0]))
+        scale = self.privacy.pixel_scale
+        rng = random_streams.generator(self.privacy.noise_seed, "pixel", self.device, epoch, int(positions[0]))
         return [replace(piece, inputs=torch.from_numpy(noisy(piece.inputs.numpy(), scale, rng))) for piece in pieces]
 
     @cached_property
-    def _told(self) -> Tensor | None:
+    def _sent_labels(self) -> Tensor | None:
         """The label of each position that the server is told; drawn once, as asking again would give it away.
 
         Of other labels, or with another epsilon, it is drawn by another key: the same chance for two of them would tell
         how they differ.
         """
-        disguise = self.disguise
-        if disguise is None or disguise.label_epsilon is None:
+        privacy = self.privacy
+        if privacy is None or privacy.label_epsilon is None:
             return None
         labels = self.images.labels[torch.from_numpy(np.asarray(self.indices, np.int64))].numpy()
-        classes, epsilon = disguise.classes(), disguise.label_epsilon
-        seed = disguise.noise_seed if disguise.label_seed is None else disguise.label_seed
+        classes, epsilon = privacy.classes(), privacy.label_epsilon
+        seed = privacy.noise_seed if privacy.label_seed is None else privacy.label_seed
         of = hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
         rng = random_streams.generator(seed, "label", self.device, classes, float(epsilon).hex(), of)
         return torch.from_numpy(randomised_labels(labels, classes=classes, epsilon=epsilon, rng=rng))

@@ -17,7 +17,7 @@ from pipar.data.datasets import Images
 from pipar.errors import DataError, InputError, PlanError
 from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack
-from pipar.leakage.measures import LEAST_COMPARED, Measured, Samples, Told, measure_cuts
+from pipar.leakage.measures import MIN_COMPARED, CutMeasurements, Progress, Samples, measure_cuts
 from pipar.leakage.table import LeakageTable, Subject
 
 #: The distance correlation is of so many samples of a device: more take longer and change little.
@@ -32,7 +32,7 @@ class AuditResult:
 
     table: LeakageTable
     originals: Tensor  # from 0 to 1
-    measured: Measured
+    measured: CutMeasurements
 
 
 def audit_leakage(
@@ -42,7 +42,7 @@ def audit_leakage(
     weights: Path | None = None,
     split_points: Sequence[int] | None = None,
     images: int = 16,
-    told: Told = lambda _, __: None,
+    progress: Progress = lambda _, __: None,
 ) -> AuditResult:
     """Return what the cuts of a workload's network give away of the first device's samples.
 
@@ -54,7 +54,7 @@ def audit_leakage(
     described = "first ones of the seed" if weights is None else load_weights(model, weights)
     samples = samples_of(workload, images)
     noise = config.privacy.pixel_scale
-    measured = measure_cuts(model, samples, cuts, attacks, seed=config.run.seed, noise=noise, told=told)
+    measured = measure_cuts(model, samples, cuts, attacks, seed=config.run.seed, noise=noise, progress=progress)
     subject = Subject.of(config, workload.model_name, workload.data_name, workload.input_shape)
     table = LeakageTable(
         subject.model,
@@ -69,7 +69,7 @@ def audit_leakage(
         compared=len(samples.compared),
         others=len(samples.others),
         guess=samples.guess(),
-        attacks={name: one.words for name, one in attacks.items()},
+        attacks={name: one.description for name, one in attacks.items()},
         cuts=measured.cuts,
     )
     return AuditResult(table, samples.pixels(samples.attacked), measured)
@@ -114,9 +114,9 @@ def load_weights(model: nn.Sequential, file: Path) -> str:
 def samples_of(workload: Workload, images: int) -> Samples:
     """Return samples of the first device to attack, and others: the held-out ones, which a server has, too."""
     shard = workload.shard(workload.names[0])
-    if len(shard) < LEAST_COMPARED:
+    if len(shard) < MIN_COMPARED:
         raise DataError(
-            f"{workload.names[0]} has {len(shard)} samples, but at least {LEAST_COMPARED} are needed to be compared."
+            f"{workload.names[0]} has {len(shard)} samples, but at least {MIN_COMPARED} are needed to be compared."
         )
     order = random_streams.generator(workload.config.run.seed, "leakage", "attacked").permutation(len(shard))
     own = shard.images.take(shard.indices[order[:_COMPARED]])

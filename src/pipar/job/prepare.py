@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pipar.config import Config, DeviceSpec, device_specs
 from pipar.config_file import config_from
-from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, Request, check_request, dataset_info, published_counts
+from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
+from pipar.data.request import Request, check_request, published_counts
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
@@ -59,8 +60,8 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
 
 def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
-    from pipar.nn.aggregators import make_aggregator
     from pipar.nn.models import uses_batch_statistics, uses_dropout
+    from pipar.nn.named_aggregators import make_aggregator
 
     workload.check_samples()
     model = workload.checked_model()

@@ -12,9 +12,10 @@ from pipar import random_streams
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.aggregators import make_aggregator
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import MicroBatch, TorchDevicePart
+from pipar.nn.micro_batches import MicroBatch
+from pipar.nn.named_aggregators import make_aggregator
+from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread, release_model_memory
 from pipar.nn.split import split_model
 from pipar.wire.orders import Orders
@@ -45,7 +46,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
             workload.optimizer(),
             has_loss=len(rest) == 0,
             proximal=orders.proximal,
-            chance=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
+            rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
             keeps_base=orders.keeps_base,
         )
 

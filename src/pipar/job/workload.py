@@ -19,7 +19,7 @@ from pipar.config import Config, device_names, device_specs
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import device_sizes, partition
-from pipar.data.shard import Disguise, Shard
+from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import DataError, ModelError
 from pipar.nn.learner import Batches
 from pipar.nn.models import build_model, check_fits, check_sequential
@@ -170,15 +170,15 @@ class Workload:
 
     def _shard(self, images: Images, rows: Any, name: str) -> Shard:
         config = self.config
-        return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, self._disguise)
+        return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, self._sample_privacy)
 
     @property
-    def _disguise(self) -> Disguise | None:
+    def _sample_privacy(self) -> SamplePrivacy | None:
         privacy = self.config.privacy
         if privacy.pixel_epsilon is None and privacy.label_epsilon is None:
             return None
         # The classes may be those of all shards' labels, of which this one is the first.
-        return Disguise(
+        return SamplePrivacy(
             self.noise_seed, privacy.pixel_scale, privacy.label_epsilon, lambda: self.classes, self._label_seed
         )
 

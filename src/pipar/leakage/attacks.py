@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from pipar import random_streams
 
-#: Told which share of an attack is done.
-Progress = Callable[[float], None]
+#: Called with the share of an attack that is done.
+ShareDone = Callable[[float], None]
 
 _DECODER_BATCH = 50
 _DECODER_WIDTH = 32
@@ -46,13 +46,13 @@ class Attack(Protocol):
     """Something that rebuilds inputs."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, with its budget."""
 
     def effort(self, attacked: int, others: int) -> float:
         """Return how much it computes for so many samples, about, in passes of a sample."""
 
-    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
         """Return what the inputs of these activations may have been, as the network takes them."""
 
 
@@ -70,13 +70,13 @@ class PlainDescent:
     rate: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.steps} steps of gradient descent (rate {self.rate:g}) on the input, from random pixels"
 
     def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - it has no use for others
         return self.steps * attacked
 
-    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
         shape = (len(activations), *attacker.others.shape[1:])
         white = torch.from_numpy(
             random_streams.generator(attacker.seed, "leakage", "random pixels").random(shape) < 0.5
@@ -105,14 +105,14 @@ class Descent:
     smoothness: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         smooth = f", with {self.smoothness:g} x total variation" if self.smoothness else ""
         return f"{self.steps} steps of Adam (rate {self.learning_rate:g}) on the input, from the mean image{smooth}"
 
     def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - it has no use for others
         return self.steps * attacked
 
-    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
         mean = attacker.others.mean(dim=0, keepdim=True)
         guess = mean.repeat(len(activations), *[1] * (mean.ndim - 1)).requires_grad_()
         optimizer = torch.optim.Adam([guess], lr=self.learning_rate)
@@ -149,13 +149,13 @@ class Decoder:
     learning_rate: float = 4e-3
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"a decoder of transposed convolutions, {self.epochs} epochs over up to {self.images:,} other images"
 
     def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - using what was learned costs nothing
         return self.epochs * min(others, self.images)
 
-    def rebuild(self, attacker: Attacker, activations: Tensor, progress: Progress) -> Tensor:
+    def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
         others = attacker.others[: self.images]
         shape, scale = _shape_at_cut(attacker.part, others), _Scale.of(_seen(attacker, others[:_DECODER_BATCH], 0))
         batches = (batch for epoch in range(self.epochs) for batch in _shuffled(others, attacker.seed, epoch))

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from pipar.errors import DataError
 from pipar.leakage.attacks import Attack, Attacker, with_noise
-from pipar.leakage.table import MOST_DB, CutLeakage, Rebuilt
+from pipar.leakage.table import MAX_DB, CutLeakage, RebuildQuality
 from pipar.nn.split import split_model
 
-#: Told what is done now, and which share of everything is done.
-Told = Callable[[str, float], None]
+#: Called with what is being done, and the share of all work that is done.
+Progress = Callable[[str, float], None]
 
 #: The bias-corrected distance correlation divides by n - 3.
-LEAST_COMPARED = 4
+MIN_COMPARED = 4
 #: Activations of so many samples are computed at once.
 _AT_ONCE = 100
 
@@ -41,10 +41,8 @@ def distance_correlation(x: Tensor, y: Tensor) -> float:
     estimate, without the correction, goes to 1 for whatever pairs as the values of a sample become more than samples,
     which those of images always are.
     """
-    if len(x) != len(y) or len(x) < LEAST_COMPARED:
-        raise DataError(
-            f"A distance correlation needs at least {LEAST_COMPARED} pairs: {len(x)} and {len(y)} are given."
-        )
+    if len(x) != len(y) or len(x) < MIN_COMPARED:
+        raise DataError(f"A distance correlation needs at least {MIN_COMPARED} pairs: {len(x)} and {len(y)} are given.")
     a, b = (_u_centred(torch.cdist(flat, flat)) for flat in (x.flatten(1).double(), y.flatten(1).double()))
     both = float((a * a).sum()) * float((b * b).sum())
     if both <= 0:
@@ -100,7 +98,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CutMeasurements:
     """What the cuts give away, and the pictures that each attack has made: by split point and attack."""
 
     cuts: tuple[CutLeakage, ...]
@@ -115,8 +113,8 @@ def measure_cuts(
     *,
     seed: int = 0,
     noise: float = 0.0,
-    told: Told = lambda _, __: None,
-) -> Measured:
+    progress: Progress = lambda _, __: None,
+) -> CutMeasurements:
     """Return what activations at each split point tell; `noise` is on the inputs before they enter the device's layers.
 
     The model evaluates: without dropout, and with the running statistics of batch normalisation.
@@ -133,16 +131,16 @@ def measure_cuts(
         rebuilt = {}
         for name, attack in attacks.items():
 
-            def progress(share: float, name: str = name, p: int = p, before: float = done) -> None:
-                told(f"Attacking P={p}: {name}", (before + share * efforts[name]) / whole)
+            def share_done(share: float, name: str = name, p: int = p, before: float = done) -> None:
+                progress(f"Attacking P={p}: {name}", (before + share * efforts[name]) / whole)
 
-            progress(0.0)
-            made = samples.pixels(attack.rebuild(attacker, activations, progress))
+            share_done(0.0)
+            made = samples.pixels(attack.rebuild(attacker, activations, share_done))
             rebuilt[name] = _likeness(samples.pixels(samples.attacked), made)
             pictures[p, name] = made
             done += efforts[name]
         cuts.append(CutLeakage(p, distance_correlation(samples.compared, compared), rebuilt))
-    return Measured(tuple(cuts), pictures)
+    return CutMeasurements(tuple(cuts), pictures)
 
 
 def _activations(part: nn.Sequential, samples: Tensor) -> Tensor:
@@ -150,5 +148,5 @@ def _activations(part: nn.Sequential, samples: Tensor) -> Tensor:
         return torch.cat([part(some) for some in torch.split(samples, _AT_ONCE)])
 
 
-def _likeness(originals: Tensor, made: Tensor) -> Rebuilt:
-    return Rebuilt(pixel_correlation(originals, made), min(MOST_DB, psnr_db(originals, made)))
+def _likeness(originals: Tensor, made: Tensor) -> RebuildQuality:
+    return RebuildQuality(pixel_correlation(originals, made), min(MAX_DB, psnr_db(originals, made)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 #: Rows of images below each other for each attack.
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 _LEAST_SIDE = 72
 _GAP = 6
 _LINE = 16
@@ -32,7 +32,7 @@ def draw(table: LeakageTable, originals: Tensor, pictures: Mapping[tuple[int, st
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(_TEXT_SIZE)
-    shown = originals[:MOST_SHOWN]
+    shown = originals[:MAX_SHOWN]
     sheet = _Sheet(table, len(shown))
     canvas = Image.new("RGB", sheet.size(font), _PAPER)
     drawing = ImageDraw.Draw(canvas)
@@ -40,7 +40,7 @@ def draw(table: LeakageTable, originals: Tensor, pictures: Mapping[tuple[int, st
     for block, name in enumerate(table.attacks):
         top = sheet.top(block)
         _write(drawing, font, (_GAP, top), f"{name}: {table.attacks[name]}")
-        columns = [shown, *(pictures[cut.split_point, name][:MOST_SHOWN] for cut in table.cuts)]
+        columns = [shown, *(pictures[cut.split_point, name][:MAX_SHOWN] for cut in table.cuts)]
         titles = ["original", *(_title(cut, name) for cut in table.cuts)]
         for column, (images, title) in enumerate(zip(columns, titles, strict=True)):
             left = _GAP + column * (sheet.side + _GAP)

@@ -19,12 +19,12 @@ from pipar.json_records import list_of, object_of, only_fields, read_fields
 
 FORMAT = 1
 #: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.
-MOST_DB = 100.0
+MAX_DB = 100.0
 _MEASURE = "Measure it with 'pipar leakage'."
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class RebuildQuality:
     """How like the inputs are what an attack has made of their activations, on average over the images.
 
     `pixel_correlation` is Pearson's over the pixels of an image; `psnr_db` the ratio of the largest to the mean squared
@@ -41,7 +41,7 @@ class CutLeakage:
 
     split_point: int
     distance_correlation: float
-    attacks: Mapping[str, Rebuilt]
+    attacks: Mapping[str, RebuildQuality]
 
     @property
     def strongest(self) -> str:
@@ -141,7 +141,8 @@ class LeakageTable:
 def _cut(tree: Any) -> CutLeakage:
     values = only_fields(CutLeakage, tree)
     attacks = {
-        name: Rebuilt(**only_fields(Rebuilt, one)) for name, one in object_of(values["attacks"], "attacks").items()
+        name: RebuildQuality(**only_fields(RebuildQuality, one))
+        for name, one in object_of(values["attacks"], "attacks").items()
     }
     return CutLeakage(**{**values, "attacks": attacks})
 
@@ -182,8 +183,8 @@ def _cuts_problem(table: LeakageTable) -> str | None:
             if not _is_within(rebuilt.pixel_correlation, -1, 1):
                 given = rebuilt.pixel_correlation
                 return f"pixel_correlation of {name} {where} is {given!r}, not a number from -1 to 1"
-            if not _is_within(rebuilt.psnr_db, -MOST_DB, MOST_DB):
-                return f"psnr_db of {name} {where} is {rebuilt.psnr_db!r}, not a number of up to {MOST_DB:g} dB"
+            if not _is_within(rebuilt.psnr_db, -MAX_DB, MAX_DB):
+                return f"psnr_db of {name} {where} is {rebuilt.psnr_db!r}, not a number of up to {MAX_DB:g} dB"
     return None
 
 

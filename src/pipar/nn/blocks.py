@@ -11,8 +11,8 @@ from torch import Tensor, nn
 NORMS = ("batch", "group", "none")
 
 RELU_GAIN = math.sqrt(2.0)
-MOST_GROUPS = 32
-LEAST_CHANNELS_PER_GROUP = 8
+MAX_GROUPS = 32
+MIN_CHANNELS_PER_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def group_count(channels: int) -> int:
 
     Deep layers see maps of one pixel, where a group of one channel would be normalised to a constant.
     """
-    most = min(MOST_GROUPS, channels // LEAST_CHANNELS_PER_GROUP)
+    most = min(MAX_GROUPS, channels // MIN_CHANNELS_PER_GROUP)
     return next((groups for groups in range(most, 1, -1) if channels % groups == 0), 1)
 
 

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import InputError, ProtocolError, UnusableModelError
-from pipar.nn.aggregate import weights_sha256
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.parts import Optimizer, TorchServerPart
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
-from pipar.nn.tensors import changes_body, check_finite, read_state, state_body
+from pipar.nn.tensors import changes_body, check_finite, read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
@@ -71,7 +70,7 @@ class TorchLearner:
                 self._optimizer,
                 classes=self._classes,
                 proximal=self._proximal,
-                chance=partial(random_streams.generator, self._seed, "rounding", key, "down"),
+                rounding=partial(random_streams.generator, self._seed, "rounding", key, "down"),
             )
             replica.set_proximal_target(module.state_dict())
             self._replicas[key] = replica

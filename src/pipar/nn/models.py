@@ -29,16 +29,16 @@ class Network:
 
     build: Callable[[InputShape, int, str], nn.Sequential]
     layers: int
-    least_side: int
+    min_side: int
 
 
 NETWORKS = {
-    "vgg5": Network(vgg5, layers=5, least_side=4),
-    "resnet18": Network(resnet18, layers=10, least_side=17),
-    "mobilenetv3_small": Network(mobilenetv3_small, layers=15, least_side=17),
-    "vgg16": Network(vgg16, layers=16, least_side=32),
-    "resnet101": Network(resnet101, layers=35, least_side=17),
-    "mobilenetv3_large": Network(mobilenetv3_large, layers=19, least_side=17),
+    "vgg5": Network(vgg5, layers=5, min_side=4),
+    "resnet18": Network(resnet18, layers=10, min_side=17),
+    "mobilenetv3_small": Network(mobilenetv3_small, layers=15, min_side=17),
+    "vgg16": Network(vgg16, layers=16, min_side=32),
+    "resnet101": Network(resnet101, layers=35, min_side=17),
+    "mobilenetv3_large": Network(mobilenetv3_large, layers=19, min_side=17),
 }
 LAYERS = {name: network.layers for name, network in NETWORKS.items()}
 
@@ -131,7 +131,7 @@ def _check_input(name: str, network: Network, input_shape: InputShape, classes: 
     given = "x".join(map(str, input_shape))
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ModelError(f"input shape {given} is not channels x height x width with each at least 1.")
-    least = network.least_side
+    least = network.min_side
     if min(input_shape[1:]) < least:
         raise ModelError(
             f"an input of {given} is too small for {name}, which needs at least {least}x{least} pixels: "

@@ -7,16 +7,17 @@ gradient that plain training has, whatever the cut. (The paper scales both the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from pipar.errors import InputError, ProtocolError
 from pipar.execution.stages import Place
+from pipar.nn.encoding_errors import EncodingErrors, Generators
+from pipar.nn.micro_batches import MicroBatch
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
@@ -32,8 +33,7 @@ from pipar.nn.tensors import (
 )
 from pipar.privacy import mechanisms
 from pipar.wire.chunks import chunk_bytes
-from pipar.wire.encodings import LOSSY, is_sparse
-from pipar.wire.lossy import Lossy, Residual
+from pipar.wire.encodings import is_sparse
 from pipar.wire.messages import ITEM_BYTES, Body, Message, tensor_bytes
 
 
@@ -61,79 +61,14 @@ _MOMENTUM = "momentum_buffer"
 _ITERATIONS = "num_batches_tracked"
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch: its inputs and labels, and how many samples the whole batch has."""
-
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    batch_samples: int
-    told: torch.Tensor | None = None  # the labels that the server gets, if they are others
-
-    @property
-    def samples(self) -> int:
-        return len(self.labels)
-
-
-def cut_micro_batches(
-    inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int], told: torch.Tensor | None = None
-) -> list[MicroBatch]:
-    """Return the micro-batches of a batch, in order, as views."""
-    total = len(labels)
-    cut = (torch.split(inputs, sizes), torch.split(labels, sizes))
-    others = [None] * len(sizes) if told is None else torch.split(told, sizes)
-    return [MicroBatch(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
-
-
-#: Gives the random numbers that belong to a place.
-Chance = Callable[..., np.random.Generator]
-
-
-class _EncodingErrors:
-    """What a lossy encoding of one part's tensors has lost, and makes up for.
-
-    To each device its own: who shares a server-side model must not get what another one has lost.
-    """
-
-    def __init__(self, chance: Chance | None) -> None:
-        self._chance = chance
-        self._lossy: dict[Place, Lossy] = {}  # by what a place has behind its micro-batch
-
-    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
-        """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
-        if encoding not in LOSSY:
-            return None
-        device = place[3:]
-        if device not in self._lossy:
-            self._lossy[device] = Lossy(residual=Residual(tensor[0].numel()))
-        lossy = self._lossy[device]
-        lossy.rng = None if self._chance is None else self._chance(*place)
-        return lossy
-
-    def take(self) -> tuple[float, float] | None:
-        """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
-        if not self._lossy:
-            return None
-        every = self._lossy.values()
-        sums = (sum(one.squared_error for one in every), sum(one.squared_norm for one in every))
-        for one in every:
-            one.squared_error = one.squared_norm = 0.0
-        return sums
-
-    def keep_only(self, devices: Collection[str]) -> None:
-        """Make up for nothing any more that others have lost."""
-        for device in [device for device in self._lossy if not set(device) <= set(devices)]:
-            del self._lossy[device]
-
-
 class Part:
     """The layers on one side of the cut with their optimiser: what a step and an exchange of models need."""
 
     def __init__(
-        self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, chance: Chance | None = None
+        self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, rounding: Generators | None = None
     ) -> None:
         self.module = module.train()
-        self._encoding_errors = _EncodingErrors(chance)
+        self._encoding_errors = EncodingErrors(rounding)
         self._proximal = proximal
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, where there is a proximal term
         self._optimizer = optimizer
@@ -243,10 +178,10 @@ class TorchDevicePart(Part):
         *,
         has_loss: bool,
         proximal: float = 0.0,
-        chance: Chance | None = None,
+        rounding: Generators | None = None,
         keeps_base: bool = False,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal, chance=chance)
+        super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._keeps_base = keeps_base
         self._base: dict[str, torch.Tensor] | None = None  # what came last, so that its changes can be told
         self._has_loss = has_loss
@@ -290,7 +225,7 @@ class TorchDevicePart(Part):
 
     def encode(self, activation: torch.Tensor, piece: MicroBatch, encoding: str, place: Place = ()) -> Body:
         lossy = self._encoding_errors.of(activation, encoding, place)
-        labels = piece.labels if piece.told is None else piece.told
+        labels = piece.labels if piece.sent_labels is None else piece.sent_labels
         return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
 
     def decode(self, message: Message, encoding: str) -> torch.Tensor:
@@ -374,9 +309,9 @@ class TorchServerPart(Part):
         *,
         classes: int,
         proximal: float = 0.0,
-        chance: Chance | None = None,
+        rounding: Generators | None = None,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal, chance=chance)
+        super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._classes = classes
         # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
         # and so would one with a view of its input, as nn.Flatten makes it, in between.

@@ -39,15 +39,6 @@ _MAX_POOLING = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def ends_in_relu(part: nn.Sequential, input_shape: tuple[int, ...]) -> bool:
-    """Return True if the device's part ends in a ReLU or a max-pool of one, reshaped or not, for every input.
-
-    `input_shape` is that of one sample. False also where this cannot be known: the forward looks at its numbers, has
-    hooks, or does what autograd does not record.
-    """
-    return not _has_hooks(part) and len(part) in rectified_cuts(part, input_shape)
-
-
 def rectified_cuts(model: nn.Sequential, input_shape: tuple[int, ...]) -> frozenset[int]:
     """Return every split point P for which layers 1..P end in a ReLU, up to a layer of which this cannot be known.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -246,3 +247,13 @@ def _tensor(view: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Ten
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(view, dtype=dtype).reshape(shape)
     return tensor if tensor.data_ptr() % dtype.itemsize == 0 else tensor.clone()
+
+
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash over the tensors in name order: equal hashes are equal weights, bit for bit."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).numpy().data.cast("B"))
+    return digest.hexdigest()

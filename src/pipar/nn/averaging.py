@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
@@ -43,13 +42,3 @@ def _rounded_average(tensors: Sequence[torch.Tensor], samples: Sequence[int]) ->
         place = slice(start, start + _BLOCK)
         flat[place] = exact_average([part[place] for part in parts], samples)
     return average
-
-
-def weights_sha256(state: State) -> str:
-    """Return a hash over the tensors in name order: equal hashes are equal weights, bit for bit."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).numpy().data.cast("B"))
-    return digest.hexdigest()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.nn.aggregate import federated_average, weights_sha256
+from pipar.nn.averaging import federated_average
+from pipar.nn.tensors import weights_sha256
 
 values = st.floats(-1e3, 1e3, width=32)
 models = st.lists(
