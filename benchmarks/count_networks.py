@@ -18,8 +18,8 @@ from pipar.data.catalog import CATALOG
 from pipar.nn.blocks import NORMS
 from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import rectified_cuts
-from pipar.profiling.count import count_layers
-from pipar.profiling.counts import FEW_CLASSES, MANY_CLASSES, counts_key, pack_counts, rectified_at
+from pipar.profiling.operation_counter import count_layers
+from pipar.profiling.operation_counts import FEW_CLASSES, MANY_CLASSES, counts_key, pack_counts, rectified_at
 
 FILE = Path(pipar.profiling.__file__).with_name("networks.json")
 Case = tuple[str, str, tuple[int, int, int]]

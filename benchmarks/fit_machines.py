@@ -12,9 +12,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from pipar.nn.models import build_model
-from pipar.profiling.count import count_layers
-from pipar.profiling.counts import Counts, PassCount
 from pipar.profiling.measure import measure_profile
+from pipar.profiling.operation_counter import count_layers
+from pipar.profiling.operation_counts import Counts, PassCount
 from pipar.profiling.profile import Profile
 
 CASES = [

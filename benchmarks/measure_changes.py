@@ -16,7 +16,7 @@ import pipar.profiling
 from pipar.nn.blocks import NORMS
 from pipar.nn.models import NETWORKS, build_model
 from pipar.profiling.coding_costs import changes_in_a_round, run_through
-from pipar.profiling.counts import shares_key
+from pipar.profiling.operation_counts import shares_key
 
 FILE = Path(pipar.profiling.__file__).with_name("changes.json")
 SHAPE, CLASSES, SAMPLES, STEPS = (3, 32, 32), 10, 8, 3

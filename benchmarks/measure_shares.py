@@ -22,7 +22,7 @@ from pipar.nn.blocks import NORMS
 from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import rectified_cuts
 from pipar.profiling.coding_costs import run_through
-from pipar.profiling.counts import shares_key
+from pipar.profiling.operation_counts import shares_key
 
 FILE = Path(pipar.profiling.__file__).with_name("shares.json")
 SHAPE, CLASSES = (3, 32, 32), 10

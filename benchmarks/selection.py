@@ -28,7 +28,7 @@ from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.links import Link
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
+from pipar.planner.large_fleets import search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from reproduction.judged import Beforehand, Judged, judged
 from reproduction.testbed import DATASETS, LINKS, SAMPLES
@@ -106,7 +106,7 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
 def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: int = 100) -> list[Row]:
     """Return how good the choice for one training is, in each of these worlds."""
     fleet = make_fleet(*training, devices=devices)
-    grid = None if len(fleet.kinds()) == 1 else GRID
+    grid = None if len(fleet.device_kinds()) == 1 else GRID
     before = Beforehand.of(fleet, grid)
     return [Row(*training, seed, **asdict(judged(fleet, before, seed=seed, epochs=EPOCHS))) for seed in worlds]
 
@@ -190,7 +190,7 @@ def planning_of_own_links_s(model: str, devices: int = 100) -> float:
     links = [Link(up_bps=rate, down_bps=rate) for rate in rates]
     members = tuple(replace(member, link=link) for member, link in zip(fleet.members, links, strict=True))
     began = time.process_time()
-    choose_for(replace(fleet, members=members), simulate, within=simulate_within)
+    search_plans(replace(fleet, members=members), simulate, within=simulate_within)
     return time.process_time() - began
 
 

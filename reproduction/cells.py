@@ -23,8 +23,8 @@ from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
-from pipar.planner.search import choose, everybodys
+from pipar.planner.large_fleets import search_plans
+from pipar.planner.search import plans_by_device, search_kinds
 from pipar.planner.simulator import predict_s, simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
@@ -88,7 +88,7 @@ def _plan(config: Config, options: Mapping[str, Any]) -> Result:
     del options
     fleet = _unplanned(config).fleet()
     began = time.process_time()
-    plans = choose_for(fleet, simulate, within=simulate_within).plans
+    plans = search_plans(fleet, simulate, within=simulate_within).plans
     planning_s = time.process_time() - began
     lanes: dict[tuple[Any, ...], dict[str, float]] = {}
     up = down = 0.0
@@ -115,11 +115,11 @@ def _map(config: Config, options: Mapping[str, Any]) -> Result:
     The two N on either side of the chosen one are tried with them: a coarse grid would find nothing better than it.
     """
     fleet = _unplanned(config).fleet()
-    (kind,) = fleet.kinds()
-    (chosen,) = choose(fleet, simulate, within=simulate_within).by_kind
+    (kind,) = fleet.device_kinds()
+    (chosen,) = search_kinds(fleet, simulate, within=simulate_within).by_kind
     wanted = {*options["micro_batches"], *range(chosen.micro_batches - 2, chosen.micro_batches + 3)}
     plans = [plan for plan in allowed_plans(fleet, kind[0]) if plan.micro_batches in wanted]
-    seconds = [steady_epoch_s(simulate, fleet, everybodys(fleet, (plan,))) for plan in plans]
+    seconds = [steady_epoch_s(simulate, fleet, plans_by_device(fleet, (plan,))) for plan in plans]
     return {
         "chosen": [chosen.split_point, chosen.micro_batches],
         "pairs": [[plan.split_point, plan.micro_batches, s] for plan, s in zip(plans, seconds, strict=True)],

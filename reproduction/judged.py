@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipar.methods import Plan
-from pipar.planner.background_search import chosen
-from pipar.planner.busy import busy_s
+from pipar.planner.background_search import search_again
+from pipar.planner.compute_load import compute_seconds
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Foresight
-from pipar.planner.search import AT_LEISURE, ByKind, Choice, choose, choose_by_estimate, everybodys
+from pipar.planner.predictor import Predictor
+from pipar.planner.search import UNHURRIED, PlansByKind, SearchResult, estimate_plans, plans_by_device, search_kinds
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 from reproduction.perturbed_world import JITTER, judging, judging_within, perturbed
@@ -48,21 +48,21 @@ class Judged:
 class Beforehand:
     """What there is before a training, whatever world it will be in: the choice, and what it is compared with."""
 
-    choice: Choice
+    choice: SearchResult
     planning_s: float
-    profiled: ByKind
-    paper: ByKind
+    profiled: PlansByKind
+    paper: PlansByKind
     micro_batches: Sequence[int] | None  # that were searched; None: all
 
     @classmethod
     def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> Beforehand:
         """Choose for a fleet, and search every P with every N, or with these."""
         began = time.process_time()
-        choice = choose(fleet, simulate, within=simulate_within)
+        choice = search_kinds(fleet, simulate, within=simulate_within)
         planning_s = time.process_time() - began
         profiled = search_all(fleet, simulate, within=simulate_within, micro_batches=micro_batches).by_kind
-        paper = choose_by_estimate(fleet)
-        by_kind = tuple(paper[kind[0].name][0] for kind in fleet.kinds())
+        paper = estimate_plans(fleet)
+        by_kind = tuple(paper[kind[0].name][0] for kind in fleet.device_kinds())
         return cls(choice, planning_s, profiled, by_kind, micro_batches)
 
 
@@ -88,12 +88,12 @@ def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged
         best="; ".join(map(str, best.by_kind)),
         best_s=best.epoch_s,
         score=best.epoch_s / chosen_s,
-        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.kinds()),
+        learned="; ".join(str(learned[kind[0].name]) for kind in fleet.device_kinds()),
         learned_score=score(learned),
         profiled="; ".join(map(str, known.profiled)),
-        profiled_score=score(everybodys(fleet, known.profiled)),
+        profiled_score=score(plans_by_device(fleet, known.profiled)),
         paper="; ".join(map(str, known.paper)),
-        paper_score=score(everybodys(fleet, known.paper)),
+        paper_score=score(plans_by_device(fleet, known.paper)),
         planning_s=known.planning_s,
         simulations=known.choice.simulations,
         searched=best.simulated,
@@ -104,11 +104,11 @@ def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged
 
 def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
     """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
-    foresight = Foresight(fleet, plans)
+    predictor = Predictor(fleet, plans)
     for epoch in range(1, epochs + 1):
-        foresight.learn(epoch, *busy_s(truth, foresight.plans))
-        if foresight.has_learned():
+        predictor.learn(epoch, *compute_seconds(truth, predictor.plans))
+        if predictor.has_learned():
             # Behind the last epoch nothing is tried: what it has taught is to be judged.
-            effort = AT_LEISURE if epoch < epochs else replace(AT_LEISURE, trial_cost=0.0)
-            foresight.replan(epoch + 1, chosen(foresight.latest({}), foresight.plans, effort))
-    return foresight.plans
+            settings = UNHURRIED if epoch < epochs else replace(UNHURRIED, trial_cost=0.0)
+            predictor.replan(epoch + 1, search_again(predictor.latest({}), predictor.plans, settings))
+    return predictor.plans

@@ -14,7 +14,7 @@ import numpy as np
 from pipar import random_streams
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.simulator import Disturb, forecast, forecast_within
+from pipar.planner.simulator import Disturb, simulate, simulate_within
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, SimulateWithin, Timing
 
@@ -37,21 +37,22 @@ def judging(seed: int) -> Simulate:
     """Return a simulation in which every stage of every device lasts a little more or less than it should."""
     world = _World(seed)
 
-    def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
-        return forecast(fleet, plans, iterations=iterations, disturb=world.disturb(fleet, plans))
+    def simulate_world(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
+        return simulate(fleet, plans, iterations, disturb=world.disturb(fleet, plans))
 
-    return simulate
+    return simulate_world
 
 
 def judging_within(seed: int) -> SimulateWithin:
     """Return the same simulation, given up as soon as an epoch cannot be as short as it is to be."""
     world = _World(seed)
 
-    def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float) -> Timing | None:
-        disturb = world.disturb(fleet, plans)
-        return forecast_within(fleet, plans, within_s, iterations=iterations, disturb=disturb)
+    def simulate_world(
+        fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float
+    ) -> Timing | None:
+        return simulate_within(fleet, plans, iterations, within_s, disturb=world.disturb(fleet, plans))
 
-    return simulate
+    return simulate_world
 
 
 def jitter(seed: int) -> Disturb:

@@ -10,9 +10,9 @@ from pipar.events import Event, Replanned
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
-from pipar.planner.background_search import chosen
+from pipar.planner.background_search import search_again
 from pipar.planner.fleet import Fleet
-from pipar.planner.search import Effort
+from pipar.planner.search import SearchSettings
 
 
 def replanned(job: Job) -> dict[str, float | int]:
@@ -24,12 +24,12 @@ def replanned(job: Job) -> dict[str, float | int]:
     seconds: list[float] = []
     replans: list[Replanned] = []
 
-    async def search(fleet: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
+    async def search(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
         # A search has a process of its own: it does not collect the garbage of what a whole training has on its heap.
         gc.freeze()
         began = time.process_time()
         try:
-            return chosen(fleet, start, effort)
+            return search_again(fleet, start, settings)
         finally:
             searches.append(time.process_time() - began)
             gc.unfreeze()

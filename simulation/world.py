@@ -327,7 +327,7 @@ class World:
             background=lanes,
             emit=_while_alive(life, folder.add_epoch),
             observe=observe,
-            choose=self._choose if self.scenario.replans else None,
+            replan=self._choose if self.scenario.replans else None,
             session_numbers=iter(lambda: 1 + self._numbers.getrandbits(31), 0),
             checkpointer=checkpointer,
             accountant=folder.accountant,

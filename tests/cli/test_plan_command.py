@@ -22,10 +22,10 @@ from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started
 from pipar.methods import Plan
-from pipar.planner.simulator import forecast
+from pipar.planner.simulator import simulate
 from pipar.profiling.cache import usable_cores
-from pipar.profiling.counts import LayerCount, known_counts
 from pipar.profiling.memory import training_bytes
+from pipar.profiling.operation_counts import LayerCount, known_counts
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
@@ -179,7 +179,7 @@ def test_what_a_person_sees_fits_80_columns_and_has_all_parts(pipar: Pipar) -> N
 
 
 @pytest.mark.parametrize(("method", "drawn"), [("fl", True), ("sfl", True), ("sl", False), ("sfl2", False)])
-def test_every_method_has_a_plan_and_those_with_a_forecast_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
+def test_every_method_has_a_plan_and_those_with_a_simulator_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
     text = pipar("--method", method, "--exhaustive")
     assert ("One iteration of" in text or "One epoch of" in text) == drawn
     assert f"by {method}," in text
@@ -224,7 +224,7 @@ def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> Non
     assert explained.exhaustive is not None
     best = explained.exhaustive.best
     everything = [
-        forecast(
+        simulate(
             explained.fleet, {name: replace(plan, split_point=p, micro_batches=n) for name, plan in best.plans.items()}
         )
         for p in range(1, 6)

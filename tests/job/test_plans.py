@@ -12,14 +12,14 @@ from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.job.job import Job, shared_costs
-from pipar.job.plans import make_plans, plan_choice, simulation, with_plans
+from pipar.job.plans import make_plans, search_job_plans, simulation, with_plans
 from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import LowerBound, candidates
 from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.simulator import forecast
+from pipar.planner.simulator import simulate
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 LAYERS = tuple(
@@ -118,16 +118,16 @@ def test_a_shared_models_cut_is_the_best_of_whole_epochs_in_the_virtual_world(me
     for cut in (1, 2):
         plans = {name: Plan(cut, 1) for name in job.sizes}
         seconds[cut] = rehearse(replace(job, plans=plans), None).epoch_s
-        foretold = rehearse(replace(job, plans=plans), 2).of_whole_epoch(job.fleet())
+        foretold = rehearse(replace(job, plans=plans), 2).extrapolated_epoch_s(job.fleet())
         assert foretold == pytest.approx(seconds[cut], rel=0.02)
     chosen = {plan.split_point for plan in make_plans(job, rehearse).values()}
     assert chosen == {min(seconds, key=lambda cut: seconds[cut])}
 
 
-def test_the_methods_of_replicas_are_simulated_by_the_forecast() -> None:
+def test_the_methods_of_replicas_are_simulated_by_the_simulator() -> None:
     job = make_job("pipar", {})
     plans = {"d0": Plan(1, 2)}
-    assert simulation(job, rehearse)(job.fleet(), plans, 1) == forecast(job.fleet(), plans, iterations=1)
+    assert simulation(job, rehearse)(job.fleet(), plans, 1) == simulate(job.fleet(), plans, iterations=1)
 
 
 def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
@@ -135,15 +135,15 @@ def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
         job = make_job(method, {})
         (member,) = job.fleet().members
         slow = replace(job.fleet(), members=(replace(member, link=Link(up_bps=1e5, down_bps=1e5)),))
-        before, now = plan_choice(job, job.fleet(), rehearse), plan_choice(job, slow, rehearse)
+        before, now = search_job_plans(job, job.fleet(), rehearse), search_job_plans(job, slow, rehearse)
         assert now.epoch_s > before.epoch_s
         assert now.by_kind[0].split_point > before.by_kind[0].split_point
 
 
 def test_plans_in_force_are_a_start_like_any_other() -> None:
     job = make_job("pipar", {}, {"speed": 1.0})
-    first = plan_choice(job, job.fleet(), rehearse)
-    assert plan_choice(job, job.fleet(), rehearse, start=first.plans).epoch_s <= first.epoch_s * 1.05
+    first = search_job_plans(job, job.fleet(), rehearse)
+    assert search_job_plans(job, job.fleet(), rehearse, start=first.plans).epoch_s <= first.epoch_s * 1.05
 
 
 # --- a sample of a large fleet
@@ -162,8 +162,8 @@ def large_fleet(*counts: int, cores: int = 8) -> Fleet:
 def test_a_sample_has_every_kind_in_proportion_and_as_much_of_the_server_for_each_device() -> None:
     fleet = large_fleet(600, 300, 1)
     sample = fleet.sampled()
-    assert [len(kind) for kind in sample.kinds()] == [85, 43, 1]
-    assert [kind[0].kind for kind in sample.kinds()] == [kind[0].kind for kind in fleet.kinds()]
+    assert [len(kind) for kind in sample.device_kinds()] == [85, 43, 1]
+    assert [kind[0].kind for kind in sample.device_kinds()] == [kind[0].kind for kind in fleet.device_kinds()]
     assert [m.name for m in sample.members] == sorted(m.name for m in sample.members)
 
     def power(of: Fleet) -> float:
@@ -182,7 +182,7 @@ def test_a_fleet_that_is_not_large_is_its_own_sample() -> None:
 def test_a_sample_takes_about_as_long_as_the_fleet_that_it_stands_for() -> None:
     fleet = large_fleet(400, 200, cores=24)
     plans = {member.name: Plan(1, 3) for member in fleet.members}
-    assert forecast(fleet.sampled(), plans).epoch_s == pytest.approx(forecast(fleet, plans).epoch_s, rel=0.1)
+    assert simulate(fleet.sampled(), plans).epoch_s == pytest.approx(simulate(fleet, plans).epoch_s, rel=0.1)
 
 
 def test_one_core_averages_the_models_of_all_whom_a_sample_stands_for() -> None:
@@ -210,11 +210,11 @@ def test_a_bound_is_one_also_where_devices_have_more_and_less_data() -> None:
     sizes = [200 + 8 * number for number in range(50)]
     members = tuple(Member(f"d{n:02}", costs, Link(up_bps=10e6, down_bps=20e6), size) for n, size in enumerate(sizes))
     fleet = Fleet(METHODS["pipar"], members, Costs(PROFILE, 0.5), 2, 50)
-    kinds = fleet.kinds()
+    kinds = fleet.device_kinds()
     assert all(max(m.samples for m in kind) <= 1.05 * min(m.samples for m in kind) for kind in kinds)
     for plan in (Plan(1, 4), Plan(2, 10), Plan(len(PROFILE.layers), 1)):
         chosen = [next(c for c in candidates(fleet, kind[0]) if c.plan == plan) for kind in kinds]
-        takes_s = forecast(fleet, {m.name: plan for m in members}).epoch_s
+        takes_s = simulate(fleet, {m.name: plan for m in members}).epoch_s
         assert LowerBound(fleet).alone_s(chosen) <= takes_s
         assert LowerBound(fleet).lanes_s(chosen) <= takes_s
 

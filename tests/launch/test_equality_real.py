@@ -23,7 +23,7 @@ from pipar.launch.run import Result, World
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner import replanner
-from pipar.planner.replanner import Choose
+from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect
 
@@ -41,7 +41,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- gRPC over loopback and threads, all in this process
 
 
-async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Observer = ignore) -> Trained:
+async def train_over_grpc(case: Case, replan: Replan | None = None, observe: Observer = ignore) -> Trained:
     """Return what a case comes to with the server and every device on streams of their own."""
     torch.set_num_threads(1)
     workload = case.workload()
@@ -65,7 +65,7 @@ async def train_over_grpc(case: Case, choose: Choose | None = None, observe: Obs
         background=lanes,
         emit=emit,
         observe=observe,
-        choose=choose,
+        replan=replan,
     )
     listener = Listener(server.admit)
     port = await listener.start("127.0.0.1:0")
@@ -117,7 +117,7 @@ def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
     script = iter([(4, 3, 2), (1, 5, 5), (5, 1, 2)])
     seen: list[int] = []
 
-    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
         await asyncio.sleep(0)
         return {name: Plan(p, 1 if p == 5 else 4) for name, p in zip(sorted(links), next(script), strict=True)}
 
@@ -125,7 +125,7 @@ def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
         if isinstance(event, Replanned):
             seen.append(event.epoch)
 
-    trained = asyncio.run(train_over_grpc(case, choose, observe))
+    trained = asyncio.run(train_over_grpc(case, replan, observe))
     assert seen == [2, 3, 4]
     assert largest_error(trained.state, reference_state(case)) < EXACT
 

@@ -25,8 +25,8 @@ from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s, iteration_s, stage_times
-from pipar.profiling.counts import known_counts
 from pipar.profiling.machines import MACHINES, machine_profile
+from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.wire.frames import CHUNK_BYTES, cut_message, pack_frame
 from pipar.wire.messages import LABEL_BYTES, Kind, Message

@@ -83,7 +83,7 @@ def roam(
         return dict.fromkeys(links, next(plans))
 
     def lanes(costs: Costs) -> MakeCompute:
-        return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds, costs.crowded)
+        return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds, costs.contention)
 
     async def main(learner: TorchLearner) -> None:
         loop, enough = asyncio.get_running_loop(), asyncio.Event()
@@ -105,7 +105,7 @@ def roam(
             background=of_server,
             emit=lambda result, _: out.results.append(result),
             observe=observe,
-            choose=choose if replan else None,
+            replan=choose if replan else None,
             done=[1.0] * (0 if goes_on is None else goes_on[0]),
         )
         costs, admissions, lives, first = shared_costs(), [], [], {}

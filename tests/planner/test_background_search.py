@@ -12,13 +12,13 @@ from support.fleets import LINK, PROFILE, fleet, measured, plans
 from pipar.errors import PlanError
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
-from pipar.planner.background_search import Choices, Chooser, _are_new, _had_by_kind, chosen
-from pipar.planner.busy import busy_s
+from pipar.planner.background_search import ReplanBySearch, SearchProcess, _are_new, _tried_by_kind, search_again
+from pipar.planner.compute_load import compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
-from pipar.planner.predictor import Foresight
-from pipar.planner.search import AT_LEISURE, QUICK, Effort
+from pipar.planner.large_fleets import search_plans
+from pipar.planner.predictor import Predictor
+from pipar.planner.search import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
@@ -29,8 +29,8 @@ SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
 def test_plans_in_force_stay_if_others_are_hardly_better() -> None:
     here = fleet()
-    best = chosen(here, plans(here, Plan(1, 1)))
-    assert chosen(here, best) == best
+    best = search_again(here, plans(here, Plan(1, 1)))
+    assert search_again(here, best) == best
 
 
 def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_takes() -> None:
@@ -38,45 +38,47 @@ def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_take
     start = plans(here, Plan(1, 1))
     slow_to_move = Costs(replace(PROFILE, install_s_per_byte=1e-4), 0.5)  # 13 s for new replicas of all four
     here = replace(here, server=slow_to_move)
-    best = chosen(here, start)
+    best = search_again(here, start)
     assert {plan.split_point for plan in best.values()} != {1}
     gained_s = steady_epoch_s(simulate, here, start) - steady_epoch_s(simulate, here, best)
     enough = 2 + 2 * move_s(here, start, best) / gained_s
-    assert chosen(replace(here, lasts=1.01 * enough), start) == best
-    kept = chosen(replace(here, lasts=0.99 * enough), start)
+    assert search_again(replace(here, stable_rounds=1.01 * enough), start) == best
+    kept = search_again(replace(here, stable_rounds=0.99 * enough), start)
     assert {plan.split_point for plan in kept.values()} == {1}
 
 
-def had(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
+def after_trying(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
     """Return the fleet with devices that had these split points, from one of them on."""
-    more = {member.name: of.had.get(member.name, frozenset()) | set(cuts) for member in of.members[first:]}
-    return replace(of, had={**of.had, **more})
+    more = {
+        member.name: of.tried_split_points.get(member.name, frozenset()) | set(cuts) for member in of.members[first:]
+    }
+    return replace(of, tried_split_points={**of.tried_split_points, **more})
 
 
-TRYING, NOT_TRYING = replace(AT_LEISURE, trial_cost=0.1), replace(AT_LEISURE, trial_cost=0.0)
+TRYING, NOT_TRYING = replace(UNHURRIED, trial_cost=0.1), replace(UNHURRIED, trial_cost=0.0)
 
 
 def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
     here = fleet(speed=0.35)
-    best = chosen(here, plans(here), NOT_TRYING)
+    best = search_again(here, plans(here), NOT_TRYING)
     (cut,) = {plan.split_point for plan in best.values()}
-    trial = chosen(had(here, cut), best, TRYING)
+    trial = search_again(after_trying(here, cut), best, TRYING)
     (new,) = {plan.split_point for plan in trial.values()}
     assert new != cut
     best_s, trial_s = (steady_epoch_s(simulate, here, each) for each in (best, trial))
     cost = trial_s / best_s - 1
-    assert chosen(had(here, cut), best, replace(AT_LEISURE, trial_cost=1.01 * cost)) == trial
-    assert chosen(had(here, cut), best, replace(AT_LEISURE, trial_cost=0.99 * cost)) == best
-    assert chosen(had(here, cut), best, QUICK) == best
+    assert search_again(after_trying(here, cut), best, replace(UNHURRIED, trial_cost=1.01 * cost)) == trial
+    assert search_again(after_trying(here, cut), best, replace(UNHURRIED, trial_cost=0.99 * cost)) == best
+    assert search_again(after_trying(here, cut), best, QUICK) == best
     # Nor before a training, twice, one after another without end, or on links that change.
-    assert chosen(here, best, TRYING) == best
-    assert chosen(had(here, cut, new), best, TRYING) == best
-    assert chosen(had(here, cut, 101, 102), best, TRYING) == trial
-    assert chosen(had(here, cut, 101, 102, 103), best, TRYING) == best
-    assert chosen(replace(had(here, cut), lasts=20.0), best, TRYING) == trial
-    assert chosen(replace(had(here, cut), lasts=19.0), best, TRYING) == best
+    assert search_again(here, best, TRYING) == best
+    assert search_again(after_trying(here, cut, new), best, TRYING) == best
+    assert search_again(after_trying(here, cut, 101, 102), best, TRYING) == trial
+    assert search_again(after_trying(here, cut, 101, 102, 103), best, TRYING) == best
+    assert search_again(replace(after_trying(here, cut), stable_rounds=20.0), best, TRYING) == trial
+    assert search_again(replace(after_trying(here, cut), stable_rounds=19.0), best, TRYING) == best
     # Devices of one kind know what one of them had.
-    assert chosen(had(had(here, cut), new, first=3), best, TRYING) == best
+    assert search_again(after_trying(after_trying(here, cut), new, first=3), best, TRYING) == best
 
 
 def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
@@ -88,7 +90,7 @@ def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
 
     def are_new(had_first: set[int], had_second: set[int]) -> bool:
         known = {first: frozenset(had_first), second: frozenset(had_second)}
-        of_both = _had_by_kind(replace(here, members=both, had=known))
+        of_both = _tried_by_kind(replace(here, members=both, tried_split_points=known))
         return _are_new(of_both, {first: Plan(2, 1), second: Plan(3, 1)})
 
     assert not are_new({2}, {3})
@@ -104,19 +106,19 @@ def test_nothing_is_tried_that_takes_long_to_move(
     share: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = fleet(speed=0.35)
-    best = chosen(here, plans(here), NOT_TRYING)
+    best = search_again(here, plans(here), NOT_TRYING)
     monkeypatch.setattr(
         "pipar.planner.background_search.move_s", lambda *_: share / 2 * steady_epoch_s(simulate, here, best)
     )
-    begun = had(here, *{plan.split_point for plan in best.values()})
-    assert (chosen(begun, best, TRYING) != best) is is_tried
+    begun = after_trying(here, *{plan.split_point for plan in best.values()})
+    assert (search_again(begun, best, TRYING) != best) is is_tried
 
 
 @pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
 def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: int) -> None:
     """Devices begin with two layers; how long they take for the third, nothing says before they have had it."""
     here = fleet(speed=0.333)
-    best = chosen(here, plans(here), NOT_TRYING)
+    best = search_again(here, plans(here), NOT_TRYING)
     assert {plan.split_point for plan in best.values()} == {2}
     really = here.members[0].costs.slower(1.0, [1.0, 1.0, third_layer, 1.0])
     members = tuple(replace(member, costs=really) for member in here.members)
@@ -129,13 +131,13 @@ def test_a_situation_that_comes_back_is_not_searched_again() -> None:
     here = fleet()
     searched: list[float | None] = []
 
-    async def search(of: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
+    async def search(of: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
         searched.append(of.members[0].link.up_bps)
-        return chosen(of, start, effort)
+        return search_again(of, start, settings)
 
     async def ask() -> list[Mapping[str, Plan]]:
-        choices = Choices(Foresight(here, plans(here)), search)
-        return [await choices(dict.fromkeys(plans(here), link)) for link in (SLOW, FAST, SLOW, FAST)]
+        replan = ReplanBySearch(Predictor(here, plans(here)), search)
+        return [await replan(dict.fromkeys(plans(here), link)) for link in (SLOW, FAST, SLOW, FAST)]
 
     answers = asyncio.run(ask())
     assert searched == [1e6, 100e6]
@@ -147,31 +149,31 @@ def test_who_is_gone_is_not_planned_for() -> None:
     names = [member.name for member in here.members]
     asked: list[tuple[list[str], list[str]]] = []
 
-    async def search(of: Fleet, start: Mapping[str, Plan], _: Effort) -> Mapping[str, Plan]:
+    async def search(of: Fleet, start: Mapping[str, Plan], _: SearchSettings) -> Mapping[str, Plan]:
         asked.append(([member.name for member in of.members], sorted(start)))
         return start
 
-    asyncio.run(Choices(Foresight(here, plans(here)), search)(dict.fromkeys(names[1:], SLOW)))
+    asyncio.run(ReplanBySearch(Predictor(here, plans(here)), search)(dict.fromkeys(names[1:], SLOW)))
     assert asked == [(names[1:], sorted(names[1:]))]
 
 
 def test_links_are_planned_for_at_once_and_what_was_learned_of_machines_at_leisure() -> None:
     here = fleet()
-    foresight, efforts = Foresight(here, plans(here)), list[Effort]()
+    predictor, settings_used = Predictor(here, plans(here)), list[SearchSettings]()
 
-    async def search(_: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
-        efforts.append(effort)
+    async def search(_: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
+        settings_used.append(settings)
         return start
 
     async def ask() -> None:
-        choices = Choices(foresight, search)
-        await choices(dict.fromkeys(plans(here), SLOW))
-        foresight.learn(1, *busy_s(here.slower(devices=1.1), plans(here)))
-        await choices(dict.fromkeys(plans(here), SLOW))
-        await choices(dict.fromkeys(plans(here), FAST))
+        replan = ReplanBySearch(predictor, search)
+        await replan(dict.fromkeys(plans(here), SLOW))
+        predictor.learn(1, *compute_seconds(here.slower(devices=1.1), plans(here)))
+        await replan(dict.fromkeys(plans(here), SLOW))
+        await replan(dict.fromkeys(plans(here), FAST))
 
     asyncio.run(ask())
-    assert efforts == [QUICK, AT_LEISURE, QUICK]
+    assert settings_used == [QUICK, UNHURRIED, QUICK]
 
 
 @pytest.mark.slow
@@ -179,16 +181,16 @@ def test_the_process_chooses_what_a_search_here_does_and_ends_when_it_is_closed(
     here, start = fleet(), plans(fleet(), Plan(1, 1))
 
     async def ask() -> tuple[Mapping[str, Plan], float, int | None]:
-        chooser = Chooser()
-        answer = await chooser(here, start)
-        await chooser(here, answer)
-        process = chooser._process
+        search_process = SearchProcess()
+        answer = await search_process(here, start)
+        await search_process(here, answer)
+        process = search_process._process
         assert process is not None
-        await chooser.close()
-        return answer, chooser.cpu_s, process.returncode
+        await search_process.close()
+        return answer, search_process.cpu_s, process.returncode
 
     answer, cpu_s, code = asyncio.run(ask())
-    assert answer == chosen(here, start)
+    assert answer == search_again(here, start)
     assert cpu_s > 0
     assert code is not None
 
@@ -199,11 +201,11 @@ def test_a_fleet_that_cannot_be_planned_is_one_sentence_from_the_process() -> No
     tiny = replace(here, members=tuple(replace(member, memory_bytes=1000) for member in here.members))
 
     async def ask() -> None:
-        chooser = Chooser()
+        search_process = SearchProcess()
         try:
-            await chooser(tiny, plans(here))
+            await search_process(tiny, plans(here))
         finally:
-            await chooser.close()
+            await search_process.close()
 
     with pytest.raises(PlanError, match="memory"):
         asyncio.run(ask())
@@ -211,21 +213,21 @@ def test_a_fleet_that_cannot_be_planned_is_one_sentence_from_the_process() -> No
 
 def test_what_was_measured_of_links_is_planned_with() -> None:
     here = fleet()
-    foresight = Foresight(here, plans(here))
-    foresight.measure_links(1, {name: measured(5e6, 5e6) for name in plans(here)})
-    assert foresight.fleet_for(2).members[0].link.up_bps == pytest.approx(5e6)
-    assert foresight.fleet_for(1).members[0].link == LINK
+    predictor = Predictor(here, plans(here))
+    predictor.measure_links(1, {name: measured(5e6, 5e6) for name in plans(here)})
+    assert predictor.fleet_for(2).members[0].link.up_bps == pytest.approx(5e6)
+    assert predictor.fleet_for(1).members[0].link == LINK
 
 
 @pytest.mark.parametrize("method", ["pipar", "sfl"])
 def test_a_search_takes_no_cut_that_leaks_too_much_and_the_next_best_instead(method: str) -> None:
     here = replace(fleet(), method=METHODS[method])
-    (free,) = {plan.split_point for plan in choose_for(here, simulate).plans.values()}
+    (free,) = {plan.split_point for plan in search_plans(here, simulate).plans.values()}
     held = replace(here, leaky_cuts=frozenset({free}))
-    limited = choose_for(held, simulate)
+    limited = search_plans(held, simulate)
     assert free not in {plan.split_point for plan in limited.plans.values()}
-    assert limited.epoch_s >= choose_for(here, simulate).epoch_s
+    assert limited.epoch_s >= search_plans(here, simulate).epoch_s
     # Planned again, from plans in force, for links that have changed.
     others = tuple(replace(member, link=FAST) for member in held.members)
-    again = chosen(replace(held, members=others), limited.plans)
+    again = search_again(replace(held, members=others), limited.plans)
     assert free not in {plan.split_point for plan in again.values()}

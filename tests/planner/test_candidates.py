@@ -15,7 +15,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.simulator import forecast
+from pipar.planner.simulator import simulate
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
 
@@ -158,7 +158,7 @@ def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window:
     fleet = random_fleet(rng)
     fleet = replace(fleet, members=tuple(replace(m, window=window) for m in fleet.members))
     for option in rng.sample(candidates(fleet, fleet.members[0]), 4):
-        timing = forecast(fleet, dict.fromkeys([m.name for m in fleet.members], option.plan))
+        timing = simulate(fleet, dict.fromkeys([m.name for m in fleet.members], option.plan))
         rounding = 1 + 1e-12
         assert option.lane_s <= option.alone_s * rounding
         assert 3 * option.alone_s <= timing.epoch_s * rounding

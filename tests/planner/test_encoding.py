@@ -11,12 +11,12 @@ from pipar.execution.stages import Work
 from pipar.launch.sizes_only import SizesOnlyServerPart
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
-from pipar.planner.background_search import Recodings, chosen
+from pipar.planner.background_search import ReplanEncodings, search_again
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
-from pipar.planner.encoding import recoded, with_encodings
+from pipar.planner.encoding import reencoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.search import choose_by_estimate
+from pipar.planner.search import estimate_plans
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message
@@ -139,7 +139,7 @@ def test_the_least_time_of_a_plan_is_that_of_its_encoded_bytes() -> None:
 def test_the_papers_estimate_counts_the_bytes_that_are_sent() -> None:
     of, raw = fleet(SLOW, method="sfl"), fleet(SLOW, method="sfl", encoding="raw")
     only = [replace(each, members=(replace(each.members[0], split_point=1),)) for each in (of, raw)]
-    (plan, with_coding), (_, without) = (choose_by_estimate(each)["pi"] for each in only)
+    (plan, with_coding), (_, without) = (estimate_plans(each)["pi"] for each in only)
     assert plan == Plan(1, 1, 0, "sparse-planes", "sparse-planes")
     assert with_coding < 0.6 * without
 
@@ -174,14 +174,14 @@ def test_costs_know_each_encoding_and_count_one_that_is_not_known_as_raw() -> No
 
 def test_encodings_are_decided_again_for_other_links_whatever_else_stays() -> None:
     plans = {"pi": Plan(1, 2, 0, "raw", "raw")}
-    assert recoded(fleet(SLOW), plans) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}
-    assert recoded(fleet(UNLIMITED), recoded(fleet(SLOW), plans)) == plans
-    assert recoded(fleet(UNLIMITED, encoding="planes"), plans) == {"pi": Plan(1, 2, 0, "planes", "planes")}
+    assert reencoded(fleet(SLOW), plans) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}
+    assert reencoded(fleet(UNLIMITED), reencoded(fleet(SLOW), plans)) == plans
+    assert reencoded(fleet(UNLIMITED, encoding="planes"), plans) == {"pi": Plan(1, 2, 0, "planes", "planes")}
 
 
 def test_where_p_and_n_stay_a_changed_link_changes_the_encodings_alone() -> None:
     before = {"pi": Plan(1, 2, 0, "raw", "raw")}
-    again = Recodings(fleet(UNLIMITED), before)
+    again = ReplanEncodings(fleet(UNLIMITED), before)
     assert asyncio.run(again({"pi": SLOW})) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}
     assert asyncio.run(again({"pi": UNLIMITED})) == before
 
@@ -189,4 +189,4 @@ def test_where_p_and_n_stay_a_changed_link_changes_the_encodings_alone() -> None
 def test_plans_in_force_that_stay_best_get_the_encodings_of_the_new_link() -> None:
     slow = fleet(SLOW)
     only = replace(slow, members=(replace(slow.members[0], split_point=1, micro_batches=2),))
-    assert chosen(only, {"pi": Plan(1, 2)}) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}
+    assert search_again(only, {"pi": Plan(1, 2)}) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}

@@ -14,7 +14,7 @@ from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet
-from pipar.planner.simulator import forecast
+from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, Timing, steady_epoch_s
 from reproduction.perturbed_world import JITTER, judging, judging_within
@@ -24,7 +24,7 @@ SLACK = 0.1
 
 
 def whole_epochs(fleet: Fleet, plans: Mapping[str, Plan], _: int | None) -> Timing:
-    return forecast(fleet, plans)
+    return simulate(fleet, plans)
 
 
 def disturbed_epochs(seed: int) -> Simulate:
@@ -36,12 +36,12 @@ def disturbed_epochs(seed: int) -> Simulate:
         changed = {stage: [s * rng.uniform(1 - SLACK, 1.3) for s in getattr(times, stage)] for stage in stages}
         return replace(times, **changed, step=times.step * rng.uniform(1 - SLACK, 1.3))  # type: ignore[arg-type]
 
-    return lambda fleet, plans, _: forecast(fleet, plans, disturb=disturb)
+    return lambda fleet, plans, _: simulate(fleet, plans, disturb=disturb)
 
 
 def every_plan(fleet: Fleet) -> Iterator[dict[str, Plan]]:
     """Yield all plans with some N."""
-    kinds = fleet.kinds()
+    kinds = fleet.device_kinds()
     options = [[p for p in allowed_plans(fleet, kind[0]) if p.micro_batches in SOME_N] for kind in kinds]
     for by_kind in product(*options):
         yield {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
@@ -52,9 +52,9 @@ def test_the_best_is_never_ruled_out(seeds: range) -> None:
     ruled_out = 0
     for seed in seeds:
         fleet = fleet_of_two_kinds(seed)
-        for simulate, slack in ((whole_epochs, 0.0), (disturbed_epochs(seed), SLACK)):
-            best = search_all(fleet, simulate, micro_batches=SOME_N, slack=slack)
-            shortest_s = min(simulate(fleet, plans, None).epoch_s for plans in every_plan(fleet))
+        for world, slack in ((whole_epochs, 0.0), (disturbed_epochs(seed), SLACK)):
+            best = search_all(fleet, world, micro_batches=SOME_N, slack=slack)
+            shortest_s = min(world(fleet, plans, None).epoch_s for plans in every_plan(fleet))
             assert best.epoch_s == pytest.approx(shortest_s, rel=1e-12), seed
             assert best.simulated + best.ruled_out == (2 * len(SOME_N) + 1) ** 2
             ruled_out += best.ruled_out
@@ -73,8 +73,8 @@ def test_what_is_given_up_on_the_way_changes_nothing_but_the_time_that_it_takes(
 def test_the_best_is_the_plan_that_takes_so_long() -> None:
     fleet = fleet_of_two_kinds(1)
     best = search_all(fleet, whole_epochs)
-    plans = {m.name: plan for kind, plan in zip(fleet.kinds(), best.by_kind, strict=True) for m in kind}
-    assert forecast(fleet, plans).epoch_s == pytest.approx(best.epoch_s, rel=1e-12)
+    plans = {m.name: plan for kind, plan in zip(fleet.device_kinds(), best.by_kind, strict=True) for m in kind}
+    assert simulate(fleet, plans).epoch_s == pytest.approx(best.epoch_s, rel=1e-12)
 
 
 def test_progress_goes_up_and_the_search_may_be_kept_to_some_n() -> None:

@@ -15,8 +15,8 @@ from pipar.methods import Plan
 from pipar.planner import search
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for, merged
-from pipar.planner.search import choose
+from pipar.planner.large_fleets import merged, search_plans
+from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 
@@ -46,10 +46,10 @@ def test_a_group_is_as_slow_as_its_slowest_and_has_the_memory_of_who_has_least(m
     limited = tuple(replace(m, memory_bytes=(400 + n) * MIB) for n, m in enumerate(fleet.members))
     fleet = replace(fleet, members=limited)
     few = merged(fleet, most)
-    assert len(few.kinds()) == most
+    assert len(few.device_kinds()) == most
     assert [member.name for member in few.members] == [member.name for member in fleet.members]
     own = {member.name: member for member in fleet.members}
-    for kind in few.kinds():
+    for kind in few.device_kinds():
         alone = [own[member.name] for member in kind]
         assert kind[0].link.up_bps == min(member.link.up_bps or math.inf for member in alone)
         assert kind[0].memory_bytes == min(member.memory_bytes or 0 for member in alone)
@@ -63,17 +63,17 @@ def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
 def test_devices_that_were_given_different_things_are_of_no_group_together() -> None:
     fleet = fleet_of("vgg5", "cifar10", 9)
     given = tuple(replace(m, split_point=1 + n % 3) for n, m in enumerate(fleet.members))
-    kinds = merged(replace(fleet, members=given), 2).kinds()
+    kinds = merged(replace(fleet, members=given), 2).device_kinds()
     assert sorted(kind[0].split_point for kind in kinds) == [1, 2, 3]
-    plans = choose_for(replace(fleet, members=given), simulate).plans
+    plans = search_plans(replace(fleet, members=given), simulate).plans
     assert [plans[member.name].split_point for member in given] == [member.split_point for member in given]
 
 
 @pytest.mark.parametrize(("model", "data"), [("vgg5", "cifar10"), ("resnet18", "cifar10")])
 def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(model: str, data: str) -> None:
     fleet = fleet_of(model, data, 12)
-    assert len(fleet.kinds()) == 12
-    choice = choose_for(fleet, simulate, within=simulate_within)
+    assert len(fleet.device_kinds()) == 12
+    choice = search_plans(fleet, simulate, within=simulate_within)
     chosen_s = steady_epoch_s(simulate, fleet, choice.plans)
     assert choice.epoch_s == pytest.approx(chosen_s)
     for p in range(1, fleet.layers + 1):
@@ -84,7 +84,7 @@ def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(mod
 
 def test_they_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
     fleet = fleet_of("resnet18", "cifar10", 6)
-    in_groups, at_once = choose_for(fleet, simulate), choose(fleet, simulate)
+    in_groups, at_once = search_plans(fleet, simulate), search_kinds(fleet, simulate)
     assert in_groups.epoch_s <= at_once.epoch_s * 1.02
 
 
@@ -92,14 +92,14 @@ def test_every_device_may_have_the_plan_of_its_group() -> None:
     fleet = fleet_of("vgg5", "cifar10", 10)
     memory = tuple(replace(m, memory_bytes=(380 + 20 * n) * MIB) for n, m in enumerate(fleet.members))
     fleet = replace(fleet, members=memory)
-    choice = choose_for(fleet, simulate)
+    choice = search_plans(fleet, simulate)
     for member in fleet.members:
         plan = choice.plans[member.name]
         allowed = {(of.split_point, of.micro_batches): of.window for of in allowed_plans(fleet, member)}
         widest = allowed[plan.split_point, plan.micro_batches]
         assert plan.window == widest or 0 < plan.window <= (widest or plan.micro_batches)
-    assert len(choice.by_kind) == len(fleet.kinds())
-    assert all(len(by_kind) == len(fleet.kinds()) for by_kind, _ in choice.runners_up)
+    assert len(choice.by_kind) == len(fleet.device_kinds())
+    assert all(len(by_kind) == len(fleet.device_kinds()) for by_kind, _ in choice.runners_up)
 
 
 def test_who_has_too_little_memory_is_named() -> None:
@@ -107,7 +107,7 @@ def test_who_has_too_little_memory_is_named() -> None:
     poor = fleet.members[4]
     members = tuple(replace(m, memory_bytes=(300 if m is poor else 800) * MIB) for m in fleet.members)
     with pytest.raises(TooLittleMemoryError, match=f"{poor.name} has 300 MiB"):
-        choose_for(replace(fleet, members=members), simulate)
+        search_plans(replace(fleet, members=members), simulate)
 
 
 def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) 
 
     original = search.candidates
     monkeypatch.setattr(search, "candidates", counted)
-    choose_for(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, effort=search.QUICK)
+    search_plans(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, settings=search.QUICK)
     assert 2 < len(searched) <= 2 + 8
 
 
@@ -127,4 +127,4 @@ def test_devices_that_take_no_time_are_merged_too() -> None:
     fleet = fleet_of("vgg5", "cifar10", 4)
     at_once = fleet.members[0].costs.varied(lambda: 0.0)
     members = tuple(replace(member, costs=at_once, samples=0) for member in fleet.members)
-    assert len(merged(replace(fleet, members=members), 2).kinds()) == 2
+    assert len(merged(replace(fleet, members=members), 2).device_kinds()) == 2

@@ -20,11 +20,11 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.busy import busy_layers, busy_s
-from pipar.planner.calibration import Fit, Machine, Shares, about, pooled, refitted
+from pipar.planner.calibration import Calibration, MachineHistory, Shares, calibrated, pooled, situation_key
+from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Foresight
+from pipar.planner.predictor import Predictor
 from pipar.planner.simulator import predict_s
 from pipar.profiling.profile import Profile
 from reproduction.perturbed_world import perturbed
@@ -34,10 +34,10 @@ from reproduction.perturbed_world import perturbed
 def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, server: float) -> None:
     here = fleet()
     truth = here.slower(devices=devices, server=server)
-    foresight, takes_s = Foresight(here, plans(here)), predict_s(truth, plans(here))
+    predictor, takes_s = Predictor(here, plans(here)), predict_s(truth, plans(here))
     for epoch in range(1, 9):
-        foresight.learn(epoch, *busy_s(truth, plans(here)))
-    errors = [abs(foresight.predicted_s(epoch, plans(here)) / takes_s - 1) for epoch in range(1, 10)]
+        predictor.learn(epoch, *compute_seconds(truth, plans(here)))
+    errors = [abs(predictor.predicted_s(epoch, plans(here)) / takes_s - 1) for epoch in range(1, 10)]
     assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
     assert all(later < earlier + 1e-3 for earlier, later in pairwise(errors[1:]))
     assert errors[-1] < 0.01
@@ -47,41 +47,41 @@ def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
     crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3), crowd=1)
     here = fleet(8)
     here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
-    foresight = Foresight(here, plans(here))
-    before = foresight.predicted_s(1, plans(here))
-    foresight.learn(1, *busy_s(here, plans(here)))
-    assert foresight.predicted_s(3, plans(here)) == pytest.approx(before, rel=1e-9)
-    assert not foresight.has_learned()
+    predictor = Predictor(here, plans(here))
+    before = predictor.predicted_s(1, plans(here))
+    predictor.learn(1, *compute_seconds(here, plans(here)))
+    assert predictor.predicted_s(3, plans(here)) == pytest.approx(before, rel=1e-9)
+    assert not predictor.has_learned()
 
 
 def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not_more_every_epoch() -> None:
     here = fleet()
-    foresight, before = Foresight(here, plans(here)), busy_s(here, plans(here))
+    predictor, before = Predictor(here, plans(here)), compute_seconds(here, plans(here))
     slower = {name: seconds * (1.03 if name == "d01" else 1.0) for name, seconds in before[0].items()}
     for epoch in range(1, 12):
-        foresight.learn(epoch, slower, before[1])
-        (kind,) = foresight.fleet_for(epoch + 2).kinds()
+        predictor.learn(epoch, slower, before[1])
+        (kind,) = predictor.fleet_for(epoch + 2).device_kinds()
         assert len(kind) == 4
-    assert foresight.predicted_s(13, plans(here)) == pytest.approx(foresight.predicted_s(1, plans(here)), rel=1e-6)
+    assert predictor.predicted_s(13, plans(here)) == pytest.approx(predictor.predicted_s(1, plans(here)), rel=1e-6)
 
 
 def test_links_count_from_the_next_epoch_on() -> None:
     here = fleet()
-    foresight = Foresight(here, plans(here))
-    foresight.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
-    assert foresight.predicted_s(1, plans(here)) == predict_s(here, plans(here))
-    assert foresight.predicted_s(2, plans(here)) < 0.9 * foresight.predicted_s(1, plans(here))
+    predictor = Predictor(here, plans(here))
+    predictor.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
+    assert predictor.predicted_s(1, plans(here)) == predict_s(here, plans(here))
+    assert predictor.predicted_s(2, plans(here)) < 0.9 * predictor.predicted_s(1, plans(here))
 
 
 def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_stay_the_same() -> None:
     here = fleet()
-    everything, pruned = Foresight(here, plans(here)), Foresight(here, plans(here))
+    everything, pruned = Predictor(here, plans(here)), Predictor(here, plans(here))
     for epoch in range(1, 30):
         for one in (everything, pruned):
             if epoch % 7 == 0:
                 one.replan(epoch + 1, plans(here))
             one.measure_links(epoch, {member.name: measured(1e6 * (5 + epoch), 40e6) for member in here.members})
-            one.learn(epoch, *busy_s(here.slower(devices=1 + epoch / 100), plans(here)))
+            one.learn(epoch, *compute_seconds(here.slower(devices=1 + epoch / 100), plans(here)))
         pruned.forget(epoch)
         for later in (epoch + 1, epoch + 2, epoch + 3):
             assert pruned.predicted_s(later, plans(here)) == everything.predicted_s(later, plans(here))
@@ -90,36 +90,36 @@ def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_st
 
 def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_is_due_when_they_stay_longer() -> None:
     here = fleet()
-    foresight = Foresight(here, plans(here))
+    predictor = Predictor(here, plans(here))
     epochs = iter(range(1, 100))
 
     def rounds(count: int, up_bps: float) -> None:
         for _ in range(count):
-            foresight.measure_links(next(epochs), {m.name: measured(up_bps, 20e6) for m in here.members})
+            predictor.measure_links(next(epochs), {m.name: measured(up_bps, 20e6) for m in here.members})
 
     rounds(4, 10.5e6)
     rounds(3, 20e6)
-    assert foresight.latest({}).lasts == math.inf  # one change says nothing of the next
-    assert not foresight.has_learned()
+    assert predictor.latest({}).stable_rounds == math.inf  # one change says nothing of the next
+    assert not predictor.has_learned()
     rounds(1, 5e6)
-    assert foresight.latest({}).lasts == 8 / 2
+    assert predictor.latest({}).stable_rounds == 8 / 2
     rounds(7, 5e6)
-    assert not foresight.has_learned()
+    assert not predictor.has_learned()
     rounds(1, 5.2e6)
-    assert foresight.has_learned()
-    assert foresight.latest({}).lasts == 8.0
-    assert not foresight.has_learned()
-    foresight.measure_links(next(epochs), {"d01": measured(50e6, 50e6)})  # one of four is not the fleet's links
-    assert foresight.latest({}).lasts == 9.0
+    assert predictor.has_learned()
+    assert predictor.latest({}).stable_rounds == 8.0
+    assert not predictor.has_learned()
+    predictor.measure_links(next(epochs), {"d01": measured(50e6, 50e6)})  # one of four is not the fleet's links
+    assert predictor.latest({}).stable_rounds == 9.0
 
 
 def test_a_choice_is_told_which_split_points_each_device_had() -> None:
     here = fleet()
-    foresight = Foresight(here, plans(here, Plan(2, 5)))
-    foresight.replan(3, {"d00": Plan(1, 4)})
-    foresight.replan(5, {"d00": Plan(2, 1), "d01": Plan(3, 1)})
-    foresight.forget(6)
-    assert foresight.latest({}).had == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
+    predictor = Predictor(here, plans(here, Plan(2, 5)))
+    predictor.replan(3, {"d00": Plan(1, 4)})
+    predictor.replan(5, {"d00": Plan(2, 1), "d01": Plan(3, 1)})
+    predictor.forget(6)
+    assert predictor.latest({}).tried_split_points == {"d00": {1, 2}, "d01": {2, 3}, "d02": {2}, "d03": {2}}
 
 
 def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:
@@ -133,50 +133,52 @@ def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:
 def test_a_cut_that_is_new_is_looked_at_closely(share: float, is_noticed: bool) -> None:
     """The third of three equal layers is a third of their work."""
     here = fleet()
-    foresight = Foresight(here, plans(here, Plan(3, 1)))
-    foresight.learn(1, *busy_s(devices_take_longer(here, share), plans(here, Plan(3, 1))))
-    assert foresight.has_learned() is is_noticed
+    predictor = Predictor(here, plans(here, Plan(3, 1)))
+    predictor.learn(1, *compute_seconds(devices_take_longer(here, share), plans(here, Plan(3, 1))))
+    assert predictor.has_learned() is is_noticed
 
 
 def test_few_devices_with_a_new_cut_are_noticed_among_many_without() -> None:
     here = fleet(12)
     truth, begun = devices_take_longer(here, 0.3, first=10), plans(here, Plan(2, 1))
-    foresight = Foresight(here, begun)
-    foresight.learn(1, *busy_s(truth, begun))
-    foresight.latest({})
-    assert not foresight.has_learned()
+    predictor = Predictor(here, begun)
+    predictor.learn(1, *compute_seconds(truth, begun))
+    predictor.latest({})
+    assert not predictor.has_learned()
     tried = {**begun, "d10": Plan(3, 1), "d11": Plan(3, 1)}
-    foresight.replan(2, tried)
-    foresight.learn(2, *busy_s(truth, tried))
-    assert foresight.has_learned()
+    predictor.replan(2, tried)
+    predictor.learn(2, *compute_seconds(truth, tried))
+    assert predictor.has_learned()
 
 
-def seen(times: float) -> Machine:
+def seen(times: float) -> MachineHistory:
     """Return a machine that was so many times slower than profiled, with all of its layers."""
-    return Machine().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)
+    return MachineHistory().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)
 
 
 def test_equal_devices_with_measurements_that_scatter_stay_of_one_kind() -> None:
     here = fleet(20)
     rates = {m.name: Link(up_bps=10e6 * (0.95 + 0.005 * n), down_bps=20e6) for n, m in enumerate(here.members)}
     slower = {m.name: seen(1.0 + 0.004 * n) for n, m in enumerate(here.members)}
-    (kind,) = refitted(here, Fit(devices=slower, links=rates)).kinds()
+    (kind,) = calibrated(here, Calibration(devices=slower, links=rates)).device_kinds()
     assert len(kind) == 20
     assert kind[0].link.up_bps == pytest.approx(10e6 * 0.9975)
 
 
 def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
     here = fleet(20)
-    kinds = refitted(here, Fit(devices={**{m.name: seen(1.0) for m in here.members}, "d03": seen(2.0)})).kinds()
+    kinds = calibrated(
+        here, Calibration(devices={**{m.name: seen(1.0) for m in here.members}, "d03": seen(2.0)})
+    ).device_kinds()
     assert sorted(map(len, kinds)) == [1, 19]
 
 
 def test_devices_that_are_within_a_fifth_of_each_other_are_of_one_kind_wherever_the_middle_lies() -> None:
     here = fleet(20)
     rates = {m.name: Link(up_bps=11.1e6 if n < 9 else 12.5e6, down_bps=20e6) for n, m in enumerate(here.members)}
-    assert len(refitted(here, Fit(links=rates)).kinds()) == 1
+    assert len(calibrated(here, Calibration(links=rates)).device_kinds()) == 1
     rates["d00"] = Link(up_bps=9e6, down_bps=20e6)
-    assert len(refitted(here, Fit(links=rates)).kinds()) == 2
+    assert len(calibrated(here, Calibration(links=rates)).device_kinds()) == 2
 
 
 def test_situations_in_which_two_devices_have_swapped_their_links_are_not_the_same() -> None:
@@ -186,25 +188,27 @@ def test_situations_in_which_two_devices_have_swapped_their_links_are_not_the_sa
         {m.name: link for m, link in zip(here.members, links, strict=True)}
         for links in ((fast, fast, slow, slow, fast, slow), (fast, fast, slow, slow, slow, fast))
     )
-    assert about(refitted(here, Fit(links=first))) != about(refitted(here, Fit(links=second)))
+    assert situation_key(calibrated(here, Calibration(links=first))) != situation_key(
+        calibrated(here, Calibration(links=second))
+    )
 
 
 def test_situations_are_the_same_if_nothing_differs_by_much() -> None:
     here = fleet()
-    assert about(here) == about(here.slower(devices=1.01))
-    assert about(here) != about(here.slower(devices=1.3))
-    assert about(here) != about(here.slower(server=1.3))
+    assert situation_key(here) == situation_key(here.slower(devices=1.01))
+    assert situation_key(here) != situation_key(here.slower(devices=1.3))
+    assert situation_key(here) != situation_key(here.slower(server=1.3))
 
 
 def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
     here = fleet()
-    foresight = Foresight(here, plans(here))
-    foresight.learn(1, *busy_s(here, plans(here)))
-    assert not foresight.has_learned()
-    foresight.learn(2, *busy_s(perturbed(here, 3).slower(devices=1.2), plans(here)))
-    assert foresight.has_learned()
-    foresight.latest({})  # planned for
-    assert not foresight.has_learned()
+    predictor = Predictor(here, plans(here))
+    predictor.learn(1, *compute_seconds(here, plans(here)))
+    assert not predictor.has_learned()
+    predictor.learn(2, *compute_seconds(perturbed(here, 3).slower(devices=1.2), plans(here)))
+    assert predictor.has_learned()
+    predictor.latest({})  # planned for
+    assert not predictor.has_learned()
 
 
 # --- layer by layer
@@ -217,21 +221,21 @@ def off_by_layer(times: Sequence[float]) -> Fleet:
     return replace(here, members=tuple(replace(member, costs=costs) for member in here.members))
 
 
-def learned(foresight: Foresight, epoch: int, truth: Fleet, plan: Plan) -> None:
-    foresight.replan(epoch, plans(truth, plan))
-    foresight.learn(epoch, *busy_s(truth, plans(truth, plan)))
+def learned(predictor: Predictor, epoch: int, truth: Fleet, plan: Plan) -> None:
+    predictor.replan(epoch, plans(truth, plan))
+    predictor.learn(epoch, *compute_seconds(truth, plans(truth, plan)))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(seed: int) -> None:
     here = fleet_of_two_kinds(seed)
     truth, tried = perturbed(here, seed).slower(devices=1.7, server=0.6), (Plan(1, 3), Plan(3, 1), Plan(2, 2))
-    foresight = Foresight(here, plans(here, tried[0]))
+    predictor = Predictor(here, plans(here, tried[0]))
     for epoch, plan in enumerate(tried, start=1):
-        learned(foresight, epoch, truth, plan)
+        learned(predictor, epoch, truth, plan)
         for before in tried[:epoch]:
             (devices, server), (real, real_server) = (
-                busy_s(one, plans(here, before)) for one in (foresight.now(), truth)
+                compute_seconds(one, plans(here, before)) for one in (predictor.now(), truth)
             )
             assert devices == pytest.approx(real, rel=0.02)  # as far as epochs scatter
             if real_server > 0.04:  # less tells nothing
@@ -240,24 +244,24 @@ def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(
 
 def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new() -> None:
     here, truth = fleet(), off_by_layer((1.0, 1.0, 1.3, 1.0))
-    foresight = Foresight(here, plans(here, Plan(2, 5)))
-    learned(foresight, 1, truth, Plan(2, 5))
-    assert not foresight.has_learned()
-    learned(foresight, 3, truth, Plan(3, 5))
-    assert foresight.has_learned()
-    foresight.latest({})
-    each = foresight.now().members[0].costs.each_layer_s(10)
+    predictor = Predictor(here, plans(here, Plan(2, 5)))
+    learned(predictor, 1, truth, Plan(2, 5))
+    assert not predictor.has_learned()
+    learned(predictor, 3, truth, Plan(3, 5))
+    assert predictor.has_learned()
+    predictor.latest({})
+    each = predictor.now().members[0].costs.each_layer_s(10)
     as_profiled = here.members[0].costs.each_layer_s(10)
     assert [one / other for one, other in zip(each, as_profiled, strict=True)] == pytest.approx([1, 1, 1.3, 1], abs=0.1)
-    learned(foresight, 5, truth, Plan(2, 5))
-    assert not foresight.has_learned()  # one factor for all layers would have to be another one now
+    learned(predictor, 5, truth, Plan(2, 5))
+    assert not predictor.has_learned()  # one factor for all layers would have to be another one now
 
 
 FIRST, SECOND = (0.0, 0.5, 0.5, 0.0), (0.0, 0.4, 0.4, 0.2)
 
 
-def after(*epochs: tuple[Shares, float]) -> Machine:
-    machine = Machine()
+def after(*epochs: tuple[Shares, float]) -> MachineHistory:
+    machine = MachineHistory()
     for shares, times in epochs:
         machine = machine.learned(shares, times)
     return machine
@@ -316,34 +320,36 @@ def test_a_machine_remembers_the_cuts_that_it_had_last() -> None:
 
 
 def test_of_machines_that_are_alike_the_median_counts_work_by_work() -> None:
-    together = pooled([after((FIRST, times), (SECOND, 2 * times)) for times in (0.9, 1.0, 5.0)] + [Machine()])
+    together = pooled([after((FIRST, times), (SECOND, 2 * times)) for times in (0.9, 1.0, 5.0)] + [MachineHistory()])
     assert [math.exp(seen.log_times) for seen in together.seen.values()] == pytest.approx([1.0, 2.0])
 
 
 def test_a_device_that_nobody_has_seen_at_work_is_as_fast_as_others_of_its_kind() -> None:
     here = fleet(3)
-    (kind,) = refitted(here, Fit(devices={"d00": seen(1.5), "d01": seen(1.5)})).kinds()
+    (kind,) = calibrated(here, Calibration(devices={"d00": seen(1.5), "d01": seen(1.5)})).device_kinds()
     assert len(kind) == 3
 
 
 def test_a_crowded_server_that_is_slower_is_expected_to_take_what_it_took() -> None:
     crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.5, 1.5), crowd=1)
     here = replace(fleet(8), server=Costs(crowded))
-    truth, foresight = here.slower(server=2.0), Foresight(here, plans(here))
+    truth, predictor = here.slower(server=2.0), Predictor(here, plans(here))
     for epoch in range(1, 9):
-        foresight.learn(epoch, *busy_s(truth, plans(here)))
-    assert busy_s(foresight.now(), plans(here))[1] == pytest.approx(busy_s(truth, plans(here))[1], rel=0.01)
+        predictor.learn(epoch, *compute_seconds(truth, plans(here)))
+    assert compute_seconds(predictor.now(), plans(here))[1] == pytest.approx(
+        compute_seconds(truth, plans(here))[1], rel=0.01
+    )
 
 
 @given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
     here = fleet_of_two_kinds(seed)
-    devices, server = busy_layers(here, plans(here, Plan(p, n)))
+    devices, server = compute_loads(here, plans(here, Plan(p, n)))
     factors = [random.Random(seed + place).uniform(0.5, 2.0) for place in range(4)]
     members = tuple(replace(m, costs=m.costs.slower(factors[0], factors[1:])) for m in here.members)
     other = replace(here, members=members, server=here.server.slower(factors[0], factors[1:]))
-    others, other_server = busy_s(other, plans(here, Plan(p, n)))
+    others, other_server = compute_seconds(other, plans(here, Plan(p, n)))
     for busy, seconds in (*((devices[name], others[name]) for name in devices), (server, other_server)):
         assert sum(busy.shares) == pytest.approx(1.0)
         assert seconds == pytest.approx(busy.seconds * sum(map(mul, busy.shares, factors)))
@@ -351,7 +357,7 @@ def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
 
 def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[int] = []
-    monkeypatch.setattr(Foresight, "forget", lambda _, epoch: forgotten.append(epoch))
+    monkeypatch.setattr(Predictor, "forget", lambda _, epoch: forgotten.append(epoch))
     config = config_from(
         {
             "run": {"epochs": 3, "trace": "off"},

@@ -26,7 +26,7 @@ from pipar.links import Link
 from pipar.methods import Plan
 from pipar.nn.parts import Part
 from pipar.planner import replanner
-from pipar.planner.replanner import Choose, MeasuredLink, Replanner
+from pipar.planner.replanner import MeasuredLink, Replan, Replanner
 from pipar.transport.shaping import Traffic
 
 Q = 5  # layers of VGG-5
@@ -42,15 +42,15 @@ def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanner, "NOTICED", -1.0)
 
 
-def scripted(names: Sequence[str], script: Sequence[Sequence[Plan]]) -> Choose:
+def scripted(names: Sequence[str], script: Sequence[Sequence[Plan]]) -> Replan:
     """Return plans that are written down beforehand: for each choice one for each device."""
     left = iter(script)
 
-    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
         assert sorted(links) == sorted(names)
         return dict(zip(sorted(names), next(left), strict=True))
 
-    return choose
+    return replan
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
         if isinstance(event, Replanned):
             seen.append(event)
 
-    learner = train_virtually(job, workload, emit, observe, choose=scripted(workload.names, script))
+    learner = train_virtually(job, workload, emit, observe, replan=scripted(workload.names, script))
     return Trained(job, learner.state(), epochs, spans), seen
 
 
@@ -247,7 +247,7 @@ class Timed:
     failed: list[ReplanFailed] = field(default_factory=list)
 
 
-def timed(tree: dict[str, Any], choose: Choose) -> Timed:
+def timed(tree: dict[str, Any], replan: Replan) -> Timed:
     config = config_from(tree)
     job = make_job(Workload(config, UserObjects.of(config, None, None, None, None)))
     timed = Timed()
@@ -260,7 +260,7 @@ def timed(tree: dict[str, Any], choose: Choose) -> Timed:
         timed.replanned += [event] if isinstance(event, Replanned) else []
         timed.failed += [event] if isinstance(event, ReplanFailed) else []
 
-    train_timing_only(job, emit, observe, choose=choose)
+    train_timing_only(job, emit, observe, replan=replan)
     return timed
 
 
@@ -327,10 +327,10 @@ def test_a_link_that_stays_as_it_is_is_not_noticed(link: object) -> None:
 
 
 def test_a_choice_that_fails_does_not_end_the_training() -> None:
-    async def choose(_: Mapping[str, Link]) -> Mapping[str, Plan]:
+    async def replan(_: Mapping[str, Link]) -> Mapping[str, Plan]:
         raise PlanError("nothing fits")
 
-    run = timed(on_a_link({"cycle": ["4g", "wifi"], "every": "5s"}, epochs=4), choose)
+    run = timed(on_a_link({"cycle": ["4g", "wifi"], "every": "5s"}, epochs=4), replan)
     assert len(run.epochs) == 4
     assert run.failed[0] == ReplanFailed("New plans could not be chosen: nothing fits")
 
@@ -369,17 +369,17 @@ def measured(up_bps: float) -> dict[str, MeasuredLink]:
     return {"a": MeasuredLink(Traffic(1_000_000, 8e6 / up_bps), Traffic())}
 
 
-def replan(scenario: Callable[[Replanner, list[float]], Awaitable[None]], choice_s: float = 0.0) -> list[float]:
+def run_replanner(scenario: Callable[[Replanner, list[float]], Awaitable[None]], choice_s: float = 0.0) -> list[float]:
     """Return for which uplinks a choice was made, of a device that was planned for 1 Mbit/s up."""
     made: list[float] = []
 
-    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
         made.append(links["a"].up_bps or 0.0)
         await asyncio.sleep(choice_s)
         return {"a": Plan(1, round((links["a"].up_bps or 0.0) / 1e6))}
 
     async def main() -> None:
-        replanner = Replanner({"a": Link(up_bps=1e6)}, choose)
+        replanner = Replanner({"a": Link(up_bps=1e6)}, replan)
         await scenario(replanner, made)
         replanner.close()
 
@@ -395,18 +395,18 @@ def test_a_fifth_more_or_less_is_another_link(up_bps: float, is_noticed: bool) -
         assert (replanner.take() is not None) is is_noticed
         assert replanner.take() is None  # once only
 
-    assert len(replan(scenario)) == is_noticed
+    assert len(run_replanner(scenario)) == is_noticed
 
 
 def test_devices_that_were_not_known_before_they_came_are_measured_too() -> None:
     made: list[dict[str, float | None]] = []
 
-    async def choose(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
         made.append({name: link.up_bps for name, link in links.items()})
         return {}
 
     async def main() -> None:
-        replanner = Replanner({}, choose)
+        replanner = Replanner({}, replan)
         replanner.begin({"a": Link(), "b": Link()})
         replanner.observe_round({})
         await asyncio.sleep(1.0)
@@ -428,7 +428,7 @@ def test_a_slow_drift_is_noticed_when_it_adds_up() -> None:
             replanner.observe_round(measured(up_bps))
             await asyncio.sleep(1.0)
 
-    assert replan(scenario) == pytest.approx([1.25e6])
+    assert run_replanner(scenario) == pytest.approx([1.25e6])
 
 
 def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
@@ -442,7 +442,7 @@ def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
         await asyncio.sleep(10.0)
         assert replanner.take() == {"a": Plan(1, 8)}
 
-    assert replan(scenario, choice_s=10.0) == [2e6, 8e6]
+    assert run_replanner(scenario, choice_s=10.0) == [2e6, 8e6]
 
 
 def test_new_plans_say_what_has_changed() -> None:
@@ -456,7 +456,7 @@ def test_new_plans_say_what_has_changed() -> None:
         replanner.take()
         assert replanner.why == "b joined"
 
-    replan(scenario)
+    run_replanner(scenario)
 
 
 def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
@@ -477,7 +477,7 @@ def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
         await asyncio.sleep(30.0)
         assert replanner.take() == {"a": Plan(1, 1)}
 
-    assert replan(scenario, choice_s=10.0) == [2e6, 1e6]
+    assert run_replanner(scenario, choice_s=10.0) == [2e6, 1e6]
 
 
 @pytest.mark.parametrize("momentum", ["reset", "keep"])

@@ -24,9 +24,9 @@ from pipar.planner.costs import Costs
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.paper_estimate import iteration_s, stage_times
-from pipar.planner.search import ESTIMATE_TIE, TIE, check_given, choose, choose_by_estimate, everybodys
+from pipar.planner.search import ESTIMATE_TIE, TIE, check_given, estimate_plans, plans_by_device, search_kinds
 from pipar.planner.simulator import simulate, simulate_within
-from pipar.planner.timing import STEADY, Timing, steady_epoch_s, whole_epoch
+from pipar.planner.timing import STEADY_ITERATIONS, Timing, epoch_timing, steady_epoch_s
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
 
@@ -59,7 +59,7 @@ def one_device(
 
 
 def estimated(fleet: Fleet) -> tuple[Plan, float]:
-    return choose_by_estimate(fleet)["phone"]
+    return estimate_plans(fleet)["phone"]
 
 
 # --- the paper's choice: each device alone
@@ -123,7 +123,7 @@ def test_a_slow_link_keeps_the_whole_network_on_the_device(make_profile: MakePro
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
     fleet = one_device(profile, SLOW)
     assert estimated(fleet) == (Plan(3, 1), 6.0)
-    assert choose(fleet, simulate).by_kind == (Plan(3, 1),)
+    assert search_kinds(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
 def test_a_fast_server_behind_a_fast_link_gets_all_it_can(make_profile: MakeProfile) -> None:
@@ -139,7 +139,7 @@ def test_ties_go_to_fewer_micro_batches_and_then_to_the_smaller_split_point(make
     nothing = make_profile([(0.0, 0.0, 0, 0)] * 4)
     fleet = one_device(nothing, Link())
     assert estimated(fleet)[0] == Plan(1, 1)
-    assert choose(fleet, simulate).by_kind == (Plan(1, 1),)
+    assert search_kinds(fleet, simulate).by_kind == (Plan(1, 1),)
 
 
 def test_a_bottleneck_on_the_link_is_cut_no_finer_than_the_estimate_can_tell_apart(make_profile: MakeProfile) -> None:
@@ -168,7 +168,7 @@ def test_federated_learning_ignores_the_plan(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
     fleet = one_device(profile, WIFI, method="fl", split_point=99, micro_batches=999)
     assert estimated(fleet)[0] == Plan(3, 1)
-    assert choose(fleet, simulate).by_kind == (Plan(3, 1),)
+    assert search_kinds(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
 def test_a_network_of_one_layer_has_one_plan_whatever_the_method(make_profile: MakeProfile) -> None:
@@ -222,7 +222,7 @@ def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_the
     first = replace(profile, layers=profile.layers[:2], total_layers=3)
     fleet = one_device(first, SLOW, server=profile)  # a whole network on the device would be quicker by far
     assert estimated(fleet)[0].split_point <= 2
-    assert choose(fleet, simulate).by_kind[0].split_point <= 2
+    assert search_kinds(fleet, simulate).by_kind[0].split_point <= 2
 
 
 def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
@@ -273,8 +273,8 @@ def over_the_best(seed: int) -> float:
     The search goes by what the first iterations promise, so a choice that was confirmed over an epoch may be shorter.
     """
     fleet = small_fleet(seed)
-    found = (choose(fleet, simulate, within=simulate_within).by_kind, search_all(fleet, simulate).by_kind)
-    chosen_s, best_s = (whole_epoch(simulate, fleet, everybodys(fleet, by_kind)).epoch_s for by_kind in found)
+    found = (search_kinds(fleet, simulate, within=simulate_within).by_kind, search_all(fleet, simulate).by_kind)
+    chosen_s, best_s = (epoch_timing(simulate, fleet, plans_by_device(fleet, by_kind)).epoch_s for by_kind in found)
     return chosen_s / best_s - 1
 
 
@@ -303,16 +303,16 @@ def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> Non
     job = unplanned_timing_only_job(config_from(tree))
     assert job is not None
     fleet = job.fleet()
-    choice = choose(fleet, simulate, within=simulate_within)
-    uncut = everybodys(fleet, (Plan(fleet.layers, 1),))
+    choice = search_kinds(fleet, simulate, within=simulate_within)
+    uncut = plans_by_device(fleet, (Plan(fleet.layers, 1),))
     assert {plan.micro_batches for plan in choice.plans.values()} == {1}
-    assert choice.timing.epoch_s <= whole_epoch(simulate, fleet, uncut).epoch_s * (1 + TIE)
+    assert choice.timing.epoch_s <= epoch_timing(simulate, fleet, uncut).epoch_s * (1 + TIE)
 
 
 def test_what_is_far_from_the_best_changes_no_choice_if_it_is_not_simulated_to_its_end() -> None:
     for seed in range(4):
         fleet = small_fleet(seed)
-        whole, cut_off = choose(fleet, simulate), choose(fleet, simulate, within=simulate_within)
+        whole, cut_off = search_kinds(fleet, simulate), search_kinds(fleet, simulate, within=simulate_within)
         assert cut_off.by_kind == whole.by_kind, seed
         assert cut_off.epoch_s == whole.epoch_s
         assert bool(cut_off.runners_up) == bool(whole.runners_up)
@@ -331,8 +331,8 @@ def contended_fleet() -> Fleet:
 
 def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> None:
     fleet = contended_fleet()
-    alone = {m.name: choose(replace(fleet, members=(m,)), simulate).plans[m.name] for m in fleet.members}
-    together = choose(fleet, simulate)
+    alone = {m.name: search_kinds(replace(fleet, members=(m,)), simulate).plans[m.name] for m in fleet.members}
+    together = search_kinds(fleet, simulate)
     assert any(together.plans[name].split_point > plan.split_point for name, plan in alone.items())
     # Everybody's own best leaves the core far behind: it is more than a fifth slower than the joint choice.
     assert simulate(fleet, alone, None).epoch_s > 1.2 * simulate(fleet, together.plans, None).epoch_s
@@ -345,7 +345,7 @@ def test_a_tie_goes_to_the_smaller_n_of_each_kind() -> None:
     members = [Member(f"near-{n}", near, WIFI, 48, split_point=2) for n in range(3)]
     members += [Member(f"far-{n}", far, Link(up_bps=1e6, down_bps=1e6), 48, split_point=2) for n in range(2)]
     fleet = Fleet(METHODS["pipar"], tuple(members), Costs(profile, 200.0), 1, 24)
-    choice = choose(fleet, simulate)
+    choice = search_kinds(fleet, simulate)
 
     def with_far(n: int) -> float:
         plans = {name: Plan(2, n) if name.startswith("far") else plan for name, plan in choice.plans.items()}
@@ -379,8 +379,8 @@ def test_planning_simulates_a_few_iterations_whatever_number_of_samples_devices_
         asked.add(iterations)
         return simulate(fleet, plans, iterations if iterations is not None else 1)
 
-    choice = choose(Fleet(METHODS["pipar"], members, Costs(profile), 2, 12), counting)
-    assert asked == {STEADY - 1, STEADY}
+    choice = search_kinds(Fleet(METHODS["pipar"], members, Costs(profile), 2, 12), counting)
+    assert asked == {STEADY_ITERATIONS - 1, STEADY_ITERATIONS}
     assert choice.timing.epoch_s == pytest.approx(choice.epoch_s)
 
 
@@ -400,7 +400,7 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
     for count in (1, 5, 20):
         members = tuple(Member(f"d{n:02}", costs, WIFI, 24) for n in range(count))
         counting = Counted()
-        choice = choose(Fleet(METHODS["pipar"], members, Costs(profile), count, 12), counting)
+        choice = search_kinds(Fleet(METHODS["pipar"], members, Costs(profile), count, 12), counting)
         asked.append(counting.asked)
         assert len(set(choice.plans.values())) == 1
         assert len(choice.plans) == count
@@ -409,16 +409,16 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
 
 
 def test_the_same_fleet_is_given_the_same_plans_again() -> None:
-    assert choose(small_fleet(7), simulate) == choose(small_fleet(7), simulate)
+    assert search_kinds(small_fleet(7), simulate) == search_kinds(small_fleet(7), simulate)
 
 
 def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -> None:
     fleet = small_fleet(5)
     first, *others = fleet.members
-    free = choose(fleet, simulate).plans
+    free = search_kinds(fleet, simulate).plans
     for p, n in ((2, "auto"), ("auto", 5), (1, 7)):
         asked = replace(first, split_point=p, micro_batches=n)  # type: ignore[arg-type]
-        plans = choose(replace(fleet, members=(asked, *others)), simulate).plans
+        plans = search_kinds(replace(fleet, members=(asked, *others)), simulate).plans
         assert p in ("auto", plans[first.name].split_point)
         assert n in ("auto", plans[first.name].micro_batches)
         assert plans.keys() == free.keys()
@@ -429,13 +429,13 @@ def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -
 def test_no_chosen_plan_needs_more_memory_than_the_device_has(seed: int) -> None:
     fleet = small_fleet(seed, memory=True)
     try:
-        plans = choose(fleet, simulate).plans
+        plans = search_kinds(fleet, simulate).plans
     except PlanError:  # some draws leave room for nothing
         return
     for member in fleet.members:
         assert member.memory_bytes is not None
         assert training_bytes(member.costs.profile, plans[member.name], 12) <= member.memory_bytes
-    by_paper = choose_by_estimate(fleet)
+    by_paper = estimate_plans(fleet)
     for member in fleet.members:
         assert training_bytes(member.costs.profile, by_paper[member.name][0], 12) <= (member.memory_bytes or 0)
 
@@ -448,27 +448,27 @@ def test_a_window_is_chosen_where_memory_forbids_all_forwards_first_and_nowhere_
     all_forward = training_bytes(profile, Plan(1, 4), 12)
     for memory, window in ((all_forward, 0), (all_forward - 1, 3), (all_forward - 5000, 2)):
         limited = replace(fleet, members=(replace(phone, memory_bytes=memory),))
-        assert choose(limited, simulate).plans["phone"] == Plan(1, 4, window)
-    assert choose(fleet, simulate).plans["phone"] == Plan(1, 4, 0)
+        assert search_kinds(limited, simulate).plans["phone"] == Plan(1, 4, window)
+    assert search_kinds(fleet, simulate).plans["phone"] == Plan(1, 4, 0)
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
 def test_with_batch_statistics_a_micro_batch_has_two_samples(seed: int) -> None:
     fleet = small_fleet(seed, statistics=True)
-    assert all(plan.micro_batches <= 6 for plan in choose(fleet, simulate).plans.values())
+    assert all(plan.micro_batches <= 6 for plan in search_kinds(fleet, simulate).plans.values())
 
 
 @pytest.mark.parametrize("name", ["fl", "sfl"])
 def test_methods_get_nothing_that_they_may_not_have(name: str) -> None:
     fleet = replace(small_fleet(3), method=METHODS[name])
-    plans = choose(fleet, simulate).plans.values()
+    plans = search_kinds(fleet, simulate).plans.values()
     assert {plan.micro_batches for plan in plans} == {1}
     assert {plan.split_point for plan in plans} <= ({3} if name == "fl" else {1, 2})
 
 
 def test_runners_up_are_other_plans_and_never_better_than_what_they_follow() -> None:
-    choice = choose(small_fleet(2), simulate)
+    choice = search_kinds(small_fleet(2), simulate)
     assert choice.by_kind not in [by_kind for by_kind, _ in choice.runners_up]
     seconds = [s for _, s in choice.runners_up]
     assert seconds == sorted(seconds)
@@ -476,4 +476,4 @@ def test_runners_up_are_other_plans_and_never_better_than_what_they_follow() -> 
 
 def test_plans_in_force_that_are_no_longer_allowed_are_no_hindrance() -> None:
     fleet = small_fleet(4)
-    assert choose(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == choose(fleet, simulate).plans
+    assert search_kinds(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == search_kinds(fleet, simulate).plans

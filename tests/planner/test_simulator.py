@@ -1,4 +1,4 @@
-"""The forecast is the two programs' own timing: that of a timing-only run of the same plans, to the last digits."""
+"""The simulation is the two programs' own timing: that of a timing-only run of the same plans, to the last digits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.busy import busy_s
+from pipar.planner.compute_load import compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.search import choose
-from pipar.planner.simulator import forecast, simulate, timeline
+from pipar.planner.search import search_kinds
+from pipar.planner.simulator import simulate, timeline
 from pipar.planner.stage_times import transfer_s
-from pipar.planner.timing import STEADY, Timing, whole_epoch
+from pipar.planner.timing import STEADY_ITERATIONS, Timing, epoch_timing
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 
@@ -111,7 +111,7 @@ class Run:
     result: EpochResult
     spans: list[Span]
 
-    def busy_s(self, owner: str, lane: str, kinds: set[str]) -> float:
+    def compute_seconds(self, owner: str, lane: str, kinds: set[str]) -> float:
         return sum(
             span.end - span.start
             for span in self.spans
@@ -140,8 +140,8 @@ def same(seconds: Any) -> Any:
 
 
 def check_timing(job: Job) -> None:
-    """Hold the forecast against the run: the epoch, every device's every iteration, and how long lanes were busy."""
-    ran, timing = run(job), forecast(job.fleet(), job.plans)
+    """Hold the simulation against the run: the epoch, every device's every iteration, and how long lanes were busy."""
+    ran, timing = run(job), simulate(job.fleet(), job.plans)
     assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
     assert dict(timing.ends) == {name: same(ends) for name, ends in ran.ends.items()}
     served = {"decode", "fs", "bs", "encode", "step"}
@@ -156,7 +156,7 @@ def check_timing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=str)
-def test_a_forecast_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
+def test_a_simulation_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
     for seed in seeds:
         check_timing(random_job(seed))
 
@@ -180,17 +180,17 @@ def private_job(job: Job, method: str, privacy: Mapping[str, float]) -> Job:
 
 @pytest.mark.parametrize("privacy", [CLASSIC, PIXEL, CLASSIC | PIXEL], ids=["classic", "pixel", "both"])
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
-def test_a_forecast_of_a_private_training_is_the_timing_of_a_run(method: str, privacy: Mapping[str, float]) -> None:
+def test_a_simulation_of_a_private_training_is_the_timing_of_a_run(method: str, privacy: Mapping[str, float]) -> None:
     for seed in range(4):
         job = private_job(random_job(seed), method, privacy)
         check_timing(job)
         plain = private_job(random_job(seed), method, {})
-        assert forecast(job.fleet(), job.plans).epoch_s > forecast(plain.fleet(), plain.plans).epoch_s
+        assert simulate(job.fleet(), job.plans).epoch_s > simulate(plain.fleet(), plain.plans).epoch_s
 
 
 def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() -> None:
     job = private_job(random_job(1), "pipar", CLASSIC)
-    ran, (devices, _) = run(job), busy_s(job.fleet(), job.plans)
+    ran, (devices, _) = run(job), compute_seconds(job.fleet(), job.plans)
     kinds = {"fc", "bc", "step", "protect", "pack", "install"}
     for name in job.sizes:
         protect = [span for span in ran.spans if (span.owner, span.kind) == (name, "protect")]
@@ -205,12 +205,12 @@ def test_noise_on_inputs_costs_what_the_first_batch_waits_for_it_whatever_the_me
     plain, noisy = (private_job(job, method, privacy) for privacy in ({}, PIXEL))
     member = noisy.fleet().members[0]
     first_s = member.costs.seconds(Work("noise", size_bytes=12 * noisy.fleet().noised_bytes))
-    added_s = forecast(noisy.fleet(), noisy.plans).epoch_s - forecast(plain.fleet(), plain.plans).epoch_s
+    added_s = simulate(noisy.fleet(), noisy.plans).epoch_s - simulate(plain.fleet(), plain.plans).epoch_s
     assert first_s > 0.01
     assert added_s == pytest.approx(first_s, rel=1e-6)
     ran = run(noisy)
     assert {span.lane for span in ran.spans if span.kind == "noise"} == {NOISE}
-    assert ran.result.seconds == pytest.approx(forecast(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
+    assert ran.result.seconds == pytest.approx(simulate(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
 
 
 def test_models_behind_noise_travel_whole_also_where_their_changes_would_be_quicker() -> None:
@@ -224,7 +224,7 @@ def test_models_behind_noise_travel_whole_also_where_their_changes_would_be_quic
     for words, privacy in (("plain", {}), ("private", CLASSIC)):
         here = private_job(job, "pipar", privacy)
         sent[words] = run(here).result
-        assert forecast(here.fleet(), here.plans).epoch_s == pytest.approx(sent[words].seconds, rel=SAME)
+        assert simulate(here.fleet(), here.plans).epoch_s == pytest.approx(sent[words].seconds, rel=SAME)
     saved = pytest.approx(0.75 * size, abs=100)
     assert sent["private"].bytes_up - sent["plain"].bytes_up == saved
     assert sent["private"].bytes_down - sent["plain"].bytes_down == saved
@@ -269,11 +269,11 @@ def coded_job(seed: int) -> Job:
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)], ids=str)
-def test_a_forecast_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
+def test_a_simulation_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
     # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels behind the last cost.
     for seed in seeds:
         job = coded_job(seed)
-        ran, timing = run(job), forecast(job.fleet(), job.plans)
+        ran, timing = run(job), simulate(job.fleet(), job.plans)
         assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=5e-4), seed
         assert dict(timing.ends) == {name: pytest.approx(ends, rel=5e-4) for name, ends in ran.ends.items()}, seed
 
@@ -289,7 +289,7 @@ def test_micro_batches_of_one_chunk_behind_those_of_two_are_all_sent() -> None:
     job = unplanned_timing_only_job(config_from(tree))
     assert job is not None
     plans = {name: Plan(1, 6, 0, "planes", "planes") for name in job.sizes}
-    foretold = forecast(job.fleet(), plans)
+    foretold = simulate(job.fleet(), plans)
     assert all(len(ends) == 3 for ends in foretold.ends.values())
     assert foretold.epoch_s == pytest.approx(rehearse(replace(job, plans=plans), None).epoch_s, rel=1e-3)
 
@@ -311,7 +311,7 @@ def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> N
 
 
 def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> None:
-    """The first model comes whole; behind it each direction decides for itself, as the forecast does."""
+    """The first model comes whole; behind it each direction decides for itself, as the simulator does."""
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
     times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
@@ -323,7 +323,7 @@ def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> 
         link = Link(up_bps=up_bps, down_bps=down_bps)
         of = replace(job, specs=(replace(spec, link=link),), server_profile=profile, device_profiles={name: profile})
         ran = run(of)
-        assert forecast(of.fleet(), of.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
+        assert simulate(of.fleet(), of.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
         return ran.result.bytes_up, ran.result.bytes_down
 
     whole, up, down = sent(1e9, 1e9), sent(1e7, 1e9), sent(1e9, 1e7)
@@ -341,8 +341,8 @@ def test_changes_that_devices_bring_back_are_decoded_as_they_come_on_all_cores()
     late = replace(job.specs[0], link=link.model_copy(update={"latency_s": 2.0}))
     specs = (late, *(replace(spec, link=link) for spec in job.specs[1:]))
     job = replace(job, specs=specs, server_profile=profile, device_profiles=dict.fromkeys(job.device_profiles, profile))
-    ran, (_, server_s) = run(job), busy_s(job.fleet(), job.plans)
-    assert forecast(job.fleet(), job.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
+    ran, (_, server_s) = run(job), compute_seconds(job.fleet(), job.plans)
+    assert simulate(job.fleet(), job.plans).epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
     decoded = [span for span in ran.spans if span.kind == "decode" and span.iteration == 0]
     assert sorted(span.device for span in decoded) == sorted(job.sizes)
     assert {span.lane for span in decoded} == {"core 0", "core 1"}
@@ -354,7 +354,7 @@ def test_changes_that_devices_bring_back_are_decoded_as_they_come_on_all_cores()
     assert server_s == pytest.approx(ran.busy_s(SERVER, "", kinds), rel=SAME)
 
 
-def test_these_fleets_have_everything_that_a_forecast_has_to_know() -> None:
+def test_these_fleets_have_everything_that_a_simulation_has_to_know() -> None:
     jobs = [random_job(seed) for seed in range(12)]
     plans = [plan for job in jobs for plan in job.plans.values()]
     assert {plan.split_point for plan in plans} == {1, 2, 3, 4}
@@ -375,7 +375,7 @@ def test_without_overheads_only_the_bytes_of_stop_epoch_are_not_known_exactly() 
         device_profiles={name: replace(profile, **bare) for name, profile in job.device_profiles.items()},  # type: ignore[arg-type]
     )
     slowest = min(spec.link.up_bps or 1e12 for spec in job.specs)
-    off = run(job).result.seconds - forecast(job.fleet(), job.plans).epoch_s
+    off = run(job).result.seconds - simulate(job.fleet(), job.plans).epoch_s
     assert abs(off) <= 60 * 8 / slowest  # the JSON counts samples and seconds, in more or fewer digits
 
 
@@ -406,14 +406,14 @@ def test_a_timeline_has_the_spans_of_a_run(seed: int) -> None:
     for name in job.sizes:
         spans = timeline(fleet, job.plans, name)
         assert spans == sorted(spans, key=lambda span: span.start)
-        start = forecast_start(fleet, job.plans)
+        start = simulated_start(fleet, job.plans)
         moved = [replace(span, start=span.start - start, end=span.end - start) for span in spans]
         mine, theirs = blocks(moved, name), blocks(ran.spans, name)
         assert [block[:4] for block in mine] == [block[:4] for block in theirs]
         assert [block[4:] for block in mine] == [same(block[4:]) for block in theirs]
 
 
-def forecast_start(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+def simulated_start(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return when the first device of all begins to load: an epoch's seconds count from there."""
     return min(timeline(fleet, plans, member.name)[0].start for member in fleet.members)
 
@@ -448,9 +448,9 @@ def steady_job(count: int, cores: int, samples: int) -> Job:
 def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_foretell_all_others() -> None:
     job = steady_job(count=4, cores=4, samples=120)
     fleet = job.fleet()
-    first = forecast(fleet, job.plans, iterations=2)
+    first = simulate(fleet, job.plans, iterations=2)
     assert len(first.iteration_ends) == 2
-    assert first.of_whole_epoch(fleet) == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=SAME)
+    assert first.extrapolated_epoch_s(fleet) == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=SAME)
 
 
 def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_the_others() -> None:
@@ -458,8 +458,8 @@ def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_th
     specs = (replace(job.specs[0], speed=0.01), job.specs[1])
     job = replace(job, specs=specs, sizes={specs[0].name: 12, specs[1].name: 120})
     fleet = job.fleet()
-    foretold = forecast(fleet, job.plans, iterations=2).of_whole_epoch(fleet)
-    assert foretold == pytest.approx(forecast(fleet, job.plans).epoch_s, rel=0.05)
+    foretold = simulate(fleet, job.plans, iterations=2).extrapolated_epoch_s(fleet)
+    assert foretold == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=0.05)
 
 
 def test_a_long_epoch_is_foretold_with_every_devices_end_and_how_busy_its_lanes_are() -> None:
@@ -474,8 +474,8 @@ def test_a_long_epoch_is_foretold_with_every_devices_end_and_how_busy_its_lanes_
         asked.append(iterations)
         return simulate(fleet, plans, iterations)
 
-    foretold, whole = whole_epoch(counting, fleet, job.plans), forecast(fleet, job.plans)
-    assert sorted(asked) == [STEADY - 1, STEADY]
+    foretold, whole = epoch_timing(counting, fleet, job.plans), simulate(fleet, job.plans)
+    assert sorted(asked) == [STEADY_ITERATIONS - 1, STEADY_ITERATIONS]
     assert foretold.epoch_s == pytest.approx(whole.epoch_s, rel=0.02)
     assert foretold.busy_s == pytest.approx(dict(whole.busy_s), rel=0.02)
     assert foretold.device_s == pytest.approx(
@@ -508,25 +508,25 @@ def test_bounds_ask_for_each_size_of_a_micro_batch_once(monkeypatch: pytest.Monk
 def test_a_disturbance_changes_the_iteration_that_it_is_asked_for_and_no_earlier_one() -> None:
     job = steady_job(count=2, cores=2, samples=48)
     fleet = job.fleet()
-    calm = forecast(fleet, job.plans)
+    calm = simulate(fleet, job.plans)
 
     def disturbed(name: str, iteration: int, times: Any) -> Any:
         return replace(times, step=times.step + 1.0) if (name, iteration) == ("pi-2", 3) else times
 
-    shaken = forecast(fleet, job.plans, disturb=disturbed)
+    shaken = simulate(fleet, job.plans, disturb=disturbed)
     assert shaken.ends["pi-1"] == calm.ends["pi-1"]
     assert shaken.ends["pi-2"][:2] == calm.ends["pi-2"][:2]
     assert shaken.ends["pi-2"][2:] == same(tuple(end + 1.0 for end in calm.ends["pi-2"][2:]))
 
 
-# --- the virtual world instead of the forecast
+# --- the virtual world instead of the simulator
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("iterations", [1, 2, None])
-def test_a_rehearsal_in_the_virtual_world_and_the_forecast_agree(seed: int, iterations: int | None) -> None:
+def test_a_rehearsal_in_the_virtual_world_and_the_simulator_agree(seed: int, iterations: int | None) -> None:
     job = random_job(seed)
-    timing, rehearsed = forecast(job.fleet(), job.plans, iterations=iterations), rehearse(job, iterations)
+    timing, rehearsed = simulate(job.fleet(), job.plans, iterations=iterations), rehearse(job, iterations)
     assert timing.epoch_s == same(rehearsed.epoch_s)
     assert timing.busy_s == same(dict(rehearsed.busy_s))
     assert dict(timing.ends) == {name: same(ends) for name, ends in rehearsed.ends.items()}
@@ -544,13 +544,13 @@ def test_the_planner_chooses_the_same_by_either() -> None:
         config = job.config.model_copy(update={"server": server})
         return rehearse(replace(job, config=config, specs=specs, plans=plans), iterations)
 
-    by_forecast, by_world = choose(fleet, simulate), choose(fleet, in_the_virtual_world)
-    assert by_forecast.plans == by_world.plans
-    assert by_forecast.simulations == by_world.simulations
-    assert by_forecast.epoch_s == same(by_world.epoch_s)
+    by_simulator, by_world = search_kinds(fleet, simulate), search_kinds(fleet, in_the_virtual_world)
+    assert by_simulator.plans == by_world.plans
+    assert by_simulator.simulations == by_world.simulations
+    assert by_simulator.epoch_s == same(by_world.epoch_s)
 
 
-def test_lanes_of_one_device_never_overlap_in_a_forecast() -> None:
+def test_lanes_of_one_device_never_overlap_in_a_simulation() -> None:
     job = random_job(5)
     for name in job.sizes:
         for (owner, _), spans in by_lane(timeline(job.fleet(), job.plans, name)).items():

@@ -446,11 +446,11 @@ def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)  # every round gets a new plan
     late = AllowedCuts(2, frozenset([1]), "there it leaks too much")
 
-    async def choose(_: Any) -> dict[str, Plan]:
+    async def replan(_: Any) -> dict[str, Plan]:
         return {"a": Plan(2, 1), "b": Plan(2, 1)}
 
     lives = [honest("a"), honest("b", guard=PrivacyGuard(1, PrivacyLimits(cuts=late)))]
-    outcome = train(lives, epochs=3, terms=NO_LIMIT, choose=choose)
+    outcome = train(lives, epochs=3, terms=NO_LIMIT, replan=replan)
     assert outcome.lives[0] is None
     assert isinstance(outcome.lives[1], PrivacyError)
 

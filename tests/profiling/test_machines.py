@@ -11,9 +11,9 @@ from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
-from pipar.profiling.counts import Counts, known_changes_share, known_counts
 from pipar.profiling.machines import MACHINES, machine_profile, pass_s
 from pipar.profiling.memory import training_bytes
+from pipar.profiling.operation_counts import Counts, known_changes_share, known_counts
 from pipar.profiling.profile import Profile, batch_sizes
 
 PI, I7 = MACHINES["raspberry-pi-3b"], MACHINES["i7-11850h"]

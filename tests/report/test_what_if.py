@@ -18,7 +18,7 @@ from pipar.job.job import Job
 from pipar.job.plans import with_plans
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
-from pipar.planner.predictor import Foresight
+from pipar.planner.predictor import Predictor
 from pipar.report.what_if import what_if
 
 
@@ -90,10 +90,10 @@ def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_n
     made = replace(job('devices.link="unlimited"', "plan.split_point=2", "plan.micro_batches=4"), real_links=True)
     unknown = what_if(made)
     assert "to measure the links" in unknown["note"]
-    foresight = Foresight(made.fleet(), made.plans)
+    predictor = Predictor(made.fleet(), made.plans)
     slow = {name: measured(1e6, 2e6) for name in made.sizes}
-    foresight.measure_links(1, slow)
-    found = what_if(made, fleet=foresight.now())
+    predictor.measure_links(1, slow)
+    found = what_if(made, fleet=predictor.now())
     assert "to measure the links" not in found["note"]
     assert found["changes"][0]["change"] == "twice the bandwidth"
     assert found["epoch_s"] > 2 * unknown["epoch_s"]

@@ -13,7 +13,7 @@ from pipar.config_file import config_from
 from pipar.errors import InputError, PlanError
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
-from pipar.planner.search import choose
+from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate
 from reproduction.bandwidth import BANDWIDTH
 from reproduction.beyond import EXACT_WIRE, TODAY
@@ -421,5 +421,5 @@ def test_of_boards_of_two_speeds_no_plan_is_chosen_that_is_slower_over_an_epoch_
     assert job is not None
     fleet = job.fleet()
     uncut = {member.name: Plan(1, 1) for member in fleet.members}
-    chosen = choose(fleet, simulate).plans
+    chosen = search_kinds(fleet, simulate).plans
     assert simulate(fleet, chosen, None).epoch_s <= simulate(fleet, uncut, None).epoch_s

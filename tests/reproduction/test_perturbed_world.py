@@ -10,8 +10,8 @@ from support.fleets import PROFILE, fleet, plans
 from pipar.config_file import config_from
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.planner.exhaustive import search_all
-from pipar.planner.search import choose
-from pipar.planner.simulator import forecast, simulate
+from pipar.planner.search import search_kinds
+from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
 from reproduction.perturbed_world import JITTER, PERTURBATION, judging, perturbed
 
@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_world_and_another_another() -> None:
 
 def test_stages_are_jittered_by_a_little() -> None:
     here = fleet(1)
-    quiet, jittered = forecast(here, plans(here)).epoch_s, judging(5)(here, plans(here), None).epoch_s
+    quiet, jittered = simulate(here, plans(here)).epoch_s, judging(5)(here, plans(here), None).epoch_s
     assert quiet != jittered
     assert abs(jittered / quiet - 1) < JITTER
 
@@ -66,6 +66,6 @@ def test_a_choice_is_within_two_per_cent_of_the_best_in_a_world_it_does_not_know
     job = unplanned_timing_only_job(config)
     assert job is not None
     truth, world = perturbed(job.fleet(), 11), judging(11)
-    chosen = choose(job.fleet(), simulate).plans
+    chosen = search_kinds(job.fleet(), simulate).plans
     best = search_all(truth, world, slack=JITTER)
     assert best.epoch_s / steady_epoch_s(world, truth, chosen) >= 0.98

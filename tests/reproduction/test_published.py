@@ -13,7 +13,7 @@ import pytest
 from pipar.config import MODELS
 from pipar.errors import InputError
 from pipar.links import NAMED_LINKS
-from pipar.profiling.counts import known_counts
+from pipar.profiling.operation_counts import known_counts
 from reproduction.published import Selection, Statement, published, read_published
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2].parent / "shared" / "paper" / "pipar.tex"

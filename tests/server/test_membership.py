@@ -558,7 +558,7 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
     for cut, deadline_s, pause_s in ((8, None, 40.0), (11, None, 40.0), (None, 20.0, 1.0), (9, 20.0, 40.0)):
         outcome = train(
             [honest("a", 40), roaming("b", cut, speed=0.3, pause_s=pause_s)],
-            epochs=5, keep_momentum=keep, choose=back_and_forth, round_deadline_s=deadline_s, resume_window_s=5.0,
+            epochs=5, keep_momentum=keep, replan=back_and_forth, round_deadline_s=deadline_s, resume_window_s=5.0,
         )  # fmt: skip
         assert outcome.failure is None
         assert outcome.lives == [None, None]
@@ -585,7 +585,7 @@ def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_
         await until(channel, Kind.STOP)
 
     lives = [honest("a"), scripted(late)]
-    outcome = train(lives, epochs=4, choose=into_small_pieces, round_deadline_s=30.0)
+    outcome = train(lives, epochs=4, replan=into_small_pieces, round_deadline_s=30.0)
     assert outcome.failure is None
     assert "announces 60 bytes; at most 36 are taken" in str(outcome.lives[1])
 
@@ -594,12 +594,12 @@ def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_
 def test_plans_are_made_for_those_who_are_there() -> None:
     planned_for: list[set[str]] = []
 
-    async def choose(links: dict[str, Link]) -> dict[str, Plan]:
+    async def replan(links: dict[str, Link]) -> dict[str, Plan]:
         planned_for.append(set(links))
         return dict.fromkeys(links, Plan(1, 2))
 
     lives = [honest("a"), by_hand(*EPOCH_BY_HAND, 1.0, leaves=True), honest("b", starts_s=40.0)]
-    outcome = train(lives, epochs=8, choose=choose)
+    outcome = train(lives, epochs=8, replan=replan)
     assert outcome.failure is None
     assert [counts.keys() for counts in outcome.counted][-1] == {"a", "b"}
     assert planned_for[0] == planned_for[-1] == {"a", "b"}

@@ -19,7 +19,7 @@ from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, Sizes
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
-from pipar.planner.replanner import Choose, Replanner
+from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard, UpdateNoise
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.epoch_results import ResultCollector
@@ -151,7 +151,7 @@ def train(
     losses: Sequence[float] = (),
     keep_momentum: bool = False,
     plan_joined: PlanJoined | None = None,
-    choose: Choose | None = None,
+    replan: Replan | None = None,
     min_devices: int = 1,
     round_deadline_s: float | None = None,
     resume_window_s: float = 0.0,
@@ -221,7 +221,7 @@ def train(
             recorder=recorder,
             results=results,
             keep_spans=keep_spans,
-            replanner=Replanner({}, choose) if choose is not None else None,  # who comes is not known before
+            replanner=Replanner({}, replan) if replan is not None else None,  # who comes is not known before
             accountant=outcome.accountant,
             checkpointer=checkpointer,
             observe=observe,

@@ -14,18 +14,18 @@ from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
-from pipar.job.plans import Rehearse, plan_choice, plans_by_estimate, simulation
+from pipar.job.plans import Rehearse, plans_by_estimate, search_job_plans, simulation
 from pipar.links import Link
 from pipar.methods import Plan, plans_as_json
-from pipar.planner.background_search import chosen as plans_again
+from pipar.planner.background_search import search_again
 from pipar.planner.candidates import candidates, needed_bytes
-from pipar.planner.encoding import recoded
-from pipar.planner.exhaustive import Best, search_all
+from pipar.planner.encoding import reencoded
+from pipar.planner.exhaustive import ExhaustiveResult, search_all
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.search import everybodys, from_sample, plans_in_common
+from pipar.planner.search import from_sample, plans_by_device, plans_in_common
 from pipar.planner.simulator import timeline
 from pipar.planner.stage_times import lane_s
-from pipar.planner.timing import LANES, Simulate, Timing, whole_epoch
+from pipar.planner.timing import LANES, Simulate, Timing, epoch_timing
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
 _GRIDS = (
@@ -162,10 +162,12 @@ class Explanation:
     def predicted_s(self) -> dict[str, float]:
         """When each device will have ended its last iteration; of many devices some stand for all of their kind."""
         known = self.timing.device_s
-        slowest = [max(known[member.name] for member in kind if member.name in known) for kind in self.fleet.kinds()]
+        slowest = [
+            max(known[member.name] for member in kind if member.name in known) for kind in self.fleet.device_kinds()
+        ]
         return {
             m.name: known.get(m.name, last)
-            for kind, last in zip(self.fleet.kinds(), slowest, strict=True)
+            for kind, last in zip(self.fleet.device_kinds(), slowest, strict=True)
             for m in kind
         }
 
@@ -308,11 +310,11 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
     fleet, simulate = job.fleet(), simulation(job, rehearse)
     sample = fleet.sampled()
     grid = _grid(_evened(sample)) if exhaustive else None  # before anything takes time
-    choice = plan_choice(job, fleet, rehearse, observe=observe)
+    choice = search_job_plans(job, fleet, rehearse, observe=observe)
     seconds = time.monotonic() - started
 
     def timed(plans: Plans) -> Option:
-        return Option(plans, whole_epoch(simulate, sample, plans).epoch_s)
+        return Option(plans, epoch_timing(simulate, sample, plans).epoch_s)
 
     simulated = Option(choice.plans, choice.timing.epoch_s)
     estimated = timed(plans_by_estimate(job, fleet))
@@ -323,7 +325,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
         job=job,
         fleet=fleet,
         chosen=chosen,
-        timing=whole_epoch(simulate, sample, chosen.plans) if by_paper else choice.timing,
+        timing=epoch_timing(simulate, sample, chosen.plans) if by_paper else choice.timing,
         runners_up=_others(chosen, [simulated, *next_best] if by_paper else next_best),
         other=other,
         simulations=choice.simulations,
@@ -375,8 +377,10 @@ def _leakage_limit_cost(job: Job, rehearse: Rehearse, chosen: Option, observe: O
         return LeakageLimitCost(most, job.leaky_cuts, chosen, job.leakage_guess)
     free = replace(job, leaky_cuts={})
     fleet, by_paper = free.fleet(), job.config.plan.estimate == "paper"
-    plans = plans_by_estimate(free, fleet) if by_paper else plan_choice(free, fleet, rehearse, observe=observe).plans
-    without = Option(plans, whole_epoch(simulation(free, rehearse), fleet.sampled(), plans).epoch_s)
+    plans = (
+        plans_by_estimate(free, fleet) if by_paper else search_job_plans(free, fleet, rehearse, observe=observe).plans
+    )
+    without = Option(plans, epoch_timing(simulation(free, rehearse), fleet.sampled(), plans).epoch_s)
     return LeakageLimitCost(most, job.leaky_cuts, without, job.leakage_guess)
 
 
@@ -387,10 +391,10 @@ def _at(link: Link, number: int) -> Link:
 def _replanned(job: Job, fleet: Fleet, plans: Plans, simulate: Simulate) -> Option:
     """Return the plans that a training has behind such a change: new ones if it may choose and they are better."""
     if job.method.shares_server_model:
-        plans = recoded(fleet, plans) if job.can_replan else plans
+        plans = reencoded(fleet, plans) if job.can_replan else plans
     elif job.can_replan:
         by_paper = job.config.plan.estimate == "paper"
-        plans = plans_by_estimate(job, fleet) if by_paper else plans_again(fleet, plans)
+        plans = plans_by_estimate(job, fleet) if by_paper else search_again(fleet, plans)
     return Option(plans, simulate(fleet.sampled(), plans, None).epoch_s)
 
 
@@ -404,7 +408,7 @@ def _search(
     grid: tuple[int, ...] | None,
     timed: Callable[[Plans], Option],
     observe: Observer,
-) -> tuple[Best, Option]:
+) -> tuple[ExhaustiveResult, Option]:
     """Return the best of all plans, or of those on a grid of N."""
     alike = _evened(fleet.sampled())
 
@@ -439,7 +443,7 @@ def _evened(fleet: Fleet) -> Fleet:
 
 def _grid(fleet: Fleet) -> tuple[int, ...] | None:
     """Return the N to try: None for all of them, if that is not too many combinations of several kinds of devices."""
-    options = [[option.plan.micro_batches for option in candidates(fleet, kind[0])] for kind in fleet.kinds()]
+    options = [[option.plan.micro_batches for option in candidates(fleet, kind[0])] for kind in fleet.device_kinds()]
     if len(options) == 1 or fleet.method.shares_server_model:
         return None
     for grid in (None, *_GRIDS):
@@ -452,11 +456,11 @@ def _grid(fleet: Fleet) -> tuple[int, ...] | None:
     )
 
 
-def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[int, int], None]) -> Best:
+def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[int, int], None]) -> ExhaustiveResult:
     """Return the best plans with one split point, that of the shared server-side model."""
     found, every = [], plans_in_common(fleet)
     for number, by_kind in enumerate(every, start=1):
-        found.append((simulate(fleet, everybodys(fleet, by_kind), None).epoch_s, by_kind))
+        found.append((simulate(fleet, plans_by_device(fleet, by_kind), None).epoch_s, by_kind))
         progress(number, len(every))
     seconds, by_kind = min(found)
-    return Best(by_kind, seconds, simulated=len(found), ruled_out=0)
+    return ExhaustiveResult(by_kind, seconds, simulated=len(found), ruled_out=0)

@@ -10,10 +10,10 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
-from pipar.planner.encoding import recoded
+from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
-from pipar.planner.search import Choice, choose_by_estimate, everybodys
+from pipar.planner.large_fleets import search_plans
+from pipar.planner.search import SearchResult, estimate_plans, plans_by_device
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
 
@@ -36,25 +36,25 @@ def make_plans(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> dict
         return given
     if job.config.plan.estimate == "paper":
         return plans_by_estimate(job, fleet)
-    return plan_choice(job, fleet, rehearse, observe=observe).plans
+    return search_job_plans(job, fleet, rehearse, observe=observe).plans
 
 
 def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
     """Return every device's plan by the paper's estimate."""
-    chosen = {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
+    chosen = {name: plan for name, (plan, _) in estimate_plans(fleet).items()}
     if not job.method.shares_server_model:
         return chosen
     # One server-side model can be cut in one place only: the earliest, unless another one was given.
     asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
     _check_common(asked)
     common = min(asked or {plan.split_point for plan in chosen.values()})
-    return recoded(fleet, {name: replace(plan, split_point=common) for name, plan in chosen.items()})
+    return reencoded(fleet, {name: replace(plan, split_point=common) for name, plan in chosen.items()})
 
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
     """Return the plans if there is nothing to choose."""
     only = []
-    for kind in fleet.kinds():
+    for kind in fleet.device_kinds():
         options = allowed_plans(fleet, kind[0])
         if len(options) > 1:  # of a hundred kinds, all options would take longer than the choice
             return None
@@ -62,7 +62,7 @@ def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
     by_kind = tuple(only)
     if fleet.method.shares_server_model:
         _check_common({plan.split_point for plan in by_kind})
-    return everybodys(fleet, by_kind)
+    return plans_by_device(fleet, by_kind)
 
 
 def _check_common(given: set[int]) -> None:
@@ -73,16 +73,16 @@ def _check_common(given: set[int]) -> None:
         )
 
 
-def plan_choice(
+def search_job_plans(
     job: Job, fleet: Fleet, rehearse: Rehearse, *, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
-) -> Choice:
+) -> SearchResult:
     """Return the chosen plans with their runners-up; `start` are those in force, when they are chosen again."""
 
     def progress(done: int) -> None:
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))
 
     within = None if job.method.shares_server_model else simulate_within
-    choice = choose_for(fleet, simulation(job, rehearse), within=within, start=start, progress=progress)
+    choice = search_plans(fleet, simulation(job, rehearse), within=within, start=start, progress=progress)
     observe(Preparing("Planning", 1.0))
     return choice
 

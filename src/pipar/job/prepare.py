@@ -28,9 +28,9 @@ from pipar.methods import METHODS
 from pipar.planner.search import check_given
 from pipar.privacy.budget import choose_noise
 from pipar.profiling.cache import find_profile, keep_profile
-from pipar.profiling.counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.memory import largest_prefix
+from pipar.profiling.operation_counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
 from pipar.profiling.profile import Profile, check_network, item_bytes
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _counts(workload: Workload, model: nn.Sequential) -> Counts:
     if known is not None:
         return known
     from pipar.nn.rectified import rectified_cuts
-    from pipar.profiling.count import count_layers
+    from pipar.profiling.operation_counter import count_layers
 
     return rectified_at(count_layers(model, shape, run=True), rectified_cuts(model, shape))
 

@@ -15,9 +15,9 @@ from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Job
 from pipar.links import Link
-from pipar.planner.background_search import Choices, Recodings, Search, search_by_estimate
-from pipar.planner.predictor import Foresight
-from pipar.planner.replanner import Choose, Replanner
+from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
+from pipar.planner.predictor import Predictor
+from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard
 from pipar.profiling.profile import Profile
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
@@ -42,8 +42,8 @@ def assemble_server(
     background: MakeCompute,
     emit: Callable[[EpochResult, list[Span]], None],
     observe: Observer,
-    choose: Choose | None = None,
-    search: Search | None = None,
+    replan: Replan | None = None,
+    search: PlanSearch | None = None,
     session_numbers: Iterable[int] | None = None,
     checkpointer: Checkpointer | None = None,
     accountant: PrivacyAccountant | None = None,
@@ -51,7 +51,7 @@ def assemble_server(
 ) -> Server:
     """Return the server of a job, ready to admit devices; `enrolment` says which, and by which orders.
 
-    `choose` makes new plans when links change; without it, they are those that `search` finds for what the server has
+    `replan` makes new plans when links change; without it, they are those that `search` finds for what the server has
     learned of the fleet. `accountant` is what the devices have spent of their privacy before, and where it is counted.
     `done` are the validation losses of the epochs that were trained before.
     """
@@ -60,14 +60,14 @@ def assemble_server(
     own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
     recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
     # How a shared server-side model is served, device by device in turn, is not foreseen.
-    foresight = None if job.method.shares_server_model else Foresight(job.fleet(), job.plans)
+    predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans)
     is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
-    recodings = Recodings(job.fleet(), job.plans)
-    if choose is None and search is not None and foresight is not None and is_auto:
+    replan_encodings = ReplanEncodings(job.fleet(), job.plans)
+    if replan is None and search is not None and predictor is not None and is_auto:
         by_paper = config.plan.estimate == "paper"
-        choose = Choices(foresight, search_by_estimate if by_paper else search)
-    elif choose is None and search is not None and config.wire.encoding == "auto":
-        choose = recodings
+        replan = ReplanBySearch(predictor, search_by_estimate if by_paper else search)
+    elif replan is None and search is not None and config.wire.encoding == "auto":
+        replan = replan_encodings
     results = ResultCollector(
         job.links,
         job.bounds(),
@@ -76,19 +76,19 @@ def assemble_server(
         background=beside,
         emit=emit,
         bounds_of=lambda plans: replace(enrolment.job, plans={**enrolment.job.plans, **plans}).bounds(),
-        foresight=foresight,
+        predictor=predictor,
         done=done,
     )
     replanner = None
-    if choose is not None and job.can_replan:
-        learned = foresight.has_learned if foresight is not None else lambda: False
-        replanner = Replanner(job.links, choose, observe, learned=learned)
+    if replan is not None and job.can_replan:
+        learned = predictor.has_learned if predictor is not None else lambda: False
+        replanner = Replanner(job.links, replan, observe, learned=learned)
 
     def changed(now: Job) -> None:
         """Tell everybody who counts on the fleet that it has grown, or that its machines are known better."""
-        recodings.fleet, recodings.plans = now.fleet(), now.plans
-        if foresight is not None:
-            foresight.fleet = recodings.fleet
+        replan_encodings.fleet, replan_encodings.plans = now.fleet(), now.plans
+        if predictor is not None:
+            predictor.fleet = replan_encodings.fleet
         for name, link in now.links.items():
             results.join(name, link)
 

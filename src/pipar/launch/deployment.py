@@ -39,7 +39,7 @@ from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.runtime import keep_freed_memory
-from pipar.planner.background_search import Chooser
+from pipar.planner.background_search import SearchProcess
 from pipar.planner.fleet import Fleet
 from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits, choose_noise
@@ -165,7 +165,7 @@ class _ServerProgram:
         if found is not None:
             enrolment.keep_plans(found.plans)
         enrolment.add_listener(self._update_job)
-        chooser = Chooser()
+        search_process = SearchProcess()
         saving = ThreadLanes(["checkpoint"], Recorder(SERVER, frozenset()), nice=10)
         checkpointer = CheckpointWriter(
             self._checkpoints,
@@ -186,7 +186,7 @@ class _ServerProgram:
             background=partial(ThreadLanes, nice=19),
             emit=self._folder.epoch_recorder(self._observe, pictures=self._options.pictures),
             observe=self._observe,
-            search=chooser,
+            search=search_process,
             session_numbers=_random_numbers(),
             checkpointer=checkpointer,
             accountant=self._folder.accountant,
@@ -226,7 +226,7 @@ class _ServerProgram:
             if listening is not None:
                 listening.cancel()
             await checkpointer.finish()
-            await chooser.close()
+            await search_process.close()
             await listener.stop()
             server.close()
             saving.close()

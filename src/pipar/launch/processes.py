@@ -390,11 +390,11 @@ async def _serve(
 ) -> None:
     from pipar.execution.lanes import ThreadLanes
     from pipar.launch.assemble import assemble_server
-    from pipar.planner.background_search import Chooser
+    from pipar.planner.background_search import SearchProcess
     from pipar.server.enrolment import ClosedEnrolment
     from pipar.transport.grpc import Listener
 
-    chooser = Chooser()
+    search_process = SearchProcess()
     server = assemble_server(
         job,
         learner,
@@ -404,7 +404,7 @@ async def _serve(
         emit=emit,
         observe=observe,
         enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
-        search=chooser,
+        search=search_process,
         accountant=accountant,
     )
     listener = Listener(server.admit)
@@ -415,7 +415,7 @@ async def _serve(
         await server.train()
         await server.wait_until_left()
     finally:
-        await chooser.close()
+        await search_process.close()
         await listener.stop()
         server.close()
 

@@ -15,9 +15,9 @@ from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
-from pipar.planner.background_search import Search, search_at_once
+from pipar.planner.background_search import PlanSearch, search_inline
 from pipar.planner.costs import Costs
-from pipar.planner.replanner import Choose
+from pipar.planner.replanner import Replan
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.server.program import Learner
@@ -38,12 +38,12 @@ def train_virtually(
     observe: Observer,
     learner: TorchLearner | None = None,
     *,
-    choose: Choose | None = None,
+    replan: Replan | None = None,
     accountant: PrivacyAccountant | None = None,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
-    Who passes the learner in has the model as far as it came, even if the training is interrupted. `choose` makes new
+    Who passes the learner in has the model as far as it came, even if the training is interrupted. `replan` makes new
     plans when links change; it may take no virtual time. `accountant` is where what the devices send is counted.
     """
     from pipar.job.torch_setup import make_learner, part_builder, repeatable
@@ -51,7 +51,7 @@ def train_virtually(
     learner = learner or make_learner(job, workload)
     build = partial(part_builder, workload)
     validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, build, emit, observe, choose, accountant=accountant)
+    training = _train(job, learner, validation, workload.shard, build, emit, observe, replan, accountant=accountant)
     run_virtually(training, within=repeatable(job.config.run.seed))
     return learner
 
@@ -61,11 +61,11 @@ def train_timing_only(
     emit: Emit,
     observe: Observer,
     *,
-    choose: Choose | None = None,
-    search: Search = search_at_once,
+    replan: Replan | None = None,
+    search: PlanSearch = search_inline,
     accountant: PrivacyAccountant | None = None,
 ) -> None:
-    """Run the same programs over sizes and costs alone, without torch; new plans come from `choose` or `search`."""
+    """Run the same programs over sizes and costs alone, without torch; new plans come from `replan` or `search`."""
     learner = SizesOnlyLearner(job.server_profile, job.split_points)
 
     def samples(name: str) -> Samples:
@@ -75,7 +75,7 @@ def train_timing_only(
         profile, share = job.device_profiles[name], job.server_profile.changes_share
         return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe, choose, search, accountant))
+    run_virtually(_train(job, learner, (), samples, builder, emit, observe, replan, search, accountant))
 
 
 async def _train(
@@ -86,8 +86,8 @@ async def _train(
     builder: Callable[[str], Callable[[Orders], DevicePart]],
     emit: Emit,
     observe: Observer,
-    choose: Choose | None,
-    search: Search = search_at_once,
+    replan: Replan | None,
+    search: PlanSearch = search_inline,
     accountant: PrivacyAccountant | None = None,
 ) -> None:
     server_lanes = _lanes(job.server_costs())
@@ -100,7 +100,7 @@ async def _train(
         background=server_lanes,
         emit=emit,
         observe=observe,
-        choose=choose,
+        replan=replan,
         search=search,
         accountant=accountant,
     )
@@ -120,4 +120,4 @@ async def _train(
 
 
 def _lanes(costs: Costs) -> MakeCompute:
-    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.crowded)
+    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.contention)

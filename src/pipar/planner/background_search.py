@@ -22,19 +22,19 @@ from typing import BinaryIO
 from pipar.errors import PlanError
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.calibration import about
-from pipar.planner.encoding import recoded
+from pipar.planner.calibration import situation_key
+from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
-from pipar.planner.predictor import Foresight
+from pipar.planner.large_fleets import search_plans
+from pipar.planner.predictor import Predictor
 from pipar.planner.replanner import differs
-from pipar.planner.search import AT_LEISURE, QUICK, Choice, Effort, choose_by_estimate, from_sample
+from pipar.planner.search import QUICK, UNHURRIED, SearchResult, SearchSettings, estimate_plans, from_sample
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
 
 #: Returns the best plans of a fleet, given those in force, with so much effort.
-Search = Callable[[Fleet, Mapping[str, Plan], Effort], Awaitable[Mapping[str, Plan]]]
+PlanSearch = Callable[[Fleet, Mapping[str, Plan], SearchSettings], Awaitable[Mapping[str, Plan]]]
 
 #: Situations whose plans are remembered; links that drift come into a new one again and again.
 _MOST_KNOWN = 32
@@ -49,7 +49,7 @@ _LONGEST_ANSWER = 1 << 25
 _LENGTH = struct.Struct("!Q")
 
 
-def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> Mapping[str, Plan]:
+def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> Mapping[str, Plan]:
     """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
 
     Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
@@ -57,38 +57,38 @@ def chosen(fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> M
     wrong for one. In place of those in force, plans with new split points are tried that promise to be hardly worse:
     what is believed of them may be off by more.
     """
-    choice = choose_for(fleet, simulate, within=simulate_within, start=start, effort=effort)
-    as_it_is = recoded(fleet, start)  # another encoding moves no layers
+    choice = search_plans(fleet, simulate, within=simulate_within, start=start, settings=settings)
+    as_it_is = reencoded(fleet, start)  # another encoding moves no layers
     # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
     epoch_s = partial(steady_epoch_s, simulate, fleet.sampled())
     new_s, as_it_is_s = epoch_s(choice.plans), epoch_s(as_it_is)
     gained_s = as_it_is_s - new_s
-    pays = gained_s * (fleet.lasts - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
-    if gained_s >= as_it_is_s * effort.worth:
+    pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
+    if gained_s >= as_it_is_s * settings.worth:
         return choice.plans if pays else as_it_is
-    if effort.trial_cost <= 0 or fleet.lasts < _TRIAL_ROUNDS:
+    if settings.trial_cost <= 0 or fleet.stable_rounds < _TRIAL_ROUNDS:
         return as_it_is
-    for plans in _with_new_cuts(fleet, choice, effort):
+    for plans in _with_new_cuts(fleet, choice, settings):
         is_quick_to_move = 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _TRIAL_MOVES
-        if is_quick_to_move and epoch_s(plans) <= as_it_is_s * (1 + effort.trial_cost):
+        if is_quick_to_move and epoch_s(plans) <= as_it_is_s * (1 + settings.trial_cost):
             return plans
     return as_it_is
 
 
-def _with_new_cuts(fleet: Fleet, choice: Choice, effort: Effort) -> Iterator[Mapping[str, Plan]]:
+def _with_new_cuts(fleet: Fleet, choice: SearchResult, settings: SearchSettings) -> Iterator[Mapping[str, Plan]]:
     """Yield the plans of a choice, then the next best ones, that give devices new split points."""
-    sample, had = fleet.sampled(effort.devices), _had_by_kind(fleet)
+    sample, had = fleet.sampled(settings.devices), _tried_by_kind(fleet)
     next_best = (from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up)
     for plans in chain([choice.plans], next_best):
         if _are_new(had, plans):
             yield plans
 
 
-def _had_by_kind(fleet: Fleet) -> dict[str, frozenset[int]]:
+def _tried_by_kind(fleet: Fleet) -> dict[str, frozenset[int]]:
     """Return the split points that devices of each kind had, by the first one's name."""
     return {
-        kind[0].name: frozenset[int]().union(*(fleet.had.get(member.name, ()) for member in kind))
-        for kind in fleet.kinds()
+        kind[0].name: frozenset[int]().union(*(fleet.tried_split_points.get(member.name, ()) for member in kind))
+        for kind in fleet.device_kinds()
     }
 
 
@@ -98,27 +98,27 @@ def _are_new(had: Mapping[str, frozenset[int]], plans: Mapping[str, Plan]) -> bo
     return bool(new_to) and all(0 < len(cuts) < _MOST_HAD for cuts in new_to)
 
 
-class Choices:
+class ReplanBySearch:
     """New plans for changed links, from what was learned of the machines; a known situation is not searched again."""
 
-    def __init__(self, foresight: Foresight, search: Search) -> None:
-        self._foresight = foresight
+    def __init__(self, predictor: Predictor, search: PlanSearch) -> None:
+        self._predictor = predictor
         self._search = search
         self._known: dict[tuple[object, ...], Mapping[str, Plan]] = {}
-        self._links: Mapping[str, Link] = {member.name: member.link for member in foresight.fleet.members}
+        self._links: Mapping[str, Link] = {member.name: member.link for member in predictor.fleet.members}
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
         """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
-        is_learned = self._foresight.has_learned_of_machines()
-        fleet = self._foresight.latest(links).of(links)
-        plans = {member.name: self._foresight.plans[member.name] for member in fleet.members}
+        is_learned = self._predictor.has_learned_of_machines()
+        fleet = self._predictor.latest(links).of(links)
+        plans = {member.name: self._predictor.plans[member.name] for member in fleet.members}
         are_new = any(differs(link, self._links.get(name, link)) for name, link in links.items())
         self._links = links
         # Other links may change again soon; what was learned of machines is new each time, and worth a longer look.
         if is_learned and not are_new:
             self._known.clear()
-            return await self._search(fleet, plans, AT_LEISURE)
-        situation = (about(fleet), tuple(plans.values()))
+            return await self._search(fleet, plans, UNHURRIED)
+        situation = (situation_key(fleet), tuple(plans.values()))
         if situation not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
@@ -126,7 +126,7 @@ class Choices:
         return self._known[situation]
 
 
-class Recodings:
+class ReplanEncodings:
     """New encodings for changed links where P and N stay: they are given, or one server-side model has one cut.
 
     Nothing is simulated, so this takes no time worth mentioning.
@@ -139,27 +139,29 @@ class Recodings:
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
         """Return every device's plan for these links."""
         members = tuple(replace(member, link=links.get(member.name, member.link)) for member in self.fleet.members)
-        return recoded(replace(self.fleet, members=members), self.plans)
+        return reencoded(replace(self.fleet, members=members), self.plans)
 
 
-async def search_at_once(fleet: Fleet, start: Mapping[str, Plan], effort: Effort) -> Mapping[str, Plan]:
+async def search_inline(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
     """Search here and now; in virtual time that takes none."""
-    return chosen(fleet, start, effort)
+    return search_again(fleet, start, settings)
 
 
 async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
     """Choose by the paper's estimate, which takes milliseconds."""
-    return {name: plan for name, (plan, _) in choose_by_estimate(fleet).items()}
+    return {name: plan for name, (plan, _) in estimate_plans(fleet).items()}
 
 
-class Chooser:
+class SearchProcess:
     """The process, seen from the one that asks; `cpu_s` is what its searches have used."""
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __call__(self, fleet: Fleet, start: Mapping[str, Plan], effort: Effort = QUICK) -> dict[str, Plan]:
+    async def __call__(
+        self, fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK
+    ) -> dict[str, Plan]:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
@@ -176,7 +178,7 @@ class Chooser:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # Between two processes of ours: nothing of a peer is ever unpickled.
-        question = pickle.dumps((fleet, dict(start), effort))
+        question = pickle.dumps((fleet, dict(start), settings))
         self._process.stdin.write(_LENGTH.pack(len(question)) + question)
         line = await self._process.stdout.readline()
         if not line:
@@ -199,10 +201,10 @@ def _answer(questions: BinaryIO) -> bool:
     head = questions.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return False
-    fleet, start, effort = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
+    fleet, start, settings = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
     before, problem, plans = time.process_time(), "", {}
     try:
-        plans = {name: astuple(plan) for name, plan in chosen(fleet, start, effort).items()}
+        plans = {name: astuple(plan) for name, plan in search_again(fleet, start, settings).items()}
     except Exception as error:  # noqa: BLE001 - a question ends here, and who asked is told
         problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}

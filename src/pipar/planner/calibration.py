@@ -42,7 +42,7 @@ _STEPS = 3
 Shares = tuple[float, ...]
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """What some epochs have shown of one kind of work."""
 
     shares: Shares
@@ -52,20 +52,20 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineHistory:
     """What epochs have shown of a machine: how many times as long as profiled it took for which work."""
 
-    seen: dict[Shares, Seen] = field(default_factory=dict)  # by rounded shares; the latest last
+    seen: dict[Shares, Observation] = field(default_factory=dict)  # by rounded shares; the latest last
 
-    def learned(self, shares: Shares, times: float) -> Machine:
+    def learned(self, shares: Shares, times: float) -> MachineHistory:
         """Return what is known behind an epoch in which this work took so many times as long as profiled."""
         key = tuple(round(share, _DIGITS) for share in shares)
         others = {one: seen._replace(age=seen.age + 1) for one, seen in self.seen.items() if one != key}
-        before = self.seen.get(key, Seen(shares, 0.0, 0, 0))
+        before = self.seen.get(key, Observation(shares, 0.0, 0, 0))
         epochs = min(before.epochs + 1, _MEAN_OF)
         mean = before.log_times + (math.log(times) - before.log_times) / epochs
         kept = dict(list(others.items())[1 - _REMEMBERED :])
-        return Machine({**kept, key: Seen(shares, mean, epochs, 0)})
+        return MachineHistory({**kept, key: Observation(shares, mean, epochs, 0)})
 
     def times(self, shares: Shares) -> float:
         """Return how many times as long as profiled it is expected to take for some work."""
@@ -76,7 +76,7 @@ class Machine:
         return self._factors if self.seen else (1.0,) * count
 
     @property
-    def last(self) -> Seen:
+    def last(self) -> Observation:
         """What it did last."""
         return next(reversed(self.seen.values()))
 
@@ -107,9 +107,9 @@ class Machine:
         return factors
 
 
-def pooled(machines: Iterable[Machine]) -> Machine:
+def pooled(machines: Iterable[MachineHistory]) -> MachineHistory:
     """Return what is known of machines that are alike: of each work the median of those that have done it."""
-    by_work: dict[Shares, list[Seen]] = {}
+    by_work: dict[Shares, list[Observation]] = {}
     for machine in machines:
         for key, seen in machine.seen.items():
             by_work.setdefault(key, []).append(seen)
@@ -122,18 +122,18 @@ def pooled(machines: Iterable[Machine]) -> Machine:
         for key, seen in by_work.items()
     }
     in_order = sorted(middle.items(), key=lambda item: -item[1].age)
-    return Machine(dict(in_order[-_REMEMBERED:]))
+    return MachineHistory(dict(in_order[-_REMEMBERED:]))
 
 
 @dataclass(frozen=True)
-class Fit:
+class Calibration:
     """What was learned of each machine, and the links as measured."""
 
-    server: Machine = field(default_factory=Machine)
-    devices: Mapping[str, Machine] = field(default_factory=dict)
+    server: MachineHistory = field(default_factory=MachineHistory)
+    devices: Mapping[str, MachineHistory] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
 
-    def differs(self, other: Fit, most: float, most_of_known: float) -> bool:
+    def differs(self, other: Calibration, most: float, most_of_known: float) -> bool:
         """Return whether the server, or more than a quarter of the devices, are faster or slower than was known there.
 
         By more than the first share with work that was not seen there, and by more than the second with work that was:
@@ -141,14 +141,14 @@ class Fit:
         of it.
         """
 
-        def changed(now: Machine, before: Machine) -> bool:
+        def changed(now: MachineHistory, before: MachineHistory) -> bool:
             if not now.seen:
                 return False
             limit = most if is_new(now, before) else most_of_known
             shares = now.last.shares
             return abs(math.log(now.times(shares) / before.times(shares))) > limit
 
-        def is_new(now: Machine, before: Machine) -> bool:
+        def is_new(now: MachineHistory, before: MachineHistory) -> bool:
             return bool(now.seen) and next(reversed(now.seen)) not in before.seen
 
         of_devices = {name: changed(one, other.of(name)) for name, one in self.devices.items()}
@@ -156,18 +156,18 @@ class Fit:
         many = any(4 * sum(group) > len(group) for group in (of_devices.values(), of_new))
         return changed(self.server, other.server) or many
 
-    def of(self, device: str) -> Machine:
+    def of(self, device: str) -> MachineHistory:
         """Return what is known of a device."""
         return self.devices.get(device, _UNKNOWN)
 
 
-_UNKNOWN = Machine()
+_UNKNOWN = MachineHistory()
 
 
-def refitted(fleet: Fleet, fit: Fit) -> Fleet:
+def calibrated(fleet: Fleet, fit: Calibration) -> Fleet:
     """Return the fleet with measured links and speeds; devices that are about the same share them."""
     members: dict[str, Member] = {}
-    for kind in fleet.kinds():
+    for kind in fleet.device_kinds():
         for alike in _alike(kind, fit):
             costs = _costs(alike[0].costs, pooled(fit.of(member.name) for member in alike), fleet.layers)
             link = _median_link([fit.links.get(member.name, member.link) for member in alike])
@@ -176,12 +176,12 @@ def refitted(fleet: Fleet, fit: Fit) -> Fleet:
     return replace(fleet, members=in_order, server=_costs(fleet.server, fit.server, fleet.layers))
 
 
-def _costs(profiled: Costs, machine: Machine, layers: int) -> Costs:
+def _costs(profiled: Costs, machine: MachineHistory, layers: int) -> Costs:
     everything_else, *each = machine.factors(1 + layers)
     return profiled.slower(everything_else, each[: len(profiled.profile.layers)])
 
 
-def about(fleet: Fleet) -> tuple[object, ...]:
+def situation_key(fleet: Fleet) -> tuple[object, ...]:
     """Return what is to be known of a fleet's links and speeds, rounded to 20 %: equal if they are about the same.
 
     For how long they are to stay so counts as about the same up to a factor of 1.4.
@@ -191,17 +191,17 @@ def about(fleet: Fleet) -> tuple[object, ...]:
             tuple(member.name for member in kind),
             *map(_rounded, (kind[0].link.up_bps, kind[0].link.down_bps, kind[0].costs.all_layers_s(fleet.batch_size))),
         )
-        for kind in fleet.kinds()
+        for kind in fleet.device_kinds()
     ]
-    lasts = None if math.isinf(fleet.lasts) else round(math.log2(fleet.lasts))
-    return (_rounded(fleet.server.all_layers_s(fleet.batch_size)), lasts, *rounded)
+    stable_rounds = None if math.isinf(fleet.stable_rounds) else round(math.log2(fleet.stable_rounds))
+    return (_rounded(fleet.server.all_layers_s(fleet.batch_size)), stable_rounds, *rounded)
 
 
 def _rounded(value: float | None) -> int | None:
     return None if not value else round(math.log(value) / math.log(1 + _ABOUT))
 
 
-def _alike(kind: tuple[Member, ...], fit: Fit) -> list[list[Member]]:
+def _alike(kind: tuple[Member, ...], fit: Calibration) -> list[list[Member]]:
     """Return the members of a kind in groups whose measurements are about the same."""
     links = [fit.links.get(member.name, member.link) for member in kind]
     machines = [fit.of(member.name) for member in kind]

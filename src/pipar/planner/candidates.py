@@ -33,7 +33,7 @@ class LowerBound:
     """What an epoch takes at least: any device with most data of its kind, and all work over all cores."""
 
     def __init__(self, fleet: Fleet) -> None:
-        full = [fleet.full_batches(kind) for kind in fleet.kinds()]
+        full = [fleet.full_batches(kind) for kind in fleet.device_kinds()]
         self._most, self._all = [max(each) for each in full], [sum(each) for each in full]
         self._cores = fleet.cores
         self._exchange = Exchange(fleet)

@@ -103,7 +103,7 @@ class Costs:
         """Return what a byte of a model takes more to pack or to install if only what has changed in it travels."""
         return self._by_size[kind, "changes"][2] - self._by_size[kind, "raw"][2]
 
-    def crowded(self, samples: int) -> float:
+    def contention(self, samples: int) -> float:
         """Return by how much longer a micro-batch takes for each other core of the machine that is busy, as a share."""
         ratios, sizes = self.profile.crowded, self.profile.batch_sizes
         if not ratios or not self.profile.crowd:

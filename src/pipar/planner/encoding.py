@@ -27,7 +27,7 @@ def with_encodings(fleet: Fleet, member: Member, plans: Iterable[Plan]) -> list[
     return found
 
 
-def recoded(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+def reencoded(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return every device's plan as it is, but with the encodings that are right for the fleet's links."""
     known: dict[tuple[object, ...], Plan] = {}
     again = dict(plans)

@@ -18,7 +18,7 @@ class Exchange:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._members = [kind[0] for kind in fleet.kinds()]
+        self._members = [kind[0] for kind in fleet.device_kinds()]
         self._averaged_s = fleet.server.seconds(Work("aggregate", size_bytes=fleet.averaged_bytes))
         self._up_s, self._down_s = cache(self._find_up_s), cache(self._find_down_s)
 

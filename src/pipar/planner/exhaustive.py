@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from pipar.planner.candidates import Candidate, LowerBound, candidates
 from pipar.planner.fleet import Fleet
-from pipar.planner.search import ByKind, everybodys
+from pipar.planner.search import PlansByKind, plans_by_device
 from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, steady_epoch_within_s
 
 
 @dataclass(frozen=True)
-class Best:
+class ExhaustiveResult:
     """The plans with the shortest epoch of all, how many were simulated, if only in part, and how many ruled out."""
 
-    by_kind: ByKind
+    by_kind: PlansByKind
     epoch_s: float
     simulated: int
     ruled_out: int
@@ -30,7 +30,7 @@ class _Pair(NamedTuple):
     likely_s: float
     number: int
     least_s: float
-    by_kind: ByKind
+    by_kind: PlansByKind
 
 
 def search_all(
@@ -41,7 +41,7 @@ def search_all(
     micro_batches: Sequence[int] | None = None,
     slack: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
-) -> Best:
+) -> ExhaustiveResult:
     """Return the best of all plans of all kinds, or of those with these N.
 
     One steady iteration of the whole fleet is simulated. Plans are left out only if their busiest lane, with the
@@ -50,8 +50,8 @@ def search_all(
     `progress` is told how many plans are simulated, and how many there will be at most: the better the best, the fewer.
     """
 
-    def epoch_s(by_kind: ByKind, within_s: float) -> float:
-        plans = everybodys(fleet, by_kind)
+    def epoch_s(by_kind: PlansByKind, within_s: float) -> float:
+        plans = plans_by_device(fleet, by_kind)
         if within is None or within_s == math.inf:
             return steady_epoch_s(simulate, fleet, plans)
         return steady_epoch_within_s(within, fleet, plans, within_s)
@@ -68,11 +68,11 @@ def search_all(
             waiting = [pair for pair in waiting if pair.least_s < best_s]
         if progress is not None:
             progress(simulated, simulated + len(waiting))
-    return Best(best, best_s, simulated, count - simulated)
+    return ExhaustiveResult(best, best_s, simulated, count - simulated)
 
 
 def _pairs(fleet: Fleet, micro_batches: Sequence[int] | None, slack: float) -> Iterator[_Pair]:
-    options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in fleet.kinds()]
+    options = [_allowed(candidates(fleet, kind[0]), micro_batches) for kind in fleet.device_kinds()]
     bound = LowerBound(fleet)
     for number, chosen in enumerate(product(*options)):
         by_kind = tuple(option.plan for option in chosen)

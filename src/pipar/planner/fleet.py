@@ -59,8 +59,10 @@ class Fleet:
     batch_size: int
     batch_statistics: bool = False
     real_links: bool = False  # between machines: what they carry is not known before they have carried something
-    lasts: float = math.inf  # rounds for which the links are expected to stay as they are
-    had: Mapping[str, frozenset[int]] = field(default_factory=dict)  # split points of each device in this training
+    stable_rounds: float = math.inf  # rounds for which the links are expected to stay as they are
+    tried_split_points: Mapping[str, frozenset[int]] = field(
+        default_factory=dict
+    )  # split points of each device in this training
     averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
     protects: bool = False  # devices clip what they have learned and add noise to it before they send it
@@ -153,7 +155,7 @@ class Fleet:
         count = len(self.members)
         if count <= most:
             return self
-        members = [m for kind in self.kinds() for m in kind[: max(1, round(len(kind) * most / count))]]
+        members = [m for kind in self.device_kinds() for m in kind[: max(1, round(len(kind) * most / count))]]
         share = self.cores * len(members) / count
         cores = max(1, round(share))
         in_order = tuple(sorted(members, key=lambda member: member.name))
@@ -162,7 +164,7 @@ class Fleet:
         slower = self.server.slower(cores / share)
         return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged)
 
-    def kinds(self) -> list[tuple[Member, ...]]:
+    def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.
 
         Who has a little more data than another is of the same kind; who has much more, of another.

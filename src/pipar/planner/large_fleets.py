@@ -11,20 +11,20 @@ from statistics import fmean
 from pipar.errors import PlanError
 from pipar.methods import Plan
 from pipar.planner.candidates import Allow, allowed_plans
-from pipar.planner.encoding import recoded
+from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.search import (
     COARSE,
     THOROUGH,
-    ByKind,
-    Choice,
-    Effort,
-    choose,
-    everybodys,
+    PlansByKind,
+    SearchResult,
+    SearchSettings,
     extended,
     from_sample,
+    plans_by_device,
+    search_kinds,
 )
-from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, whole_epoch
+from pipar.planner.timing import Simulate, SimulateWithin, epoch_timing, steady_epoch_s
 
 #: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
 _GROUPS, _SMALLER_GROUPS = 2, 8
@@ -39,45 +39,45 @@ _LATENCY_S = 1e-3
 _Places = Mapping[str, tuple[float, ...]]
 
 
-def choose_for(
+def search_plans(
     fleet: Fleet,
     simulate: Simulate,
     *,
     within: SimulateWithin | None = None,
     start: Mapping[str, Plan] | None = None,
     progress: Callable[[int], None] | None = None,
-    effort: Effort = THOROUGH,
-) -> Choice:
+    settings: SearchSettings = THOROUGH,
+) -> SearchResult:
     """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force.
 
     Of many kinds of devices, two groups are searched first, then more and smaller ones around the plans of these.
     """
-    sample = fleet.sampled(effort.devices)
-    ask = partial(_choose_sampled, simulate=simulate, within=within, progress=progress)
-    if fleet.method.shares_server_model or len(sample.kinds()) <= _GROUPS:
-        return ask(fleet, start=start, effort=effort)
-    half = replace(effort, pieces=effort.pieces // 2)
+    sample = fleet.sampled(settings.devices)
+    ask = partial(_search_sampled, simulate=simulate, within=within, progress=progress)
+    if fleet.method.shares_server_model or len(sample.device_kinds()) <= _GROUPS:
+        return ask(fleet, start=start, settings=settings)
+    half = replace(settings, pieces=settings.pieces // 2)
     try:
-        coarse = ask(merged(fleet, _GROUPS), start=start, effort=half)
+        coarse = ask(merged(fleet, _GROUPS), start=start, settings=half)
     except PlanError:
-        for kind in fleet.kinds():  # it is said of the device that it is true of
+        for kind in fleet.device_kinds():  # it is said of the device that it is true of
             allowed_plans(fleet, kind[0])
         raise
     groups = merged(fleet, _SMALLER_GROUPS)
-    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), effort=half)
+    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), settings=half)
 
-    def of_kinds(plans: Mapping[str, Plan]) -> ByKind:
-        coded = recoded(sample, plans)
-        return tuple(coded[kind[0].name] for kind in sample.kinds())
+    def of_kinds(plans: Mapping[str, Plan]) -> PlansByKind:
+        coded = reencoded(sample, plans)
+        return tuple(coded[kind[0].name] for kind in sample.device_kinds())
 
     by_kind = of_kinds(fine.plans)
-    plans = everybodys(sample, by_kind)
-    in_groups = groups.sampled(effort.devices)
-    return Choice(
+    plans = plans_by_device(sample, by_kind)
+    in_groups = groups.sampled(settings.devices)
+    return SearchResult(
         plans=extended(fleet, plans),
         by_kind=by_kind,
-        epoch_s=steady_epoch_s(simulate, sample, plans, effort.iterations),
-        timing=whole_epoch(simulate, sample, plans),
+        epoch_s=steady_epoch_s(simulate, sample, plans, settings.iterations),
+        timing=epoch_timing(simulate, sample, plans),
         runners_up=tuple((of_kinds(from_sample(groups, in_groups, of)), s) for of, s in fine.runners_up),
         simulations=coarse.simulations + fine.simulations,
     )
@@ -90,7 +90,7 @@ def _around(plans: Iterable[Plan]) -> Allow:
     return lambda p, n: least <= p <= most and (n <= above or n in COARSE)
 
 
-def _choose_sampled(
+def _search_sampled(
     fleet: Fleet,
     *,
     start: Mapping[str, Plan] | None,
@@ -98,11 +98,11 @@ def _choose_sampled(
     simulate: Simulate,
     within: SimulateWithin | None,
     progress: Callable[[int], None] | None,
-    effort: Effort,
-) -> Choice:
-    sample = fleet.sampled(effort.devices)
-    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.kinds())
-    choice = choose(sample, simulate, within=within, start=begin, only=only, progress=progress, effort=effort)
+    settings: SearchSettings,
+) -> SearchResult:
+    sample = fleet.sampled(settings.devices)
+    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.device_kinds())
+    choice = search_kinds(sample, simulate, within=within, start=begin, only=only, progress=progress, settings=settings)
     return replace(choice, plans=extended(fleet, choice.plans))
 
 
@@ -112,7 +112,7 @@ def merged(fleet: Fleet, most: int) -> Fleet:
     A round waits for the slowest, so all devices of a group are as slow as the slowest of it, on a link as slow, with
     the memory of the one that has least: what is allowed for a group is so for each of its devices.
     """
-    if len(fleet.kinds()) <= most:
+    if len(fleet.device_kinds()) <= most:
         return fleet
     apart: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.busy import Busy, busy_layers, crowding
-from pipar.planner.calibration import Fit, Machine, refitted
+from pipar.planner.calibration import Calibration, MachineHistory, calibrated
+from pipar.planner.compute_load import ComputeLoad, compute_loads, server_contention
 from pipar.planner.fleet import Fleet
 from pipar.planner.replanner import MeasuredLink, differs
 from pipar.planner.simulator import predict_s
@@ -30,17 +30,17 @@ _NOTICED, _NOTICED_AGAIN = 0.002, 0.03
 _MOST = 5.0
 
 
-class Foresight:
+class Predictor:
     """Predicts each epoch's seconds with what was known when it began, and re-fits the cost model after each."""
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
         self.fleet = fleet  # as profiled
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they hold for
         self._links: dict[int, Mapping[str, Link]] = {}
-        self._fits: dict[int, Fit] = {1: Fit()}
-        self._planned_with = Fit()
+        self._fits: dict[int, Calibration] = {1: Calibration()}
+        self._planned_with = Calibration()
         self._steadiness = _Steadiness()
-        self._had: dict[str, frozenset[int]] = {}
+        self._tried: dict[str, frozenset[int]] = {}
         self._remember(plans)
 
     @property
@@ -55,7 +55,7 @@ class Foresight:
 
     def _remember(self, plans: Mapping[str, Plan]) -> None:
         for name, plan in plans.items():
-            self._had[name] = self._had.get(name, frozenset()) | {plan.split_point}
+            self._tried[name] = self._tried.get(name, frozenset()) | {plan.split_point}
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
@@ -69,20 +69,20 @@ class Foresight:
         """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
         fit, plans, fleet = self._fits[max(self._fits)], _at(self._plans, epoch), self.fleet.of(device_s)
         # From the profiles, each device by itself: what a group has in common would let single ones run away.
-        profiled, served = busy_layers(fleet, plans)
+        profiled, served = compute_loads(fleet, plans)
         learned = {
             name: _learned(fit.of(name), busy, device_s[name]) for name, busy in profiled.items() if name in device_s
         }
         server = fit.server
         if served.seconds * server.latest > _TELLING_S:
-            server = _learned(server, served, server_s / crowding(self.fleet_for(epoch).of(device_s), plans))
+            server = _learned(server, served, server_s / server_contention(self.fleet_for(epoch).of(device_s), plans))
         self._fits[epoch + 2] = replace(fit, server=server, devices={**fit.devices, **learned})
 
     def forget(self, epoch: int) -> None:
         """Keep nothing that only epochs up to this one were expected by: a training may have any number of them."""
-        self._plans = since(self._plans, epoch + 1)
-        self._links = since(self._links, epoch + 1)
-        self._fits = since(self._fits, epoch + 1)
+        self._plans = entries_from(self._plans, epoch + 1)
+        self._links = entries_from(self._links, epoch + 1)
+        self._fits = entries_from(self._fits, epoch + 1)
 
     def has_learned(self) -> bool:
         """Return whether machines or links are known to be other, or steadier, than when plans were last chosen."""
@@ -95,18 +95,18 @@ class Foresight:
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as it was known when an epoch began."""
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
-        return refitted(self.fleet, replace(_at(self._fits, epoch), links=links))
+        return calibrated(self.fleet, replace(_at(self._fits, epoch), links=links))
 
     def now(self) -> Fleet:
         """Return the fleet as it is known now: machines as slow as they were, links as last measured."""
         links = self._links[max(self._links)] if self._links else {}
-        return refitted(self.fleet, replace(self._fits[max(self._fits)], links=links))
+        return calibrated(self.fleet, replace(self._fits[max(self._fits)], links=links))
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as it is known now, with these links, to choose plans for."""
         self._planned_with = self._fits[max(self._fits)]
-        fleet = refitted(self.fleet, replace(self._planned_with, links=links))
-        return replace(fleet, lasts=self._steadiness.take(), had=dict(self._had))
+        fleet = calibrated(self.fleet, replace(self._planned_with, links=links))
+        return replace(fleet, stable_rounds=self._steadiness.take(), tried_split_points=dict(self._tried))
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
@@ -129,31 +129,31 @@ class _Steadiness:
             self._changes, self._since, self._links = self._changes + 1, 0, now
 
     @property
-    def lasts(self) -> float:
+    def stable_rounds(self) -> float:
         """The rounds that are to be expected: as many as between two changes so far, or since the last one."""
         return math.inf if self._changes < 2 else max(self._rounds / self._changes, self._since)
 
     def take(self) -> float:
         """Return the rounds to be expected, for a choice."""
-        self._believed = self.lasts
+        self._believed = self.stable_rounds
         return self._believed
 
     def has_grown(self) -> bool:
         """Return whether twice as many rounds are to be expected as at the last choice."""
-        return self._believed < math.inf and self.lasts >= 2 * self._believed
+        return self._believed < math.inf and self.stable_rounds >= 2 * self._believed
 
 
 def _at(by_first: Mapping[int, T], epoch: int) -> T:
     return by_first[max(first for first in by_first if first <= epoch)]
 
 
-def since(by_first: dict[int, T], epoch: int) -> dict[int, T]:
+def entries_from(by_first: dict[int, T], epoch: int) -> dict[int, T]:
     """Return what holds in an epoch and behind it."""
     newest = max((first for first in by_first if first <= epoch), default=epoch)
     return {first: what for first, what in by_first.items() if first >= newest}
 
 
-def _learned(machine: Machine, profiled: Busy, measured_s: float) -> Machine:
+def _learned(machine: MachineHistory, profiled: ComputeLoad, measured_s: float) -> MachineHistory:
     """Return what is known of a machine that has worked for so long."""
     if profiled.seconds <= 0 or measured_s <= 0:
         return machine

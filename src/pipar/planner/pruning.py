@@ -3,7 +3,7 @@
 Only what is certain counts. Before the epoch begins that is the busiest lane of each device, the server's work over its
 cores, and the exchange of models behind them. Whenever a device ends an iteration, it is known how long it needs at
 least for those that are left, and how much the server has left to do for all devices. Iterations that are not simulated
-are like those that are (`Timing.of_whole_epoch`): what makes these longer counts for the others, too.
+are like those that are (`Timing.extrapolated_epoch_s`): what makes these longer counts for the others, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cutoff:
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], times: Times, within_s: float) -> None:
         self._within_s = within_s
-        kinds = fleet.kinds()
+        kinds = fleet.device_kinds()
         self._exchange = Exchange(fleet)
         self._cuts = [plans[kind[0].name].split_point for kind in kinds]
         self._exchange_s = self._exchange.least_s(self._cuts)

@@ -24,7 +24,7 @@ NOTICED = 0.2
 _MOST_REASONS = 3
 
 #: Returns every device's plan for these links.
-Choose = Callable[[Mapping[str, Link]], Awaitable[Mapping[str, Plan]]]
+Replan = Callable[[Mapping[str, Link]], Awaitable[Mapping[str, Plan]]]
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Replanner:
     def __init__(
         self,
         links: Mapping[str, Link],
-        choose: Choose,
+        replan: Replan,
         observe: Observer = ignore,
         *,
         learned: Callable[[], bool] = lambda: False,
     ) -> None:
         self._planned_for = {name: _steady(link) for name, link in links.items()}
         self._measured = self._planned_for
-        self._choose = choose
+        self._replan = replan
         self._observe = observe
         self._learned = learned
         self._choosing: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class Replanner:
 
     async def _run(self, links: Mapping[str, Link], why: str) -> None:
         try:
-            self._chosen = await self._choose(links), why
+            self._chosen = await self._replan(links), why
         except Exception as error:  # noqa: BLE001 - the task ends here, and the training goes on by the plans it has
             self._observe(ReplanFailed(f"New plans could not be chosen: {error}"))
         self._choosing = None

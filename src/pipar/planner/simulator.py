@@ -34,7 +34,7 @@ from pipar.planner.stage_times import (
     transfer_s,
     work_key,
 )
-from pipar.planner.timing import FEWEST, STEADY, Timing, steady_epoch_s
+from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, Timing, steady_epoch_s
 
 #: Devices of a prediction in the middle of a training, which the server's messages wait for.
 _FEW = 32
@@ -47,26 +47,22 @@ _END_EPOCH_BYTES = 80
 Disturb = Callable[[str, int, BatchTimes], BatchTimes]
 
 
-def forecast(
-    fleet: Fleet,
-    plans: Mapping[str, Plan],
-    *,
-    iterations: int | None = None,
-    disturb: Disturb | None = None,
+def simulate(
+    fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None = None, *, disturb: Disturb | None = None
 ) -> Timing:
-    """Return the times of one epoch, cut off behind so many iterations if that is asked for."""
+    """Return the times of one epoch, or of its first `iterations` and the exchange of models after them."""
     return _Epoch(fleet, plans, iterations, disturb).run()
 
 
-def forecast_within(
+def simulate_within(
     fleet: Fleet,
     plans: Mapping[str, Plan],
+    iterations: int | None,
     within_s: float,
     *,
-    iterations: int | None = None,
     disturb: Disturb | None = None,
 ) -> Timing | None:
-    """Return the same, or None as soon as it is certain that its `steady_epoch_s` is not less than this."""
+    """Return the same, or None as soon as it is certain that its `steady_epoch_s` is at least `within_s`."""
     try:
         return _Epoch(fleet, plans, iterations, disturb, within_s=within_s).run()
     except _TooLong:
@@ -96,20 +92,10 @@ def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     everyone = fleet.sampled()
     pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
     if pieces <= _QUICK:
-        return forecast(everyone, plans).epoch_s
+        return simulate(everyone, plans).epoch_s
     few = fleet.sampled(_FEW)
     iterations = _QUICK // sum(plans[member.name].micro_batches for member in few.members)
-    return steady_epoch_s(simulate, few, plans, max(FEWEST, min(STEADY, iterations)))
-
-
-def simulate(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
-    """Return the forecast, as the planner asks for it."""
-    return forecast(fleet, plans, iterations=iterations)
-
-
-def simulate_within(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None, within_s: float) -> Timing | None:
-    """Return the same if its epoch is shorter than this."""
-    return forecast_within(fleet, plans, within_s, iterations=iterations)
+    return steady_epoch_s(simulate, few, plans, max(FEWEST_ITERATIONS, min(STEADY_ITERATIONS, iterations)))
 
 
 class _Device:
@@ -422,10 +408,10 @@ class _Epoch:
             self._unserved -= 1
             self._unserved_s -= seconds
         self._alone_s += seconds
-        crowded = device.batch.crowded[device.served if then == _SERVED else -1]
+        contention = device.batch.contention[device.served if then == _SERVED else -1]
         device.slower = 1.0
-        if crowded:
-            device.slower = 1.0 + crowded * sum(free_at > begin for free_at in self._cores[1:])
+        if contention:
+            device.slower = 1.0 + contention * sum(free_at > begin for free_at in self._cores[1:])
             seconds *= device.slower
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
@@ -541,7 +527,7 @@ class _Epoch:
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             begin, server = max(now, self._cores[0]), self._fleet.server
-            slower = 1.0 + server.crowded(0) * sum(free_at > begin for free_at in self._cores[1:])
+            slower = 1.0 + server.contention(0) * sum(free_at > begin for free_at in self._cores[1:])
             device.returned_at = begin + server.seconds(decoding(self._part_bytes(device.plan.split_point))) * slower
             heapreplace(self._cores, device.returned_at)
             if device.watched:
@@ -559,7 +545,7 @@ class _Epoch:
                 "server": self._server_s / self._fleet.cores,
                 "downlink": max(device.down_s for device in devices),
             },
-            crowding=self._server_s / self._alone_s if self._alone_s else 1.0,
+            contention=self._server_s / self._alone_s if self._alone_s else 1.0,
             own_s={device.member.name: (device.compute_s, device.up_s, device.down_s) for device in devices},
         )
 

@@ -36,7 +36,7 @@ class BatchTimes:
     bc: list[float]
     step: float
     server_step: float
-    crowded: list[float]  # by how much longer a job of the server's takes for each other core that is busy
+    contention: list[float]  # by how much longer a job of the server's takes for each other core that is busy
     answer: list[float]  # the encode at the end of `served`
     up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
     down_chunks: list[ChunkShares]
@@ -106,7 +106,7 @@ def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
         step=costs.seconds(Work("step", last_layer=p)),
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
-        crowded=each(server.crowded),
+        contention=each(server.contention),
         answer=none if whole else each(answer),
         up_chunks=in_chunks(plan.up),
         down_chunks=in_chunks(plan.down),

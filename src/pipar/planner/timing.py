@@ -25,7 +25,7 @@ class Timing:
     epoch_s: float
     ends: Mapping[str, tuple[float, ...]]  # when each device had ended each of its iterations
     busy_s: Mapping[str, float]
-    crowding: float = 1.0  # how many times as long the server's work took as it would have on one core alone
+    contention: float = 1.0  # how many times as long the server's work took as it would have on one core alone
     own_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of OWN_LANES, device by device
     rest_s: Mapping[str, float] = field(default_factory=dict)  # how much later each ends if that was foretold
 
@@ -44,7 +44,7 @@ class Timing:
         """The busiest lane."""
         return max(LANES, key=lambda lane: self.busy_s[lane])
 
-    def of_whole_epoch(self, fleet: Fleet) -> float:
+    def extrapolated_epoch_s(self, fleet: Fleet) -> float:
         """Return the seconds of the whole epoch, iterations that were not simulated being like those that were.
 
         A short last one counts by its share. Each kind of device goes on in its own steps: a slow one with little data
@@ -53,7 +53,7 @@ class Timing:
         if fleet.method.one_device_at_a_time:
             return self.epoch_s + sum(self._rest_s(fleet, (member,)) for member in fleet.members)
         last = self.device_s
-        end = max(max(last[m.name] for m in kind) + self._rest_s(fleet, kind) for kind in fleet.kinds())
+        end = max(max(last[m.name] for m in kind) + self._rest_s(fleet, kind) for kind in fleet.device_kinds())
         return self.epoch_s + end - max(last.values())
 
     def extended(self, fleet: Fleet, before: Timing) -> Timing:
@@ -63,7 +63,7 @@ class Timing:
             name: tuple(now + (now - then) * left[name] for now, then in zip(lanes, before.own_s[name], strict=True))
             for name, lanes in self.own_s.items()
         }
-        rest = {member.name: self._rest_s(fleet, kind) for kind in fleet.kinds() for member in kind}
+        rest = {member.name: self._rest_s(fleet, kind) for kind in fleet.device_kinds() for member in kind}
         if fleet.method.one_device_at_a_time:
             rest = dict(zip(self.ends, accumulate(rest[name] for name in self.ends), strict=True))
         busiest = zip(OWN_LANES, (max(of) for of in zip(*own.values(), strict=True)), strict=True)
@@ -80,7 +80,7 @@ class Timing:
 
         Iterations that just begin to crowd the server promise more than its cores can do in a whole epoch.
         """
-        return max(self.of_whole_epoch(fleet), self._server_s(fleet))
+        return max(self.extrapolated_epoch_s(fleet), self._server_s(fleet))
 
     def _server_s(self, fleet: Fleet) -> float:
         """Return how long each core will have worked, on average, when all samples are through."""
@@ -110,28 +110,34 @@ SimulateWithin = Callable[[Fleet, Mapping[str, Plan], int | None, float], Timing
 
 #: Iterations that show all. The first fills the pipeline, and devices that have begun it together need some more until
 #: they come to a full server in the order that they keep: the second alone was seen to be off by 15 % of an epoch.
-STEADY = 6
+STEADY_ITERATIONS = 6
 #: The fewest that show a steady one at all.
-FEWEST = 2
+FEWEST_ITERATIONS = 2
 
 #: More micro-batches than this take longer to simulate than anybody waits for.
 _QUICK = 20_000
 
 
-def steady_epoch_s(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan], iterations: int = STEADY) -> float:
+def steady_epoch_s(
+    simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan], iterations: int = STEADY_ITERATIONS
+) -> float:
     """Return the seconds of an epoch from a simulation of so many of its iterations, or of all if it has fewer."""
     return simulate(fleet, plans, steady_iterations(fleet, iterations)).steady_epoch_s(fleet)
 
 
 def steady_epoch_within_s(
-    simulate: SimulateWithin, fleet: Fleet, plans: Mapping[str, Plan], within_s: float, iterations: int = STEADY
+    simulate: SimulateWithin,
+    fleet: Fleet,
+    plans: Mapping[str, Plan],
+    within_s: float,
+    iterations: int = STEADY_ITERATIONS,
 ) -> float:
     """Return the same if it is less than this, else any number that is not."""
     timing = simulate(fleet, plans, steady_iterations(fleet, iterations), within_s)
     return math.inf if timing is None else timing.steady_epoch_s(fleet)
 
 
-def whole_epoch(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> Timing:
+def epoch_timing(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> Timing:
     """Return the timing of an epoch: all of it simulated, or of a long one the first iterations, which repeat."""
     pieces = sum(plans[member.name].micro_batches * fleet.iterations(member.samples) for member in fleet.members)
     if pieces <= _QUICK:
@@ -142,6 +148,6 @@ def whole_epoch(simulate: Simulate, fleet: Fleet, plans: Mapping[str, Plan]) -> 
     return simulate(fleet, plans, steady).extended(fleet, simulate(fleet, plans, steady - 1))
 
 
-def steady_iterations(fleet: Fleet, iterations: int = STEADY) -> int:
+def steady_iterations(fleet: Fleet, iterations: int = STEADY_ITERATIONS) -> int:
     """Return how many iterations of an epoch are simulated: so many, or all."""
     return min(iterations, max(fleet.iterations(member.samples) for member in fleet.members))

@@ -20,7 +20,7 @@ _FEWEST, _MOST = 5, 40
 Pass = Callable[[nn.Sequential, int], object]
 
 
-def measure_crowding(
+def measure_contention(
     model: nn.Sequential, batches: int, run: Pass, *, others: int, budget_s: float
 ) -> tuple[float, ...]:
     """Return for each batch, from the smallest to the largest, the time beside `others` over the time alone.

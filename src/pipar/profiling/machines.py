@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipar.profiling.counts import Counts, LayerCount, PassCount
+from pipar.profiling.operation_counts import Counts, LayerCount, PassCount
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes, item_bytes
 
 _GIB = 2**30

@@ -36,9 +36,9 @@ from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, line, run_through
-from pipar.profiling.contention import measure_crowding
-from pipar.profiling.count import count_layers
+from pipar.profiling.contention import measure_contention
 from pipar.profiling.memory import largest_prefix, training_bytes
+from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.units import format_bytes
 from pipar.wire.messages import Body, Kind, Message
@@ -277,7 +277,7 @@ def _crowded(
     def run(network: nn.Sequential, number: int) -> object:
         return _training_pass(network, batches[number], with_loss=with_loss)
 
-    return measure_crowding(model, len(batches), run, others=others, budget_s=0.5 * task.budget_s)
+    return measure_contention(model, len(batches), run, others=others, budget_s=0.5 * task.budget_s)
 
 
 def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:

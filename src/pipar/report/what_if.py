@@ -13,12 +13,12 @@ from pipar.job.job import Job
 from pipar.job.plans import plans_by_estimate
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
-from pipar.planner.encoding import recoded
+from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import choose_for
-from pipar.planner.search import Effort
+from pipar.planner.large_fleets import search_plans
+from pipar.planner.search import SearchSettings
 from pipar.planner.simulator import simulate
-from pipar.planner.timing import FEWEST, LANES, STEADY, Timing, steady_epoch_s
+from pipar.planner.timing import FEWEST_ITERATIONS, LANES, STEADY_ITERATIONS, Timing, steady_epoch_s
 from pipar.wording import plans_text
 
 Plans = Mapping[str, Plan]
@@ -28,7 +28,7 @@ _Question = tuple[str, str, Fleet, Plans | None]
 #: Behind so many seconds of computing only the first questions are asked: who waits has seen the numbers already.
 _PATIENCE_S = 2.0
 #: A question is about how much, not about which plan of two that are close.
-_EFFORT = Effort(devices=16, pieces=5_000, worlds=0, iterations=FEWEST)
+_SETTINGS = SearchSettings(devices=16, pieces=5_000, worlds=0, iterations=FEWEST_ITERATIONS)
 #: Methods that others are compared with.
 _BASES = ("fl", "sfl")
 #: Split points to each side of the chosen one that are tried.
@@ -46,8 +46,8 @@ def what_if(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
         words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
         return {"note": f"{words}: there is no prediction of what would make it faster."}
     fleet = fleet or job.fleet()
-    few = fleet.sampled(_EFFORT.devices)
-    timing = simulate(few, plans, STEADY)
+    few = fleet.sampled(_SETTINGS.devices)
+    timing = simulate(few, plans, STEADY_ITERATIONS)
     document: dict[str, Any] = {
         "plan": _text(plans),
         "epoch_s": steady_epoch_s(simulate, few, plans),
@@ -87,18 +87,18 @@ def _by_other_methods(fleet: Fleet) -> dict[str, float]:
 def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any]]:
     """Return the best plans of a changed fleet, which may be those in force, and their seconds; nothing without any."""
     try:
-        found = [choose_for(fleet, _briefly, effort=_EFFORT).plans]
+        found = [search_plans(fleet, _briefly, settings=_SETTINGS).plans]
     except PlanError:  # too little memory, for example
         return []
-    found += [recoded(fleet, start)] if start is not None else []
-    few = fleet.sampled(_EFFORT.devices)
+    found += [reencoded(fleet, start)] if start is not None else []
+    few = fleet.sampled(_SETTINGS.devices)
     seconds, plans = min(((steady_epoch_s(simulate, few, plans), plans) for plans in found), key=lambda one: one[0])
     return [{"change": words, "plan": _text(plans), "epoch_s": seconds}]
 
 
 def _briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Timing:
     """Simulate, but never a whole epoch, which may have thousands of iterations."""
-    return simulate(fleet, plans, STEADY if iterations is None else iterations)
+    return simulate(fleet, plans, STEADY_ITERATIONS if iterations is None else iterations)
 
 
 def _text(plans: Plans) -> str:

@@ -11,8 +11,8 @@ from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.encoding import recoded
-from pipar.planner.search import choose_by_estimate
+from pipar.planner.encoding import reencoded
+from pipar.planner.search import estimate_plans
 from pipar.profiling.profile import Profile
 from pipar.server.session import Introduction
 from pipar.wire.orders import Orders
@@ -93,7 +93,7 @@ class OpenEnrolment:
             if cut is not None:
                 member = replace(member, split_point=cut.split_point)
             try:
-                choose_by_estimate(replace(fleet, members=(member,)))
+                estimate_plans(replace(fleet, members=(member,)))
             except _UNUSABLE as error:
                 raise _unusable(who.name, error) from None
 
@@ -115,7 +115,7 @@ class OpenEnrolment:
     async def _first_plans(self, job: Job) -> Mapping[str, Plan]:
         kept = {name: plan for name in job.sizes if (plan := self._kept_plan(job, name)) is not None}
         if len(kept) == len(job.sizes):
-            return recoded(job.fleet(), kept)
+            return reencoded(job.fleet(), kept)
         # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
         return await asyncio.to_thread(self._make_plans, job)
 
@@ -139,12 +139,12 @@ class OpenEnrolment:
 
     def _first_plan(self, job: Job, who: Introduction) -> Plan:
         fleet = job.fleet()
-        kind = next(kind for kind in fleet.kinds() if who.name in {member.name for member in kind})
+        kind = next(kind for kind in fleet.device_kinds() if who.name in {member.name for member in kind})
         kept = self._kept_plan(job, who.name)
         if kept is not None:
-            return recoded(fleet.of({who.name}), {who.name: kept})[who.name]
+            return reencoded(fleet.of({who.name}), {who.name: kept})[who.name]
         plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
-        return plan or choose_by_estimate(fleet.of({who.name}))[who.name][0]
+        return plan or estimate_plans(fleet.of({who.name}))[who.name][0]
 
     @property
     def _nobodys_job(self) -> Job:

@@ -13,7 +13,7 @@ from pipar.job.job import Bounds
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Foresight, since
+from pipar.planner.predictor import Predictor, entries_from
 from pipar.planner.replanner import MeasuredLink
 
 
@@ -49,13 +49,13 @@ class ResultCollector:
         background: Recorder,
         emit: Callable[[EpochResult, list[Span]], None],
         bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
-        foresight: Foresight | None = None,
+        predictor: Predictor | None = None,
         done: Sequence[float | None] = (),
     ) -> None:
         self._links = links
         self._bounds = {1: bounds}  # by the first epoch that they hold for
         self._bounds_of = bounds_of
-        self._foresight = foresight
+        self._predictor = predictor
         self._cores = cores
         self._recorder = recorder
         self._background = background
@@ -117,17 +117,17 @@ class ResultCollector:
         """From this epoch on the devices train by other plans, which have another compute."""
         if self._bounds_of is not None:
             self._bounds[first_epoch] = self._bounds_of(plans)
-        if self._foresight is not None:
-            self._foresight.replan(first_epoch, plans)
+        if self._predictor is not None:
+            self._predictor.replan(first_epoch, plans)
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take what an epoch's traffic said of the links."""
-        if self._foresight is not None:
-            self._foresight.measure_links(epoch, measured)
+        if self._predictor is not None:
+            self._predictor.measure_links(epoch, measured)
 
     def fleet(self) -> Fleet | None:
         """Return the fleet as the training has shown it; None where nothing is foreseen."""
-        return None if self._foresight is None else self._foresight.now()
+        return None if self._predictor is None else self._predictor.now()
 
     def fail(self, failure: Exception) -> None:
         """Nothing more will come: whoever waits is told why."""
@@ -165,14 +165,14 @@ class ResultCollector:
             del self._epochs[self._emitted]
             self._emit(self._result(self._emitted, epoch), _spans(epoch))
             self._learn(self._emitted, epoch)
-            self._bounds = since(self._bounds, self._emitted + 1)
+            self._bounds = entries_from(self._bounds, self._emitted + 1)
         self._changed.set()
 
     def _learn(self, number: int, epoch: _Epoch) -> None:
-        if self._foresight is not None and epoch.server is not None:
+        if self._predictor is not None and epoch.server is not None:
             computed = {name: trace.totals[COMPUTE].busy_s for name, trace in epoch.devices.items()}
-            self._foresight.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
-            self._foresight.forget(number)
+            self._predictor.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
+            self._predictor.forget(number)
 
     def _is_complete(self, epoch: _Epoch) -> bool:
         return epoch.validated and epoch.server is not None and not epoch.awaited
@@ -210,7 +210,7 @@ class ResultCollector:
             error_down=epoch.errors[1],
             epsilon=epoch.epsilon,
             device_bytes={name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)},
-            predicted_s=self._foresight.predicted_s(number, epoch.counted) if self._foresight is not None else None,
+            predicted_s=self._predictor.predicted_s(number, epoch.counted) if self._predictor is not None else None,
         )
 
     def _bound(self, number: int, epoch: _Epoch) -> float:

@@ -1,8 +1,8 @@
 """What each layer of a network does to one sample, counted: multiply-adds, elements, operator calls, memory.
 
-`profiling/count.py` counts; this module holds the records, and the counts of the known networks for the images of the
-known datasets (`networks.json`), so that planning for them needs no torch. What encodings leave of their activations
-and gradients was measured (`shares.json`), and what a round's changes are of their weights (`changes.json`).
+The records are made by `operation_counter`. The counts of the known networks, for the images of the known datasets, are
+in `networks.json`, so that planning for them needs no torch. Beside them are measured numbers: what encodings leave of
+activations and gradients (`shares.json`), and what share of a model's bytes a round changes (`changes.json`).
 """
 
 from __future__ import annotations

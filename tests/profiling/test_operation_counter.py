@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipar.nn.models import build_model
-from pipar.profiling.count import count_layers
-from pipar.profiling.counts import LayerCount, PassCount, known_counts, network_sizes
+from pipar.profiling.operation_counter import count_layers
+from pipar.profiling.operation_counts import LayerCount, PassCount, known_counts, network_sizes
 
 SHAPE = (3, 8, 8)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipar.nn.blocks import NORMS
-from pipar.profiling.counts import counts_key, known_counts
+from pipar.profiling.operation_counts import counts_key, known_counts
 
 _MAKER = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "count_networks.py"))
 FILE, as_text, cases, counted = (_MAKER[name] for name in ("FILE", "as_text", "cases", "counted"))

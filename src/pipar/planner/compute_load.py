@@ -10,45 +10,45 @@ from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.calibration import Shares
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.simulator import forecast
+from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import batch_times, decoding, protect_s, work_key
 
 
-def busy_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
+def compute_seconds(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
     """Return how long each device's compute lane and all cores of the server together work in one epoch."""
     devices, server_s = _alone_s(fleet, plans)
-    return devices, server_s * crowding(fleet, plans)
+    return devices, server_s * server_contention(fleet, plans)
 
 
-def crowding(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+def server_contention(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     """Return how many times as long the server's cores take together as one after the other."""
     if fleet.server.profile.crowded and fleet.cores > 1:
-        return forecast(fleet.sampled(), plans, iterations=1).crowding
+        return simulate(fleet.sampled(), plans, iterations=1).contention
     return 1.0
 
 
 @dataclass(frozen=True)
-class Busy:
+class ComputeLoad:
     """How long a compute lane, or all cores one after the other, work in one epoch; and what part each layer has."""
 
     seconds: float
     shares: Shares
 
 
-def busy_layers(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, Busy], Busy]:
+def compute_loads(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, ComputeLoad], ComputeLoad]:
     """Return the work of each device's compute lane, and that of the server's cores; who is alike has the same."""
     devices_s, server_s = _alone_s(fleet, plans)
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:
         alike.setdefault(work_key(member, plans[member.name]), []).append(member)
-    devices: dict[str, Busy] = {}
+    devices: dict[str, ComputeLoad] = {}
     on_server = [0.0] * fleet.layers
     for first, *others in alike.values():
         own, served = _layers_s(fleet, first, plans[first.name])
-        of_one = _busy(own, devices_s[first.name])
+        of_one = _load(own, devices_s[first.name])
         devices.update({member.name: of_one for member in (first, *others)})
         on_server = [all_s + (1 + len(others)) * s for all_s, s in zip(on_server, served, strict=True)]
-    return devices, _busy(on_server, server_s)
+    return devices, _load(on_server, server_s)
 
 
 def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], list[float]]:
@@ -66,9 +66,9 @@ def _layers_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[list[float], li
     return own, served
 
 
-def _busy(layers_s: list[float], all_s: float) -> Busy:
+def _load(layers_s: list[float], all_s: float) -> ComputeLoad:
     parts = (max(0.0, all_s - sum(layers_s)), *layers_s)
-    return Busy(all_s, tuple(seconds / all_s for seconds in parts) if all_s else (1.0, *[0.0] * len(layers_s)))
+    return ComputeLoad(all_s, tuple(seconds / all_s for seconds in parts) if all_s else (1.0, *[0.0] * len(layers_s)))
 
 
 def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:

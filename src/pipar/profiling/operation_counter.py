@@ -1,4 +1,4 @@
-"""Counting what a network does, layer by layer; the records are in `profiling/counts.py`.
+"""Counting what a network does, layer by layer; the records are in `profiling/operation_counts.py`.
 
 Every operator of two training passes is seen, forward and backward, and so is every tensor that autograd keeps. The
 passes can run on torch's meta device, where tensors have shapes and no content and a batch of any size costs nothing.
@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipar.profiling.counts import Counts, LayerCount, PassCount
+from pipar.profiling.operation_counts import Counts, LayerCount, PassCount
 
 #: Two batches give what grows with the samples and what does not. Large ones are exact about the most memory that is
 #: held: with few samples that is sometimes when a large gradient of weights is there, with many it never is.
