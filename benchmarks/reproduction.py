@@ -27,6 +27,8 @@ import reproduction
 from benchmarks.record import RESULTS, Claim
 from pipar.profiling.cache import machine_fingerprint
 from reproduction.catalog import ALL, EXPERIMENTS
+from reproduction.cell_file import FILE as CELLS
+from reproduction.cell_file import read_cells, write_cells
 from reproduction.durations import FILE as DURATIONS
 from reproduction.experiment import LEARNING
 from reproduction.learning import EQUAL
@@ -39,7 +41,7 @@ MOST_QUICK_S, MOST_TIMING_S = 20 * 60.0, 3 * 3600.0
 _CORES = 2
 #: Beside an experiment's tables: how and when they came about.
 ABOUT = "run.json"
-_KEY = re.compile(r"\b[0-9a-f]{16}\b")
+_HASH = re.compile(r"\b[0-9a-f]{16}\b")
 
 Told = dict[str, Any]
 
@@ -57,7 +59,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 def measure_full(_: Path) -> tuple[list[Claim], dict[str, object]]:
     """Run everything, or what is missing of it; check it in."""
-    is_new = not (KEPT / "cells").exists()
+    is_new = not (KEPT / CELLS).exists()
     seconds = {name: _timed_s([name], KEPT) for name in EXPERIMENTS}
     told = _told([ALL], KEPT)
     publish(told, KEPT)
@@ -74,12 +76,9 @@ def _learns(name: str) -> bool:
 
 def timing_cpu_s(folder: Path) -> float:
     """Return the seconds of one core that all different cells of the full timing set took."""
-    keys = {cell.key for name, of in EXPERIMENTS.items() if not _learns(name) for cell in of.cells(False)}
-    return sum(float(json.loads(_result(folder, key).read_text("utf-8"))["cpu_s"]) for key in sorted(keys))
-
-
-def _result(folder: Path, key: str) -> Path:
-    return folder / "cells" / key / "result.json"
+    hashes = {cell.hash for name, of in EXPERIMENTS.items() if not _learns(name) for cell in of.cells(False)}
+    records = read_cells(folder)
+    return sum(float(records[cell]["cpu_s"]) for cell in sorted(hashes))
 
 
 def _timed_s(words: Sequence[str], folder: Path) -> float:
@@ -200,12 +199,8 @@ def publish(told: Told, folder: Path, place: Path = PLACE) -> None:
             continue
         _copy(of, folder, place, durations, quick=told["quick"])
     named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
-    for key in sorted(named):
-        if (folder / "cells" / key).is_dir():
-            shutil.copytree(folder / "cells" / key, place / "cells" / key, dirs_exist_ok=True)
-    for cell in (place / "cells").iterdir():
-        if cell.name not in named:
-            shutil.rmtree(cell)
+    records = {**read_cells(place), **read_cells(folder)}
+    write_cells(place, (record for cell, record in records.items() if cell in named))
     (place / "README.md").write_text(page(place), "utf-8")
     if place == PLACE:
         _keep_durations(durations)
@@ -242,14 +237,13 @@ def named_cells(place: Path) -> set[str]:
     """Return the cells that an experiment's table and its comparison name."""
     rows = csv.DictReader(io.StringIO((place / "table.csv").read_text("utf-8")))
     compared = (place / "comparison.md").read_text("utf-8")
-    return {key for row in rows for key in row["run"].split()} | set(_KEY.findall(compared))
+    return {cell for row in rows for cell in row["run"].split()} | set(_HASH.findall(compared))
 
 
 def missing(place: Path = PLACE) -> list[str]:
-    """Return the cells that tables name, and that are not beside them with configuration and result."""
+    """Return the cells that tables name and that have no line with configuration and result beside them."""
     named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
-    files = ("config.toml", "result.json")
-    return sorted(key for key in named if not all((place / "cells" / key / name).is_file() for name in files))
+    return sorted(named - read_cells(place).keys())
 
 
 def page(place: Path) -> str:
@@ -260,8 +254,8 @@ def page(place: Path) -> str:
         "",
         "Tables, comparisons and figures of `python -m reproduction`, written by "
         "`python -m benchmarks reproduction` (quick) and `python -m benchmarks reproduction_full`. Every row of a "
-        "table and every line of a comparison "
-        "names its runs: folders in `cells/` with configuration and result. "
+        "table and every line of a comparison names its cells by hash: each is a line of "
+        "[cells.jsonl](cells.jsonl) with configuration and result. "
         "[How to run the evaluation](../../../docs/reproduction.md) explains the columns.",
         "",
         "| experiment | set | inside | better | outside, with a reason |",

@@ -62,8 +62,8 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
     """Run an experiment of the paper's evaluation, or one beyond it, on the virtual testbed, and compare.
 
     NAME is one of those that 'python -m reproduction list' shows, or all. Each writes a table (Markdown and CSV) and a
-    comparison with what the paper says, line by line; every number names the folder of the run that it comes from.
-    Ctrl-C keeps what is done, and the same command goes on from there.
+    comparison with what the paper says, line by line; every number names the cells that it comes from, lines
+    of cells.jsonl. Ctrl-C keeps finished results; run the same command again to continue.
     """
     from reproduction.catalog import EXPERIMENTS, experiments
     from reproduction.drawing import can_draw
@@ -74,8 +74,8 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
     asked, left_out = _runnable(experiments(name), quick=quick)
     _check_folder(output)
     told = []
-    keys = {cell.key for experiment in asked for cell in experiment.cells(quick)}
-    with _stopping(output, keys), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
+    hashes = {cell.hash for experiment in asked for cell in experiment.cells(quick)}
+    with _stopping(output, hashes), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
         for experiment in asked:
             told.append(_run(experiment, output, show, quick=quick, processes=processes))
             if not as_json:
@@ -151,24 +151,27 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _stopping(folder: Path, keys: Collection[str]) -> Iterator[None]:
+def _stopping(folder: Path, hashes: Collection[str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise _Stopped(folder, keys) from None
+        raise _Stopped(folder, hashes) from None
 
 
 class _Stopped(Interrupted):
-    """Ctrl-C; every result so far is in its folder."""
+    """Ctrl-C; every result so far is in cells.jsonl."""
 
-    def __init__(self, folder: Path, keys: Collection[str]) -> None:
+    def __init__(self, folder: Path, hashes: Collection[str]) -> None:
         super().__init__([])
-        self._folder, self._keys = folder, keys
+        self._folder, self._hashes = folder, hashes
 
     def __str__(self) -> str:
-        kept = sum((self._folder / "cells" / key / "result.json").is_file() for key in self._keys)
+        from reproduction.cell_file import read_cells
+
+        kept = len(read_cells(self._folder).keys() & self._hashes)
         return (
-            f"Stopped. {kept} of {len(self._keys)} results are in {self._folder}/: the same command goes on from there."
+            f"Stopped. {kept} of {len(self._hashes)} results are in {self._folder}/: "
+            "run the same command again to continue."
         )
 
 
@@ -230,7 +233,7 @@ def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, pro
 class _Shown:
     """Counts cells: a bar with the time left on a terminal, a line for each cell that was run elsewhere.
 
-    `missing` are the cells that have to be run, by their keys, and how long each takes: in seconds where that was
+    `missing` are the cells that have to be run, by their hashes, and how long each takes: in seconds where that was
     measured, as one another where it was not.
     """
 
@@ -260,7 +263,7 @@ class _Shown:
         if outcome.was_kept:
             self.progress.update(self._bar, advance=1)
             return
-        self._run += self._missing.pop(outcome.cell.key, 0.0)
+        self._run += self._missing.pop(outcome.cell.hash, 0.0)
         left_s = (time.monotonic() - self._began) / self._run * sum(self._missing.values()) if self._run else 0.0
         left = f"about {_about(left_s)} left"
         self.progress.update(self._bar, advance=1, left=left)
@@ -283,14 +286,15 @@ def _shown(experiments: Sequence[Experiment], folder: Path, *, quick: bool, quie
 
 def _missing(experiments: Sequence[Experiment], folder: Path, *, quick: bool) -> dict[str, float]:
     """Return the cells that have to be run and how long each takes; if of one nobody knows, all take as long."""
+    from reproduction.cell_file import read_cells
     from reproduction.durations import cpu_s
-    from reproduction.sweep import read_outcome
 
+    kept = read_cells(folder)
     missing: dict[str, float | None] = {}
     for experiment in experiments:
         cells, seconds = experiment.cells(quick), cpu_s(experiment, quick=quick)
         for cell in cells:
-            if cell.key not in missing and read_outcome(folder, cell) is None:
-                missing[cell.key] = None if seconds is None else max(seconds, 0.1) / len(cells)
-    known = {key: seconds for key, seconds in missing.items() if seconds is not None}
+            if cell.hash not in missing and cell.hash not in kept:
+                missing[cell.hash] = None if seconds is None else max(seconds, 0.1) / len(cells)
+    known = {cell: seconds for cell, seconds in missing.items() if seconds is not None}
     return known if len(known) == len(missing) else dict.fromkeys(missing, 1.0)

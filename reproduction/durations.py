@@ -35,7 +35,7 @@ def _measured() -> dict[str, Any]:
 
 def keep_duration(experiment: Experiment, outcomes: Sequence[Outcome], folder: Path, *, quick: bool) -> None:
     """Note in a folder how long an experiment's cells took, those that had been run before among them."""
-    taken = {outcome.cell.key: outcome.cpu_s for outcome in outcomes}
+    taken = {outcome.cell.hash: outcome.cpu_s for outcome in outcomes}
     seconds = [each for each in taken.values() if each is not None]
     if len(seconds) < len(taken):
         return  # some are of a time when nobody counted

@@ -29,8 +29,8 @@ class Cell:
     labels: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def key(self) -> str:
-        """The name of its folder: what it depends on, the sources that compute it among them."""
+    def hash(self) -> str:
+        """Identifies the cell by everything its result depends on, including the sources that compute it."""
         content: dict[str, Any] = {"how": self.how, "config": self.config, "options": self.options}
         content["sources"] = counted_sources()
         if self.how in LEARNING:
@@ -40,7 +40,7 @@ class Cell:
 
     def __str__(self) -> str:
         words = [str(label) for label in self.labels.values() if not isinstance(label, bool)]
-        return " ".join(words) or self.key
+        return " ".join(words) or self.hash
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Outcome:
 
     @property
     def row(self) -> Row:
-        """Labels and results together, with the folder that they are in."""
-        return {**self.cell.labels, **self.result, "run": self.cell.key}
+        """Labels and results together, and the hash of the cell that they come from."""
+        return {**self.cell.labels, **self.result, "run": self.cell.hash}
 
 
 def a_row_each(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -64,7 +64,7 @@ def a_row_each(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 class Found(NamedTuple):
-    """A number of ours, and the folders of the runs that it comes from."""
+    """A number of ours, and the hashes of the cells that it comes from."""
 
     value: float
     run: str
@@ -90,7 +90,7 @@ class Compared:
     better: Literal["more", "less"] | None = None
     below: str = ""
     above: str = ""
-    run: str = ""  # the folders that ours comes from
+    run: str = ""  # hashes of the cells that ours comes from
     is_fitted: bool = False  # the testbed was fitted to what the paper says here: no more than a check of the fit
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class Experiment:
     """What `python -m reproduction NAME` runs. `cells` is asked with quick=True for fewer of them.
 
     `columns` are those that the tables show, in their order, of what `rows` makes of the outcomes; the last one is
-    `run`, the folders of a row's numbers. `plot` draws rows into a folder and returns the files.
+    `run`, the hashes of the cells that a row comes from. `plot` draws rows into a folder and returns the files.
     """
 
     name: str
@@ -160,4 +160,4 @@ class Experiment:
     notes: str = ""  # for the head of its tables: what a reader has to know
 
     def __post_init__(self) -> None:
-        assert self.columns[-1] == "run", f"the table of {self.name} does not name the folders of its numbers"
+        assert self.columns[-1] == "run", f"the table of {self.name} does not name the cells of its numbers"

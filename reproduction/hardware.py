@@ -49,14 +49,14 @@ def _row(printed: Selection, by_count: dict[int, Outcome]) -> Row:
     row: Row = {"plan": f"P={printed.split_point} N={printed.micro_batches}", "paper_s": printed.epoch_s}
     for count, outcome in by_count.items():
         row[f"{count}_s"] = outcome.result.get("seconds")
-        row[f"{count}_run"] = outcome.cell.key
+        row[f"{count}_run"] = outcome.cell.hash
         row[f"{count}_bottleneck"] = bottleneck(outcome.result)
     most = by_count.get(DEVICE_COUNTS[0])
     if most is not None and most.result["fits"]:
         busy_s = most.result["utilisation"]["server"] * most.result["seconds"] * SERVER_SPEED
         row["server_speed"] = busy_s / printed.epoch_s
         row["server_GB"] = most.result["server_bytes"] / 1e9
-    row["run"] = " ".join(outcome.cell.key for outcome in by_count.values())
+    row["run"] = " ".join(outcome.cell.hash for outcome in by_count.values())
     return row
 
 

@@ -42,7 +42,7 @@ def _pairs(outcome: Outcome) -> list[Row]:
             "seconds": seconds,
             "chosen": [split_point, micro_batches] == chosen,
             "score": best / seconds,
-            "run": outcome.cell.key,
+            "run": outcome.cell.hash,
         }
         for split_point, micro_batches, seconds in pairs
     ]

@@ -51,7 +51,7 @@ def page(experiment: Experiment, rows: Sequence[Row], *, quick: bool = False) ->
     """Return the table with its title, and what a reader has to know."""
     notes = [experiment.notes, ""] if experiment.notes else []
     words = f"`python -m reproduction {experiment.name}{' --quick' if quick else ''}`."
-    command = f"{words} `run` is the folder below `cells/` that a number comes from."
+    command = f"{words} `run` names the cells in `cells.jsonl` that a row comes from, by hash."
     told = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
     return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, told)])
 
@@ -140,8 +140,8 @@ def against(
 
 
 def runs(found: Iterable[Found]) -> str:
-    """Return the folders of several numbers, each once."""
-    return " ".join(dict.fromkeys(folder for each in found for folder in each.run.split()))
+    """Return the hashes of the cells of several numbers, each once."""
+    return " ".join(dict.fromkeys(cell for each in found for cell in each.run.split()))
 
 
 def comparison(title: str, lines: Sequence[Compared]) -> str:
@@ -166,10 +166,11 @@ def comparison(title: str, lines: Sequence[Compared]) -> str:
 
 
 _VERDICTS = (
-    f'"Up to" is what the paper has reached: our largest is inside if it is off by {100 * NEAR:.0f} % at most, '
-    "as are seconds that the paper prints. What is better than the paper's is called so, and not inside. `ratio` is "
-    "ours over the paper's; `run` has the folders below `cells/` that ours comes from. What the testbed was fitted "
-    "to is marked so and not counted, nor is what it says nothing of."
+    f'"Up to" is a value that the paper reached: our largest value is inside if it differs by at most '
+    f"{100 * NEAR:.0f} %. The same tolerance applies to seconds that the paper prints. A value better than the "
+    "paper's is marked better, not inside. `ratio` is ours divided by the paper's; `run` names the cells in "
+    "`cells.jsonl` that ours comes from, by hash. Statements that the testbed was fitted to are marked fitted and not "
+    "counted, nor are lines about which the paper says nothing."
 )
 
 

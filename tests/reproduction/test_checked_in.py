@@ -13,8 +13,10 @@ import pytest
 from support.made_up_cells import TINY
 
 from benchmarks import reproduction
+from pipar.config_file import config_from
 from reproduction import catalog
 from reproduction.__main__ import main
+from reproduction.cell_file import FILE, read_cells, write_cells
 from reproduction.efficiency import METHODS, TIME_SMALL, by_all_methods
 
 Run = Callable[..., dict[str, Any]]
@@ -45,7 +47,8 @@ def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_pa
     told, place = run("--quick"), tmp_path / "place"
     reproduction.publish(told, tmp_path / "out", place)
     named = reproduction.named_cells(place / "tiny")
-    assert {cell.name for cell in (place / "cells").iterdir()} == named
+    assert read_cells(place).keys() == named
+    assert list(read_cells(place)) == sorted(named)
     assert len(named) == 3
     text = (place / "README.md").read_text()
     assert "`python -m reproduction tiny --quick`: 3 cells, 0 s of one core." in text
@@ -54,7 +57,7 @@ def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_pa
     assert all(f"(tiny/{name})" in text for name in figures)
     shown = {claim.what: claim for claim in reproduction.claims(told, place)}
     assert all(claim.holds for claim in shown.values())
-    next((place / "cells").iterdir()).joinpath("result.json").unlink()
+    write_cells(place, list(read_cells(place).values())[1:])
     (gone,) = [claim for claim in reproduction.claims(told, place) if "not checked in" in claim.what]
     assert (gone.value, gone.holds) == (1, False)
 
@@ -66,7 +69,7 @@ def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(r
     reproduction.publish(run(), out, place)
     after = reproduction.named_cells(place / "tiny")
     assert before.isdisjoint(after)
-    assert {cell.name for cell in (place / "cells").iterdir()} == after
+    assert read_cells(place).keys() == after
     reproduction.publish(run("--quick"), out, place)
     assert reproduction.named_cells(place / "tiny") == after
     assert "`python -m reproduction tiny`: 3 cells" in (place / "README.md").read_text()
@@ -83,13 +86,23 @@ def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does
     assert [claim.value for claim in broken] == [2, 1]
 
 
-def test_every_number_that_is_checked_in_has_its_run_beside_it() -> None:
+def test_every_number_that_is_checked_in_has_its_cell_beside_it() -> None:
     assert reproduction.missing() == []
 
 
+def test_every_line_that_is_checked_in_is_a_cell_with_configuration_and_result() -> None:
+    lines = [json.loads(line) for line in (reproduction.PLACE / FILE).read_text("utf-8").splitlines()]
+    hashes = [line["hash"] for line in lines]
+    assert hashes == sorted(set(hashes)) == list(read_cells(reproduction.PLACE))
+    for line in lines:
+        assert list(line) == ["hash", "how", "options", "config", "cpu_s", "result"]
+        config_from(line["config"])
+
+
 def test_seconds_that_are_checked_in_are_those_of_their_runs() -> None:
+    records = read_cells(reproduction.PLACE)
     for table in reproduction.PLACE.glob("time-*/table.csv"):
         for row in csv.DictReader(table.read_text("utf-8").splitlines()):
-            for method, key in zip(METHODS, row["run"].split(), strict=True):
-                result = json.loads((reproduction.PLACE / "cells" / key / "result.json").read_text("utf-8"))["result"]
-                assert row[f"{method}_s"] == str(result.get("seconds") or ""), (table, row)
+            for method, cell in zip(METHODS, row["run"].split(), strict=True):
+                seconds = records[cell]["result"].get("seconds")
+                assert row[f"{method}_s"] == str(seconds or ""), (table, row)

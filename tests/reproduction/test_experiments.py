@@ -51,7 +51,7 @@ def test_every_cell_is_a_configuration_that_somebody_runs_and_its_labels_tell_it
 
 
 def test_idle_times_are_those_of_the_epochs_that_were_timed() -> None:
-    assert {cell.key for cell in IDLE_SMALL.cells(False)} == {cell.key for cell in TIME_SMALL.cells(False)}
+    assert {cell.hash for cell in IDLE_SMALL.cells(False)} == {cell.hash for cell in TIME_SMALL.cells(False)}
 
 
 def test_small_networks_are_trained_by_every_method_on_every_link() -> None:
@@ -135,7 +135,7 @@ def test_a_tie_names_its_cells_and_says_that_the_server_is_the_bottleneck() -> N
         "the exchange of models included): micro-batches would only add calls there, and the planner chooses N = 1, "
         "which is sfl"
     )
-    assert set(line.run.split()) == {outcome.cell.key for outcome in found}
+    assert set(line.run.split()) == {outcome.cell.hash for outcome in found}
 
 
 def test_a_tie_with_federated_learning_says_by_how_much_sfl_is_quicker_within_it() -> None:
@@ -248,7 +248,7 @@ def test_what_noise_adds_is_held_against_the_papers_largest() -> None:
     assert more.why.startswith("vgg5 cifar10 classic-dp (4g), vgg5 cifar10 pixeldp (4g): ")
     (added,) = _lines(compared, "fl, classic-dp", "by fl")
     assert set(added.run.split()) >= {
-        outcome.cell.key for outcome in found[:6] if outcome.cell.labels["method"] == "fl"
+        outcome.cell.hash for outcome in found[:6] if outcome.cell.labels["method"] == "fl"
     }
 
 
@@ -324,7 +324,7 @@ def test_every_number_of_the_papers_table_is_held_against_ours() -> None:
         "seconds to search all plans, each trained for an iteration": ("477 s", pytest.approx(50 * 9.7 / 6), "below"),
     }
     assert "would choose P=1 N=2 here, with a score of 0.8" in compared[1].why
-    assert {line.run for line in compared} == {cell.key}
+    assert {line.run for line in compared} == {cell.hash}
 
 
 def test_a_plan_is_optimal_if_it_is_the_best_one_and_as_good_if_it_takes_hardly_longer() -> None:

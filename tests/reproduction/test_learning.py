@@ -65,7 +65,7 @@ def test_every_cell_is_a_configuration_of_its_own(quick: bool) -> None:
     for experiment in EXPERIMENTS:
         cells = experiment.cells(quick)
         assert all(config_from(cell.config) for cell in cells)
-        assert len({cell.key for cell in cells}) == len(cells)
+        assert len({cell.hash for cell in cells}) == len(cells)
 
 
 def test_all_of_mnist_is_trained_on() -> None:

@@ -26,5 +26,5 @@ def test_every_cut_with_every_given_n_is_a_row_and_one_of_them_is_chosen() -> No
 def test_where_no_plan_fits_there_is_a_row_without_numbers() -> None:
     (cell, *_) = PLAN_MAP.cells(True)
     (row,) = PLAN_MAP.rows([Outcome(cell, {"fits": False, "why": "too little memory"})])
-    assert (row["network"], row["run"], row.get("seconds")) == ("vgg5", cell.key, None)
-    assert page(PLAN_MAP, [row]).splitlines()[-1] == f"| vgg5 | cifar10 | 4g | {cell.key} |"
+    assert (row["network"], row["run"], row.get("seconds")) == ("vgg5", cell.hash, None)
+    assert page(PLAN_MAP, [row]).splitlines()[-1] == f"| vgg5 | cifar10 | 4g | {cell.hash} |"

@@ -13,6 +13,7 @@ from support.made_up_cells import TINY
 from pipar.privacy import accounting
 from reproduction import catalog, durations
 from reproduction.__main__ import main
+from reproduction.cell_file import read_cells
 from reproduction.command import _missing
 from reproduction.efficiency import TIME_SMALL, by_all_methods
 from reproduction.learning import ACCURACY
@@ -49,7 +50,9 @@ def test_an_experiment_leaves_tables_and_is_not_run_twice(pipar: Callable[..., T
     assert lines.splitlines()[0].startswith("1 of 6  tiny: vgg5 mnist wifi 2 fl  (about ")
     assert told.startswith("tiny: 2 rows, ")
     table = (tmp_path / "out" / "tiny" / "table.md").read_text()
-    assert all(folder.name in table for folder in (tmp_path / "out" / "cells").iterdir())
+    cells = read_cells(tmp_path / "out")
+    assert len(cells) == 6
+    assert all(cell in table for cell in cells)
     assert pipar("tiny", "-o", out, "--processes", "1") == (0, told, "")
 
 
@@ -103,7 +106,7 @@ def test_cells_that_two_experiments_share_or_that_are_kept_do_not_count_as_time_
     assert len(_missing([tiny, replace(tiny, name="twice")], tmp_path, quick=False)) == 6
     pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
     missing = _missing([tiny, replace(tiny, name="twice")], tmp_path, quick=False)
-    assert sorted(missing) == sorted(cell.key for cell in tiny.cells(False)[3:])
+    assert sorted(missing) == sorted(cell.hash for cell in tiny.cells(False)[3:])
 
 
 @pytest.mark.parametrize(

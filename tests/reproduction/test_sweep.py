@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import pytest
 from support.made_up_cells import TINY, cells
 from support.waiting import PATIENCE_S, until
 
-from pipar.config_file import load_config
+from pipar.config_file import config_from
 from pipar.errors import InputError
+from reproduction.cell_file import FILE, append_outcome, read_cells
 from reproduction.experiment import Cell
 from reproduction.sweep import sweep
 
@@ -57,13 +60,15 @@ def test_what_is_in_the_folder_is_read_and_the_rest_is_run(runs: Runs, tmp_path:
     assert [outcome.result["seconds"] for outcome in second] == [1.0, 2.0, 3.0]
 
 
-def test_a_result_names_its_folder_which_has_the_configuration(runs: Runs, tmp_path: Path) -> None:
+def test_a_row_names_the_line_of_its_cell_which_has_the_configuration(runs: Runs, tmp_path: Path) -> None:
     (outcome,) = sweep(cells(7), tmp_path)
-    folder = tmp_path / "cells" / outcome.row["run"]
-    assert load_config(folder / "config.toml").run.seed == 7
-    kept = json.loads((folder / "result.json").read_text())
+    kept = json.loads((tmp_path / FILE).read_text())
+    assert list(kept) == ["hash", "how", "options", "config", "cpu_s", "result"], (
+        "no labels: experiments have their own"
+    )
+    assert (kept["hash"], kept["how"], kept["options"]) == (outcome.row["run"], "timing", {})
+    assert config_from(kept["config"]).run.seed == 7
     assert kept["result"] == {"fits": True, "seconds": 7.0}
-    assert "labels" not in kept, "another experiment calls the same cell otherwise"
     assert runs.seeds == [7]
 
 
@@ -75,12 +80,51 @@ def test_what_a_cell_took_is_kept_with_it(runs: Runs, tmp_path: Path) -> None:
     assert runs.seeds == [1]
 
 
-@pytest.mark.parametrize("damaged", ["", '{"result": {"sec', "[]", '{"result": 3}'])
-def test_a_damaged_result_is_run_again(damaged: str, runs: Runs, tmp_path: Path) -> None:
-    (outcome,) = sweep(cells(1), tmp_path)
-    (tmp_path / "cells" / outcome.cell.key / "result.json").write_text(damaged)
+DAMAGED = ["", "{cut", "[]", '{"hash": "HASH", "config": {}, "result": 3}', '{"hash": "HASH", "result": {}}', "\xff"]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_line_is_run_again_and_the_others_are_not(damaged: str, runs: Runs, tmp_path: Path) -> None:
+    list(sweep(cells(1, 2, 3), tmp_path))
+    lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+    lines[1] = damaged.replace("HASH", cells(2)[0].hash).encode("latin-1") + b"\n"
+    (tmp_path / FILE).write_bytes(b"".join(lines))
+    again = list(sweep(cells(1, 2, 3), tmp_path))
+    assert [outcome.was_kept for outcome in again] == [True, True, False]
+    assert runs.seeds == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize("torn", [1, 40, -1])
+def test_a_last_line_that_was_torn_by_a_crash_spoils_no_line_after_it(torn: int, runs: Runs, tmp_path: Path) -> None:
     list(sweep(cells(1), tmp_path))
+    whole = (tmp_path / FILE).read_bytes()
+    list(sweep(cells(2), tmp_path))
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[: len(whole) + torn if torn > 0 else torn])
+    list(sweep(cells(2, 3), tmp_path))
+    assert len(list(sweep(cells(1, 2, 3), tmp_path))) == 3
+    assert runs.seeds == ([1, 2, 2, 3] if torn > 0 else [1, 2, 3]), "without its line break a line is whole"
+
+
+def test_a_disk_that_takes_half_a_line_is_one_sentence_and_the_cell_is_run_again(runs: Runs, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"Cannot write .*cells\.jsonl: No space left on device\."):
+            list(sweep(cells(1), tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / FILE).stat().st_size == 100
+    assert [outcome.was_kept for outcome in sweep(cells(1), tmp_path)] == [False]
+    assert [outcome.was_kept for outcome in sweep(cells(1), tmp_path)] == [True]
     assert runs.seeds == [1, 1]
+
+
+def test_of_two_lines_with_one_hash_the_last_counts(runs: Runs, tmp_path: Path) -> None:
+    (outcome,) = sweep(cells(1), tmp_path)
+    append_outcome(tmp_path, replace(outcome, result={"fits": True, "seconds": 5.0}))
+    (again,) = sweep(cells(1), tmp_path)
+    assert (again.result["seconds"], len((tmp_path / FILE).read_text().splitlines())) == (5.0, 2)
+    assert runs.seeds == [1]
 
 
 def test_two_cells_with_one_configuration_are_run_once(runs: Runs, tmp_path: Path) -> None:
@@ -117,17 +161,17 @@ def test_what_is_computed_while_somebody_edits_the_sources_is_not_kept(
     coming = sweep(cells(1, 2), tmp_path)
     next(coming)
     monkeypatch.setattr("reproduction.sources._sources_on_disk", lambda: "another version")
-    with pytest.raises(InputError, match="have changed since this command began"):
+    with pytest.raises(InputError, match="have changed since this command started"):
         next(coming)
     assert runs.seeds == [1, 2]
-    assert len(list(tmp_path.glob("cells/*/result.json"))) == 1
+    assert len(read_cells(tmp_path)) == 1
 
 
 def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keys() -> list[str]:
-        return [Cell(how, {"data": {"name": "mnist"}}).key for how in ("train", "alike", "timing")]
+        return [Cell(how, {"data": {"name": "mnist"}}).hash for how in ("train", "alike", "timing")]
 
     def changed(name: str) -> list[bool]:
         before = keys()
@@ -140,18 +184,18 @@ def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_
 
 def test_what_a_cell_depends_on_makes_its_name_and_its_labels_do_not() -> None:
     one = Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 1})
-    assert one.key == Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 2}).key
+    assert one.hash == Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 2}).hash
     others = [
         Cell("plan", {"run": {"seed": 1}}, {"a": 1}),
         Cell("timing", {"run": {"seed": 2}}, {"a": 1}),
         Cell("timing", {"run": {"seed": 1}}, {"a": 2}),
     ]
-    assert len({one.key, *(other.key for other in others)}) == 4
+    assert len({one.hash, *(other.hash for other in others)}) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(runs: Runs, tmp_path: Path) -> None:
-    (tmp_path / "cells").write_text("a file")
-    with pytest.raises(InputError, match=r"Cannot write .*cells"):
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(InputError, match=r"Cannot write .*cells\.jsonl: Is a directory\."):
         list(sweep(cells(1), tmp_path))
     assert runs.seeds == [1]
 
@@ -170,7 +214,7 @@ def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path
 
     def found(folder: str, processes: int) -> dict[str, Any]:
         outcomes = sweep(tiny, tmp_path / folder, processes=processes)
-        return {outcome.cell.key: {**outcome.result, "planning_s": 0.0} for outcome in outcomes}
+        return {outcome.cell.hash: {**outcome.result, "planning_s": 0.0} for outcome in outcomes}
 
     assert found("two", 2) == found("one", 1)
     reader = sweep(tiny, tmp_path / "left", processes=2)
@@ -185,14 +229,14 @@ def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Pat
     environment = {**os.environ, "CI": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            until(lambda: list(tmp_path.glob("out/cells/*/result.json")) or process.poll(), "the first result")
+            until(lambda: read_cells(tmp_path / "out") or process.poll(), "the first result")
             process.send_signal(signal.SIGINT)
             _, told = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    kept = len(list(tmp_path.glob("out/cells/*/result.json")))
+    kept = len(read_cells(tmp_path / "out"))
     assert process.returncode == 130
-    said = r"Stopped. (\d+) of (\d+) results are in out/: the same command goes on from there."
+    said = r"Stopped. (\d+) of (\d+) results are in out/: run the same command again to continue."
     stopped = re.fullmatch(said, told.splitlines()[-1])
     assert stopped is not None
     assert int(stopped[1]) == kept < int(stopped[2])

@@ -141,8 +141,8 @@ def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> N
     assert "| V-B | time of C | 10 s | 2 s | 0.2 | better | C |" in told
 
 
-def test_a_table_without_the_folders_of_its_numbers_cannot_be_written() -> None:
-    with pytest.raises(AssertionError, match="does not name the folders"):
+def test_a_table_without_the_cells_of_its_numbers_cannot_be_written() -> None:
+    with pytest.raises(AssertionError, match="does not name the cells"):
         Experiment("made-up", "Made up", lambda _: [], ("seed", "s"))
 
 
@@ -158,7 +158,7 @@ def test_every_experiment_leaves_a_table_a_csv_and_a_comparison(tmp_path: Path) 
     outcomes = [Outcome(cell, {"s": 2.5}) for cell in experiment.cells(False)]
     files = write_tables(experiment, experiment.rows(outcomes), tmp_path)
     assert [file.name for file in files] == ["table.md", "table.csv", "comparison.md"]
-    assert outcomes[0].cell.key in (tmp_path / "made-up" / "table.md").read_text()
+    assert outcomes[0].cell.hash in (tmp_path / "made-up" / "table.md").read_text()
     assert "The paper has no numbers for this." in (tmp_path / "made-up" / "comparison.md").read_text()
 
 
