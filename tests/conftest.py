@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support import surroundings
-
-from pipar.profiling.profile import LayerProfile, Profile
-
-MakeProfile = Callable[..., Profile]
 
 
 def pytest_sessionstart() -> None:
@@ -45,22 +41,3 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
     folder.mkdir(exist_ok=True)
     return folder
-
-
-@pytest.fixture(scope="session")
-def make_profile() -> MakeProfile:
-    """Return a maker of profiles from (forward, backward, output bytes, parameter bytes) of a full batch."""
-
-    def make(layers: Sequence[tuple[float, float, int, int]], batch_size: int = 100, **overheads: float) -> Profile:
-        return Profile(
-            model="hand",
-            dtype="float32",
-            batch_sizes=(batch_size,),
-            layers=tuple(
-                LayerProfile(f"layer{place}", (forward,), (backward,), output, parameters)
-                for place, (forward, backward, output, parameters) in enumerate(layers, start=1)
-            ),
-            **overheads,  # type: ignore[arg-type]
-        )
-
-    return make

@@ -20,7 +20,7 @@ from pipar.config_file import load_config
 from pipar.job.explain import Option, explain, job_to_plan, with_profile
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.run import started
+from pipar.launch.run import started_event
 from pipar.methods import Plan
 from pipar.planner.simulator import simulate
 from pipar.profiling.cache import usable_cores
@@ -421,8 +421,8 @@ def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_p
     assert best not in limited.split_points.values()
     assert limited.fleet().leaky_cuts == {best}
     # And says so, if its method has a cut to choose.
-    assert started(limited, tmp_path).leakage == f"privacy.max_leakage = 0.5 rules out P={best} (leaks 0.80)."
-    assert ". It is below 0.700, which" in started(replace(limited, leakage_guess=0.7), tmp_path).leakage
+    assert started_event(limited, tmp_path).leakage == f"privacy.max_leakage = 0.5 rules out P={best} (leaks 0.80)."
+    assert ". It is below 0.700, which" in started_event(replace(limited, leakage_guess=0.7), tmp_path).leakage
     fl = limited.config.model_copy(update={"run": limited.config.run.model_copy(update={"method": "fl"})})
-    assert started(replace(limited, config=fl), tmp_path).leakage == ""
-    assert started(free, tmp_path).leakage == ""
+    assert started_event(replace(limited, config=fl), tmp_path).leakage == ""
+    assert started_event(free, tmp_path).leakage == ""

@@ -2,95 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import signal
 import struct
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import safetensors.torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.deployments import check_nothing_is_left, check_weights, counted, final_model, recomputed, training
 from support.programs import Place, address_of, place
-from support.reference import Rules, State, average, step
 from support.training import EXACT, largest_error
 from support.waiting import PATIENCE_S, until
 
 from pipar.config_file import config_from
-from pipar.job.workload import Workload
 from pipar.launch.deployment import reason_finished
 
 pytestmark = pytest.mark.slow
-
-BATCH = 10
-RULES = Rules()
-
-
-def training(**run: Any) -> dict[str, Any]:
-    """Return a training of three devices on shares of synthetic data, with a fixed cut and two micro-batches."""
-    return {
-        "run": {"name": "it", "epochs": 6, "batch_size": BATCH, **run},
-        "model": {"factory": "support.gated:network", "dtype": "float64"},
-        "data": {
-            "name": "synthetic", "shape": [1, 4, 4], "classes": 10, "samples_per_device": [40, 35, 23],
-            "validation": 10, "test": 10,
-        },
-        "plan": {"split_point": 2, "micro_batches": 2},
-        "server": {"cores": 1, "min_devices": 1, "resume_window": "2s"},
-        "devices": [{"name": "pi", "count": 3}],
-    }  # fmt: skip
 
 
 @pytest.fixture
 def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
     with place(tmp_path, profiles, training()) as made:
         yield made
-
-
-def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> State:
-    """Return the weights that a round log says, by plain PyTorch: who counted trained the global model, averaged."""
-    workload = Workload(config_from(tree))
-    model = workload.build_model().train()
-    for entry in rounds:
-        states, counts = [], []
-        for name in sorted(entry["counted"]):
-            own, shard = copy.deepcopy(model), workload.shard(name)
-            optimizer, order = RULES.optimizer(own), shard.order(entry["epoch"])
-            for positions in np.split(order, range(BATCH, len(order), BATCH)):
-                step(own, [optimizer], shard.batch(entry["epoch"], positions), RULES, ())
-            states.append(own.state_dict())
-            counts.append(len(shard))
-        assert dict(zip(sorted(entry["counted"]), counts, strict=True)) == entry["counted"]
-        model.load_state_dict(average(states, counts))
-    return model.state_dict()
-
-
-def final_model(at: Place) -> State:
-    return safetensors.torch.load_file(at.run_folder / "model.safetensors")
-
-
-def check_weights(at: Place, tree: Mapping[str, Any]) -> None:
-    """The weights are those that the round log says, and the log has every round once."""
-    rounds, state = at.rounds(), final_model(at)
-    assert [entry["epoch"] for entry in rounds] == list(range(1, tree["run"]["epochs"] + 1))
-    assert at.result()["rounds"] == rounds
-    expected = recomputed(tree, rounds)
-    assert largest_error({name: state[name] for name in expected}, expected) < EXACT
-
-
-def check_nothing_is_left(at: Place) -> None:
-    until(lambda: not at.alive(), "all processes to end")
-    assert at.leftovers() == []
-
-
-def counted(at: Place) -> list[set[str]]:
-    return [set(entry["counted"]) for entry in at.rounds()]
 
 
 # --- crashes

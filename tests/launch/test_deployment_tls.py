@@ -13,8 +13,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from support.credentials import certs
+from support.deployments import check_nothing_is_left, check_weights, counted, training
 from support.programs import Place, Program, address_of, place
-from test_deployment import check_nothing_is_left, check_weights, counted, training
 
 from pipar.transport.certificates import read_authority
 from pipar.transport.credentials import add_token

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.roaming import A, B, C, Roamed, roam, same
 from support.training import Case, hand_made_profile
-from test_return_exact import A, B, C, Roamed, roam, same
 from torch import nn
 
 from pipar.events import Back, BegunAnew, Dropped, Lost, Replanned

@@ -23,10 +23,10 @@ import grpc
 import numpy as np
 import pytest
 from support.credentials import certs
+from support.deployments import check_nothing_is_left, training
 from support.garbage import changes_bodies, coded_body, damaged, good_frames
 from support.programs import Place, Program, address_of, place
 from support.waiting import PATIENCE_S
-from test_deployment import check_nothing_is_left, training
 
 from pipar.config_file import config_from
 from pipar.job.prepare import measured_profile

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from support.credentials import certs
+from support.deployments import check_nothing_is_left, check_weights, training
 from support.programs import Place, address_of, place
 from support.waiting import PATIENCE_S
-from test_deployment import check_nothing_is_left, check_weights, training
 
 SERVER_IP, DEVICE_IP = "10.213.7.1", "10.213.7.2"
 

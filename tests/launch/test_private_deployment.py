@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.deployments import training
 from support.programs import address_of, place
-from test_deployment import training
 
 from pipar.config_file import config_from
 from pipar.errors import TrainingError

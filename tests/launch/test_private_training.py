@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import reference
+from support.over_grpc import train_over_grpc
 from support.reference import State
 from support.training import (
     EXACT,
@@ -22,7 +23,6 @@ from support.training import (
     reference_state,
     train_in_virtual_time,
 )
-from test_equality_real import train_over_grpc
 from torch import nn
 
 from pipar import random_streams

@@ -2,153 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-import torch
 from support import reference
-from support.cutting import CutLink, Loss
 from support.reference import State
-from support.training import EXACT, Case, largest_error, make_job, reference_data
-from torch import nn
+from support.roaming import A, B, C, roam, same
+from support.training import EXACT, Case, largest_error, reference_data
 
-from pipar.config_file import config_from
-from pipar.events import Back, BegunAnew, Dropped, EpochResult, Event, Lost, RoundOver, ignore
-from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualLanes
-from pipar.job.job import shared_costs
-from pipar.job.torch_setup import make_learner, part_builder, repeatable
-from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
+from pipar.events import Back, BegunAnew, Dropped, Lost
 from pipar.methods import Plan
-from pipar.nn.learner import TorchLearner
-from pipar.planner.costs import Costs
-from pipar.server.enrolment import ClosedEnrolment
-from pipar.transport.backoff import Backoff
-from pipar.transport.channel import Transport
-from pipar.transport.in_memory import memory_pair
-from pipar.transport.reconnect import Reconnector
-from pipar.wire.messages import Body
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-A, B, C = "phone-a", "phone-b", "phone-c"
-
-
-@dataclass
-class Roamed:
-    """What came of a training whose links were lost."""
-
-    state: State = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    results: list[EpochResult] = field(default_factory=list)
-    carried: dict[str, int] = field(default_factory=dict)  # frames over each device's first link
-    left_running: int = 0
-    snapshots: dict[int, Body] = field(default_factory=dict)  # by round, if they were asked for
-
-    def of(self, kind: type) -> list[Event]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def counted(self) -> list[dict[str, int]]:
-        return [event.counted for event in self.events if isinstance(event, RoundOver)]
-
-
-def roam(
-    case: Case,
-    cuts: Mapping[str, Sequence[int]],
-    *,
-    loss: Loss = Loss.FRAMES,
-    pause_s: float = 0.05,
-    replan: Sequence[Plan] = (),
-    saves: bool = False,
-    goes_on: tuple[int, Body] | None = None,
-    model: nn.Sequential | None = None,
-    **server: object,
-) -> Roamed:
-    """Train a case with the real mathematics over links that are lost behind so many frames each.
-
-    It goes on behind a round from a snapshot of it, if there is one.
-    """
-    tree = case.tree()
-    tree["server"] |= {"min_devices": 1, **server}
-    config = config_from(tree)
-    workload = Workload(config, UserObjects.of(config, model, None, None, None))
-    job, out = make_job(workload), Roamed()
-    plans = iter(replan)
-
-    async def choose(links: Mapping[str, object]) -> Mapping[str, Plan]:
-        return dict.fromkeys(links, next(plans))
-
-    def lanes(costs: Costs) -> MakeCompute:
-        return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds, costs.contention)
-
-    async def main(learner: TorchLearner) -> None:
-        loop, enough = asyncio.get_running_loop(), asyncio.Event()
-
-        def observe(event: Event) -> None:
-            out.events.append(event)
-            if saves and isinstance(event, RoundOver):
-                out.snapshots[event.epoch] = Body.of(bytes(learner.snapshot().contiguous()), encoding="safetensors")
-            if type(event).__name__ == "Joined" and event.devices == len(job.specs):  # type: ignore[union-attr]
-                enough.set()
-
-        of_server = lanes(job.server_costs())
-        server = assemble_server(
-            job,
-            learner,
-            workload.held_out_batches("validation"),
-            enrolment=ClosedEnrolment(job),
-            pool=of_server,
-            background=of_server,
-            emit=lambda result, _: out.results.append(result),
-            observe=observe,
-            replan=choose if replan else None,
-            done=[1.0] * (0 if goes_on is None else goes_on[0]),
-        )
-        costs, admissions, lives, first = shared_costs(), [], [], {}
-
-        async def live(name: str, number: int) -> None:
-            spec, left = job.specs[number], iter(cuts.get(name, ()))
-
-            async def dial() -> Transport:
-                near, far = memory_pair()
-                admissions.append(asyncio.create_task(server.admit(far)))
-                link = CutLink(near, next(left, None), loss)
-                first.setdefault(name, link)
-                return link
-
-            async def take_part(transport: Transport) -> None:
-                of_device = lanes(costs(job.device_profiles[name], spec.speed))
-                equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device)
-                await run_device(name, spec.link, equipment, transport, reconnector=reconnector, observe=ignore)
-
-            backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)
-            reconnector = Reconnector(name, "the server", dial, backoff, ignore)
-            await reconnector.run(take_part)
-
-        lives = [asyncio.create_task(live(spec.name, number)) for number, spec in enumerate(job.specs)]
-        await enough.wait()
-        await server.train(0 if goes_on is None else goes_on[0])
-        await server.wait_until_left()
-        await asyncio.gather(*lives)
-        await asyncio.gather(*admissions)
-        out.carried = {name: link.carried for name, link in first.items()}
-        out.left_running = len(asyncio.all_tasks()) - 1
-
-    learner = make_learner(job, workload)
-    if goes_on is not None:
-        learner.restore(goes_on[1])
-    run_virtually(main(learner), within=repeatable(config.run.seed))
-    out.state = learner.state()
-    assert out.left_running == 0
-    return out
-
-
-def same(one: State, other: State) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def without(case: Case, absent: Mapping[str, Sequence[int]]) -> State:

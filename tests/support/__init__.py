@@ -1,1 +1,26 @@
-"""What tests share."""
+"""What tests of several packages share. A test module imports from here, never from another test module.
+
+How tests run:
+    surroundings        signals and variables of a plain terminal, however the tests were started
+    waiting             the one limit for waiting in real time, and `until`
+    programs, zygote    `pipar` commands as real processes: started fast, waited for, always ended
+    browser             the system's Chromium, and what a page gets wrong in it
+    document_blocks     the blocks of code in the documents, and a reader that runs them
+    interleaving        what another thread does at a given moment, without a second thread
+    memory_peak         how much memory a call takes
+
+Small things to train, plan and send:
+    training            workloads, profiles made by hand, trainings in virtual time
+    over_grpc           the same trainings over gRPC
+    roaming, cutting    the same over links that are lost and come back
+    server_world        a server in virtual time, with devices that are honest, scripted or on the move
+    deployments, gated  a training for real processes that can be held in mid-epoch
+    small_runs, made_up_cells   runs and cells of the reproduction that take no time
+    fleets, leakages    fleets to plan for, and leakage tables
+    credentials         certificates and tokens
+    garbage             damaged frames
+
+Second implementations to compare with:
+    reference           every training method, from its definition
+    plain_aggregators   every aggregator, from its paper
+"""

@@ -1,7 +1,8 @@
-"""Tests do not depend on how they are started."""
+"""Tests do not depend on how they are started, nor on each other: what they share lies in tests/support."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import support
 from support.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 #: As nohup, a shell that runs something in the background, or a service that ends by other means might.
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 SHOW = "import os; print(open('/proc/self/status').read(), *os.environ)"
@@ -50,3 +53,24 @@ def test_both_hold_in_tests_that_are_started_with_signals_ignored(workers: str) 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+
+
+# --- what they share
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_module_imports_a_test_module(path: Path) -> None:
+    assert [name for name in imported(path) if re.match(r"(.*\.)?(test_\w+|conftest)$", name)] == []
+
+
+def test_the_map_of_support_names_every_module() -> None:
+    modules = {path.stem for path in (TESTS / "support").glob("*.py")} - {"__init__"}
+    lines = re.findall(r"^    (\w+(?:, \w+)*)  ", support.__doc__ or "", re.MULTILINE)
+    assert sorted(name for line in lines for name in line.split(", ")) == sorted(modules)
