@@ -24,8 +24,8 @@ from benchmarks.record import Claim
 from pipar.config_file import load_config
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes
-from pipar.job.prepare import measured_profile
-from pipar.job.torch_setup import part_builder
+from pipar.job.model_setup import part_builder
+from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import Equipment, run_device
 from pipar.links import Link

@@ -30,8 +30,8 @@ from pipar.execution.clock import VirtualTimeLoop, run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
+from pipar.job.model_setup import repeatable
 from pipar.job.plans import make_plans
-from pipar.job.torch_setup import repeatable
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse

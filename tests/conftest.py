@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let networks be measured in a fraction of a second, and so badly: for tests that only need some profile."""
-    from pipar.job.prepare import measured_profile
+    from pipar.job.profiles import measured_profile
     from pipar.profiling import measure
 
     monkeypatch.setattr(measure, "_PAUSE_S", 0.0)

@@ -13,7 +13,7 @@ from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.config import Config
-from pipar.job.prepare import profile_key
+from pipar.job.profiles import profile_key
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.profile import LayerProfile, Profile
 

@@ -17,8 +17,9 @@ from support.waiting import PATIENCE_S
 from pipar.cli import main
 from pipar.cli.plan_view import _why_not, signed_percent
 from pipar.config_file import load_config
-from pipar.job.explain import Option, explain, job_to_plan, with_profile
-from pipar.job.prepare import prepare_timing_only
+from pipar.job.explain import explain
+from pipar.job.explanation import Option
+from pipar.job.prepare import job_to_plan, prepare_timing_only, with_profile
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
 from pipar.methods import Plan

@@ -22,7 +22,8 @@ from pipar.cli import main
 from pipar.config import Config, device_names
 from pipar.config_file import load_config
 from pipar.events import EpochResult, Event
-from pipar.launch.deployment import DeviceOptions, ServerOptions, device_workload
+from pipar.launch.deployed_device import DeviceOptions, device_workload
+from pipar.launch.deployed_server import ServerOptions
 from pipar.monitoring.logs import level_of
 from pipar.monitoring.metrics import Monitor
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
@@ -163,8 +164,8 @@ def test_what_units_and_images_run_takes_the_certificates_and_has_samples(
         given.append((config, options))
         return 0
 
-    monkeypatch.setattr("pipar.launch.deployment.serve", take)
-    monkeypatch.setattr("pipar.launch.deployment.take_part", take)
+    monkeypatch.setattr("pipar.launch.deployed_server.serve", take)
+    monkeypatch.setattr("pipar.launch.deployed_device.take_part", take)
     _, *words = command_of(name, command)
     places = {"/etc/pipar/certs": str(folder), f"/etc/pipar/{command}.toml": str(DEPLOY / f"{command}.toml")}
     with pytest.raises(SystemExit) as ended:

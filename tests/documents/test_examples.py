@@ -15,7 +15,8 @@ import torch
 from support.waiting import PATIENCE_S
 
 from pipar.config_file import load_config
-from pipar.job.explain import explain, job_to_plan
+from pipar.job.explain import explain
+from pipar.job.prepare import job_to_plan
 from pipar.launch.rehearsal import rehearse
 from pipar.nn.aggregators import DeviceModel
 from pipar.nn.averaging import federated_average

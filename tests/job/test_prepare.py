@@ -23,7 +23,8 @@ from pipar.data.catalog import dataset_info
 from pipar.data.request import Counts, Request, published_counts
 from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
-from pipar.job.prepare import _own_profile_key, measured_profile, prepare, prepare_timing_only
+from pipar.job.prepare import prepare, prepare_timing_only
+from pipar.job.profiles import _own_profile_key, measured_profile
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method

@@ -20,7 +20,7 @@ from support.training import EXACT, largest_error
 from support.waiting import PATIENCE_S, until
 
 from pipar.config_file import config_from
-from pipar.launch.deployment import reason_finished
+from pipar.launch.deployed_server import reason_finished
 
 pytestmark = pytest.mark.slow
 

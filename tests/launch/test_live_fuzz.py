@@ -29,7 +29,7 @@ from support.programs import Place, Program, address_of, place
 from support.waiting import PATIENCE_S
 
 from pipar.config_file import config_from
-from pipar.job.prepare import measured_profile
+from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.transport.credentials import add_token
 from pipar.units import split_address

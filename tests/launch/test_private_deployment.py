@@ -17,7 +17,7 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Recorder
 from pipar.job.workload import Workload
-from pipar.launch.deployment import allowed_cuts, device_guard, without_sample_statistics
+from pipar.launch.deployed_device import allowed_cuts, device_guard, without_sample_statistics
 from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality
 from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import AllowedCuts, BudgetUse, PrivacyAccountant, choose_noise

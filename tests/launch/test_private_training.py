@@ -26,7 +26,7 @@ from support.training import (
 from torch import nn
 
 from pipar import random_streams
-from pipar.job.torch_setup import make_learner, measure_test_accuracy
+from pipar.job.model_setup import make_learner, measure_test_accuracy
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body

@@ -24,14 +24,8 @@ from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse
-from pipar.launch.processes import (
-    EventSender,
-    Failure,
-    GracefulTermination,
-    TimelineRows,
-    _ChildProcesses,
-    plans_for_profiles,
-)
+from pipar.launch.child_processes import ChildProcesses, EventSender, Failure, GracefulTermination, TimelineRows
+from pipar.launch.processes import plans_for_profiles
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
 
@@ -61,10 +55,10 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
         monkeypatch.setenv("PIPAR_DATA", data)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path)])
-    household = _ChildProcesses(ignore)
-    household.start("one", tell_surroundings)
-    assert json.loads(household.wait_for_server()) == [str(tmp_path), data, sys.path]
-    household.end()
+    processes = ChildProcesses(ignore)
+    processes.start("one", tell_surroundings)
+    assert json.loads(processes.wait_for_server()) == [str(tmp_path), data, sys.path]
+    processes.end()
 
 
 # --- what they say
@@ -144,12 +138,12 @@ HEARD = Failure.of(LinkError("The server is gone."))
 def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
     server: Failure, phone: Failure, tablet: Failure, error: type[Exception], sentence: str
 ) -> None:
-    household = _ChildProcesses(ignore)
+    processes = ChildProcesses(ignore)
     for name, failure, after_s in (("server", server, 0.2), ("phone", phone, 0.3), ("tablet", tablet, 0.0)):
-        household.start(name, say, failure, after_s)
+        processes.start(name, say, failure, after_s)
     with pytest.raises(error, match=sentence):
-        household.wait_for_end()
-    household.end()
+        processes.wait_for_end()
+    processes.end()
 
 
 # --- profiles that devices bring with them

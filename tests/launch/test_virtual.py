@@ -21,7 +21,8 @@ import pipar
 from pipar.errors import TrainingError
 from pipar.events import EpochResult, Event
 from pipar.execution.clock import run_virtually
-from pipar.launch.run import Result, World
+from pipar.launch.run import World
+from pipar.storage.result import Result
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +112,7 @@ def test_ctrl_c_in_the_final_test_keeps_the_training(
     def interrupted(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipar.job.torch_setup.measure_test_accuracy", interrupted)
+    monkeypatch.setattr("pipar.job.model_setup.measure_test_accuracy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
     result = saved(tmp_path)

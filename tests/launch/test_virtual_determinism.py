@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.launch.run import Result, World
+from pipar.launch.run import World
+from pipar.storage.result import Result
 
 MEASURED = {"run": {"epochs": 1, "batch_size": 20}, "data": {"samples_per_device": 20}, "devices": [{"count": 2}]}
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 
+from pipar.config_file import config_from
 from pipar.events import EpochResult, ignore
-from pipar.job.prepare import config_from, prepare_timing_only
+from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.links import Link

@@ -15,7 +15,7 @@ from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
-from pipar.launch.deployment import DeviceOptions, device_guard, device_workload, take_part
+from pipar.launch.deployed_device import DeviceOptions, device_guard, device_workload, take_part
 from pipar.privacy.accounting import cost, epsilon_after
 from pipar.privacy.budget import BudgetUse
 from pipar.privacy.budget_file import BudgetFile, locked

@@ -199,7 +199,7 @@ def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> 
 
 
 def test_a_saved_training_whose_one_cut_leaks_too_much_now_is_not_gone_on_with() -> None:
-    from pipar.launch.deployment import _check_cut  # brings torch and grpc
+    from pipar.launch.deployed_server import _check_cut  # brings torch and grpc
 
     job = replace(opened(privacy={"max_leakage": 0.5, "leakage": "x"}).job, leaky_cuts={1: 0.9})
     saved = Checkpoint(1, EMPTY, {}, {"a": Plan(1, 1)}, {"a": 100})

@@ -10,7 +10,7 @@ import torch
 from pipar.events import EpochResult, Observer, ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import Span
-from pipar.job.torch_setup import make_learner, part_builder
+from pipar.job.model_setup import make_learner, part_builder
 from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment

@@ -14,7 +14,7 @@ from pipar.events import EpochResult, Event, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
-from pipar.job.torch_setup import make_learner, part_builder, repeatable
+from pipar.job.model_setup import make_learner, part_builder, repeatable
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
 from pipar.methods import Plan

@@ -24,7 +24,7 @@ from typing import Any
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
-    "pipar.cli.deploy", "pipar.cli.train", "pipar.cli.display", "pipar.job.workload", "pipar.job.torch_setup",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.cli.display", "pipar.job.workload", "pipar.job.model_setup",
     "pipar.job.prepare", "pipar.job.explain", "pipar.profiling.measure", "pipar.storage.run_folder",
     "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics",
     "pipar.transport.certificates", "pipar.transport.tls", "pipar.report", "pipar.launch.virtual",

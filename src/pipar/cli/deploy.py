@@ -101,7 +101,7 @@ def server(
     page = live_page(dashboard, dashboard_token, logging.getLogger(LOGGER).info)
     with _observed(log_format, metrics) as observe, page as observers:
         observe(Starting("server", training_text(loaded), _place_text(address)))
-        from pipar.launch.deployment import ServerOptions, serve
+        from pipar.launch.deployed_server import ServerOptions, serve
 
         asked = ServerOptions(address, security, resume, command_line(), pictures=bool(observers))
         return serve(loaded, asked, tell_all(observe, *observers))
@@ -179,7 +179,7 @@ def device(
     check_device(security, address)  # before anything that takes a while
     with _observed(log_format, metrics) as observe:
         observe(Starting("device", f"{training_text(loaded)} as {name}", address))
-        from pipar.launch.deployment import DeviceOptions, take_part
+        from pipar.launch.deployed_device import DeviceOptions, take_part
 
         try:
             asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed, privacy_file)

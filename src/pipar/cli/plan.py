@@ -60,7 +60,8 @@ def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: 
     Nothing is trained. CONFIG is a TOML file, as for pipar run, which trains by the same plans.
     """
     loaded = load(config, settings)
-    from pipar.job.explain import explain, job_to_plan, with_profile
+    from pipar.job.explain import explain
+    from pipar.job.prepare import job_to_plan, with_profile
 
     with watched(quiet=as_json) as display:
         job = job_to_plan(loaded if profile is None else with_profile(loaded, str(profile)), display.observe)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipar.cli.tables import new_table, percent
 from pipar.cli.timeline_text import Chart
-from pipar.job.explain import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
+from pipar.job.explanation import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
 from pipar.planner.fleet import Member
 from pipar.planner.search import TIE
 from pipar.planner.timing import LANES

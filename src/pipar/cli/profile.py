@@ -55,7 +55,7 @@ def profile(
     started = time.monotonic()
     with watched(quiet=as_json) as display:
         display.observe(Preparing("Loading torch and the network", 0.0))
-        from pipar.job.prepare import measured_profile
+        from pipar.job.profiles import measured_profile
         from pipar.job.workload import Workload
 
         workload = Workload(loaded)

@@ -24,9 +24,9 @@ from pipar.wording import privacy_text, range_text, setting_text
 if TYPE_CHECKING:
     from pipar.cli.doctor_checks import Finding
     from pipar.data.catalog import DatasetInfo
-    from pipar.launch.run import Result
     from pipar.leakage.table import LeakageTable
     from pipar.profiling.profile import Profile
+    from pipar.storage.result import Result
 
 _WIDEST = 110
 #: What a number of a comparison may take, with a space beside it, so that plans have room.

@@ -33,7 +33,8 @@ from pipar.wording import training_text
 
 if TYPE_CHECKING:
     from pipar.config import Config
-    from pipar.launch.run import Result, World
+    from pipar.launch.run import World
+from pipar.storage.result import Result
 
 _WORLDS = [
     click.option("--virtual", is_flag=True, help="Virtual time: the real mathematics, exact times of the cost model."),

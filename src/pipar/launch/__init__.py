@@ -1,6 +1,8 @@
 """Starting the programs.
 
-Reading order: `assemble` (the two programs with all their parts), `virtual` (in virtual time, one process),
-`sizes_only` (timing-only: bodies with a size and no content), `rehearsal` (timing plans by such a run), `processes`
-(as processes of this machine), `run` (a whole training in either world), `deployment` (across machines).
+Reading order: `assemble` (the two programs with all their parts), `virtual` (both in virtual time, in one process),
+`sizes_only` (what a timing-only run trains: sizes without content), `rehearsal` (timing plans by such a run),
+`child_processes` (starting and ending processes on this machine), `processes` (a training in such processes), `run`
+(a whole training on this machine), `deployed_server` and `deployed_device` (a training across machines),
+`deployed_process` (what these two share).
 """

@@ -21,51 +21,15 @@ from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
+from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, signals_deferred
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:
-    import torch
-
     from pipar.job.workload import UserObjects
 
 World = Literal["real", "virtual", "timing-only"]
 WORLDS = ("real", "virtual", "timing-only")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run: its folder, and what result.json says."""
-
-    folder: Path
-    content: Mapping[str, Any]
-
-    @property
-    def epochs(self) -> list[dict[str, Any]]:
-        return list(self.content["epochs"])
-
-    @property
-    def report(self) -> Path | None:
-        """The page of the run, if one was written."""
-        page = self.folder / "report.html"
-        return page if page.exists() else None
-
-    @property
-    def test_accuracy(self) -> float | None:
-        accuracy = self.content["test_accuracy"]
-        return None if accuracy is None else float(accuracy)
-
-    @property
-    def seconds_per_epoch(self) -> float:
-        """The mean over the epochs."""
-        seconds = [float(epoch["seconds"]) for epoch in self.epochs]
-        return sum(seconds) / len(seconds)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, to be loaded into the same network."""
-        import safetensors.torch
-
-        return safetensors.torch.load_file(self.folder / "model.safetensors")
 
 
 def run(
@@ -203,7 +167,7 @@ def _run_with_torch(config: Config, own: UserObjects, world: World, options: Run
 
 
 def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
-    from pipar.job.torch_setup import make_learner, measure_test_accuracy
+    from pipar.job.model_setup import make_learner, measure_test_accuracy
     from pipar.launch.virtual import train_virtually
 
     learner = make_learner(job, workload)

@@ -46,7 +46,7 @@ def train_virtually(
     Who passes the learner in has the model as far as it came, even if the training is interrupted. `replan` makes new
     plans when links change; it may take no virtual time. `accountant` is where what the devices send is counted.
     """
-    from pipar.job.torch_setup import make_learner, part_builder, repeatable
+    from pipar.job.model_setup import make_learner, part_builder, repeatable
 
     learner = learner or make_learner(job, workload)
     build = partial(part_builder, workload)

@@ -1,5 +1,5 @@
 """The files of a run.
 
-Reading order: `run_folder` (results), `checkpoint` (its format), `checkpoint_writer` (saving while training goes
-on).
+Reading order: `run_folder` (writing them), `result` (reading them from Python), `checkpoint` (the format of a
+checkpoint), `checkpoint_writer` (saving checkpoints during training).
 """

@@ -1,4 +1,4 @@
-"""The mathematics of a job: its learner, its devices' parts, the final test. All that needs torch to be imported."""
+"""The models of a job: the server's learner, the devices' parts, their random numbers and the final test."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from functools import partial
 import torch
 
 from pipar import random_streams
-from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
 from pipar.job.workload import Workload
 from pipar.nn.learner import TorchLearner
-from pipar.nn.micro_batches import MicroBatch
 from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.parts import TorchDevicePart
-from pipar.nn.runtime import one_thread, release_model_memory
+from pipar.nn.runtime import one_thread
 from pipar.nn.split import split_model
 from pipar.wire.orders import Orders
 
@@ -51,60 +49,6 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         )
 
     return build
-
-
-def warm_up(job: Job, workload: Workload) -> None:
-    """Train a model that is thrown away on one micro-batch of each size, so that the first epoch is like the others.
-
-    Kernels are chosen for each shape when they first meet it.
-    """
-    _train_pieces(job, workload)
-    release_model_memory(_model_bytes(job))
-
-
-def _train_pieces(job: Job, workload: Workload) -> None:
-    part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True)
-    for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
-        part.forward(0, _zeros(workload, samples))
-        part.backward(0, None)
-    part.step()
-
-
-def warm_up_device(job: Job, workload: Workload, name: str) -> None:
-    """Train one batch by the device's own plan with a part that is thrown away.
-
-    All its activations are in memory at once, as they will be: fetching that memory from the system made a first epoch
-    20 % longer. That of a large model is fetched twice all the same, or it would be there beside the one that comes.
-    """
-    _train_batch(job, workload, name)
-    release_model_memory(_model_bytes(job))
-
-
-def _train_batch(job: Job, workload: Workload, name: str) -> None:
-    plan = job.plans[name]
-    device_part, rest = split_model(workload.build_model(), plan.split_point)
-    part = TorchDevicePart(device_part, workload.optimizer(), has_loss=len(rest) == 0)
-    sizes = cut_batch(
-        min(job.config.run.batch_size, job.sizes[name]), plan.micro_batches, batch_statistics=job.batch_statistics
-    )
-    gradients = {}
-    for stage in device_order(len(sizes), plan.window):
-        n = stage.micro_batch
-        if stage.kind == "fc":
-            output = part.forward(n, _zeros(workload, sizes[n - 1]))
-            gradients[n] = torch.zeros_like(output) if len(rest) else None
-        else:
-            part.backward(n, gradients.pop(n))
-    part.step()
-
-
-def _model_bytes(job: Job) -> int:
-    return job.server_profile.parameter_bytes(1, len(job.server_profile.layers))
-
-
-def _zeros(workload: Workload, samples: int) -> MicroBatch:
-    inputs = torch.zeros((samples, *workload.input_shape), dtype=workload.dtype)
-    return MicroBatch(inputs, torch.zeros(samples, dtype=torch.int64), samples)
 
 
 def seed_dropout(seed: int, owner: str) -> None:

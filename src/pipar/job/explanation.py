@@ -1,0 +1,256 @@
+"""An explanation of plans, as data: what `pipar plan` prints and `--json` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from pipar.config import device_names
+from pipar.execution.spans import Span
+from pipar.job.job import Job
+from pipar.links import Link
+from pipar.methods import Plan, plans_as_json
+from pipar.planner.candidates import needed_bytes
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.simulator import timeline
+from pipar.planner.stage_times import lane_s
+from pipar.planner.timing import LANES, Timing
+
+Plans = Mapping[str, Plan]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Plans of all devices, and the seconds of an epoch by them."""
+
+    plans: Plans
+    epoch_s: float
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Devices that are alike and have one plan; `machine` is whose profile they have, None for this machine's."""
+
+    devices: tuple[Member, ...]
+    machine: str | None
+    plan: Plan
+    predicted_s: float  # until the last of them has ended its last iteration
+    needed_bytes: int
+    utilisation: Mapping[str, float]  # busy shares of the epoch, of a device's own lanes and of all cores
+    shares: tuple[float, float] = (1.0, 1.0)  # that the encodings leave of the bytes up and down
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest lane that these devices have to do with."""
+        return max(LANES, key=lambda lane: self.utilisation[lane])
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return self.devices[0].memory_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        first, plan = self.devices[0], self.plan
+        return {
+            "devices": [member.name for member in self.devices],
+            "machine": self.machine,
+            "speed": first.costs.speed,
+            "link": first.link.model_dump(mode="json"),
+            "memory_bytes": self.memory_bytes,
+            "needed_bytes": self.needed_bytes,
+            **asdict(plan),
+            "encoding": plan.encoding,
+            "share_up": self.shares[0],
+            "share_down": self.shares[1],
+            "schedule": "1f1b" if plan.window else "all-forward",
+            "predicted_s": self.predicted_s,
+            "bottleneck": self.bottleneck,
+            "utilisation": dict(self.utilisation),
+        }
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a device's lanes, and the cores that work for it, do in one iteration, or in a whole epoch."""
+
+    device: str
+    spans: Sequence[Span]
+    whole_epoch: bool
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """Links that change, when each is at the same place of its cycle, and the plans of a training at that time."""
+
+    links: tuple[Link, ...]  # in the order of the configuration, equal ones once
+    chosen: Option
+
+
+@dataclass(frozen=True)
+class ExhaustiveSearch:
+    """What a full search found. `grid` are the N that it tried, None for all."""
+
+    best: Option
+    chosen_epoch_s: float
+    grid: tuple[int, ...] | None
+    simulated: int
+    ruled_out: int
+    seconds: float
+
+    @property
+    def score(self) -> float:
+        """T_opt / T; paper V-D."""
+        return self.best.epoch_s / self.chosen_epoch_s
+
+
+@dataclass(frozen=True)
+class LeakageLimitCost:
+    """What `privacy.max_leakage` does to a choice: the split points that it rules out, with what they leak."""
+
+    most: float
+    ruled_out: Mapping[int, float]
+    without: Option  # what would have been chosen without it
+    guess: float | None = None  # what is rebuilt without any activation
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A job's plans and what speaks for them. Times are of whole epochs, simulated."""
+
+    job: Job
+    fleet: Fleet
+    chosen: Option
+    timing: Timing
+    runners_up: tuple[Option, ...]
+    other: Option  # what the other estimate would have chosen
+    simulations: int
+    seconds: float
+    exhaustive: ExhaustiveSearch | None = None
+    states: tuple[LinkState, ...] = ()  # of links that change; all else here is about the first of them
+    leakage_limit: LeakageLimitCost | None = None
+
+    @property
+    def estimate(self) -> str:
+        return self.job.config.plan.estimate
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """The busy share of the epoch: of the busiest device's lanes, and of the server's cores on average."""
+        return {lane: self.timing.busy_s[lane] / self.timing.epoch_s for lane in LANES}
+
+    @cached_property
+    def predicted_s(self) -> dict[str, float]:
+        """When each device will have ended its last iteration; of many devices some stand for all of their kind."""
+        known = self.timing.device_s
+        slowest = [
+            max(known[member.name] for member in kind if member.name in known) for kind in self.fleet.device_kinds()
+        ]
+        return {
+            m.name: known.get(m.name, last)
+            for kind, last in zip(self.fleet.device_kinds(), slowest, strict=True)
+            for m in kind
+        }
+
+    def rows(self, plans: Plans | None = None) -> list[DeviceGroup]:
+        """Return the devices, those together that are alike and have one plan, in the configuration's order."""
+        plans = self.chosen.plans if plans is None else plans
+        together: dict[tuple[object, ...], list[Member]] = {}
+        place = {name: number for number, name in enumerate(device_names(self.job.config))}
+        for member in sorted(self.fleet.members, key=lambda member: place[member.name]):
+            key = (id(member.costs), member.link, member.memory_bytes, plans[member.name])
+            together.setdefault(key, []).append(member)
+        return [self._row(tuple(members), plans[members[0].name]) for members in together.values()]
+
+    def _row(self, members: tuple[Member, ...], plan: Plan) -> DeviceGroup:
+        first, fleet = members[0], self.fleet
+        profile, needed = first.costs.profile, needed_bytes(fleet, first, plan)
+        machine = next(spec.profile for spec in self.job.specs if spec.name == first.name)
+        ended_s = max(self.predicted_s[member.name] for member in members)
+        p, server = plan.split_point, fleet.server.profile
+        shares = (profile.share(p, "up", plan.up), server.share(p, "down", plan.down))
+        return DeviceGroup(members, machine, plan, ended_s, needed, self._utilisation(members, plan), shares)
+
+    def _utilisation(self, members: tuple[Member, ...], plan: Plan) -> dict[str, float]:
+        """Return how busy the lanes of the one with most data are; the server's cores are everybody's."""
+        busiest = max(members, key=lambda member: member.samples)
+        own = {lane: s / self.timing.epoch_s for lane, s in lane_s(self.fleet, busiest, plan).items()}
+        return {lane: own.get(lane, self.utilisation[lane]) for lane in LANES}
+
+    def timeline(self) -> Timeline | None:
+        """Return one iteration of the device that ends last; None if nothing forecasts the method's.
+
+        Of P = Q, which uses the links and the server for nothing but the models, it is the epoch with their exchange.
+        """
+        if self.job.method.shares_server_model:
+            return None
+        slowest = max(self.timing.device_s.items(), key=lambda item: item[1])[0]
+        fleet, plans = self.fleet.sampled(), self.chosen.plans
+        if plans[slowest].split_point == fleet.layers:
+            return Timeline(slowest, timeline(fleet, plans, slowest, exchange=True), whole_epoch=True)
+        return Timeline(slowest, timeline(fleet, plans, slowest, iterations=1), whole_epoch=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `pipar plan --json` prints."""
+        other = "paper" if self.estimate == "simulation" else "simulation"
+        document = {
+            "method": self.job.method.name,
+            "model": self.job.model,
+            "dataset": self.job.dataset,
+            "plans": [{**entry, "predicted_s": self.predicted_s[entry["device"]]} for entry in _tree(self.chosen)],
+            "groups": [row.to_dict() for row in self.rows()],
+            "server": {
+                "machine": self.job.config.server.profile,
+                "speed": self.job.config.server.speed,
+                "cores": self.fleet.cores,
+            },
+            "predicted_epoch_s": self.chosen.epoch_s,
+            "bottleneck": self.timing.bottleneck,
+            "utilisation": self.utilisation,
+            "runners_up": [
+                {"plans": _tree(option), "epoch_s": option.epoch_s, "relative": option.epoch_s / self.chosen.epoch_s}
+                for option in self.runners_up
+            ],
+            "estimate": self.estimate,
+            other: {"plans": _tree(self.other), "epoch_s": self.other.epoch_s},
+            "simulations": self.simulations,
+            "seconds": self.seconds,
+        }
+        if self.states:
+            document["states"] = [
+                {
+                    "links": [link.model_dump(mode="json") for link in state.links],
+                    "plans": _tree(state.chosen),
+                    "epoch_s": state.chosen.epoch_s,
+                }
+                for state in self.states
+            ]
+        if self.leakage_limit is not None:
+            without = self.leakage_limit.without
+            document["privacy"] = {
+                "max_leakage": self.leakage_limit.most,
+                "guess": self.leakage_limit.guess,
+                "ruled_out": [
+                    {"split_point": p, "leakage": leaks} for p, leaks in self.leakage_limit.ruled_out.items()
+                ],
+                "without": {"plans": _tree(without), "epoch_s": without.epoch_s},
+                "relative": self.chosen.epoch_s / without.epoch_s,
+            }
+        if self.exhaustive is not None:
+            found = self.exhaustive
+            document |= {
+                "best": {"plans": _tree(found.best), "epoch_s": found.best.epoch_s},
+                "chosen_epoch_s": found.chosen_epoch_s,
+                "score": found.score,
+                "exhaustive": {
+                    "micro_batches": "all" if found.grid is None else list(found.grid),
+                    "simulated": found.simulated,
+                    "ruled_out": found.ruled_out,
+                    "seconds": found.seconds,
+                },
+            }
+        return document
+
+
+def _tree(option: Option) -> list[dict[str, Any]]:
+    return [{**plan, "encoding": option.plans[plan["device"]].encoding} for plan in plans_as_json(option.plans)]

@@ -1,0 +1,162 @@
+"""One device of a deployment: it connects to a server on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import signal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from pipar.config import Config, DeviceSection, DeviceSpec
+from pipar.errors import ConfigError
+from pipar.events import Observer, Stopping
+from pipar.execution.lanes import ThreadLanes
+from pipar.job.model_setup import part_builder, seed_dropout
+from pipar.job.profiles import measured_profile
+from pipar.job.workload import Workload
+from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec
+from pipar.leakage.limit import LeakageLimit
+from pipar.leakage.table import Subject
+from pipar.methods import METHODS
+from pipar.privacy import accounting
+from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
+from pipar.privacy.budget_file import BudgetFile, locked
+from pipar.profiling.profile import Profile
+from pipar.transport.backoff import Backoff
+from pipar.transport.grpc import connect
+from pipar.transport.limits import Keepalive
+from pipar.transport.reconnect import Reconnector
+from pipar.transport.tls import DeviceSecurity
+
+#: A server that has not answered for so long is tried anew.
+_DIAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What a device's command line says beside the configuration."""
+
+    name: str
+    server: str
+    security: DeviceSecurity = field(default_factory=DeviceSecurity)
+    data: str | None = None  # a folder with the device's own data
+    give_up_after_s: float | None = None
+    noise_seed: int | None = None  # None: drawn from the system, and known to nobody
+    privacy_file: Path | None = None  # what the device remembers of its privacy over restarts; None: nothing
+
+
+def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
+    """Take part in a training to its end; return the exit code."""
+    with contextlib.nullcontext() if options.privacy_file is None else locked(options.privacy_file):
+        return _take_part(config, options, observe)
+
+
+def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
+    prepare_process()
+    spec = next((spec for spec in listed_specs(config) if spec.name == options.name), unlisted_spec(options.name))
+    memory = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
+    seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
+    workload = device_workload(config, options, seed, None if memory is None else memory.label_seed)
+    samples, model = workload.keep_only_shard(options.name), workload.checked_model()
+    guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), memory=memory)
+    profile = without_sample_statistics(
+        config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
+    )
+    seed_dropout(config.run.seed, options.name)
+    build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
+    equipment = Equipment(samples, build, lanes, profile, guard)
+    stopped = run_until_signal(_live(config, options, spec, equipment, observe))
+    return 130 if stopped == signal.SIGINT else 0
+
+
+async def _live(
+    config: Config, options: DeviceOptions, spec: DeviceSpec, equipment: Equipment, observe: Observer
+) -> None:
+    clock = asyncio.get_running_loop().time
+    backoff = Backoff.of_device(config.run.seed, options.name, clock, options.give_up_after_s)
+    patience_s = min(_DIAL_S, options.give_up_after_s or _DIAL_S)
+    keepalive = Keepalive.every(config.server.keepalive)
+    dial = partial(connect, options.server, security=options.security, timeout_s=patience_s, keepalive=keepalive)
+    reconnector = Reconnector(options.name, options.server, dial, backoff, observe)
+    take_part = partial(
+        run_device, options.name, spec.link, equipment, reconnector=reconnector, is_real=True, observe=observe
+    )
+    await reconnector.run(take_part)
+    observe(Stopping("The training is over."))
+
+
+def device_guard(
+    config: Config, noise_seed: int | None = None, *, cuts: AllowedCuts | None = None, memory: BudgetFile | None = None
+) -> PrivacyGuard:
+    """Return what a device allows by its own configuration, whatever its server says."""
+    privacy = config.privacy
+    budget = math.inf
+    if privacy.target_epsilon is not None:
+        budget = accounting.budget(privacy.target_epsilon, privacy.delta)
+    return PrivacyGuard(
+        noise_seed,
+        PrivacyLimits(privacy.noise_multiplier or 0.0, budget, privacy.delta, cuts),
+        used=None if memory is None else memory.used,
+        save=None if memory is None else memory.save,
+    )
+
+
+def allowed_cuts(workload: Workload, model: nn.Sequential) -> AllowedCuts | None:
+    """Return where a device lets the network be cut: nowhere in federated learning, or where it leaks little enough."""
+    config, layers = workload.config, len(model)
+    if not METHODS[config.run.method].splits:
+        why = f"by its own configuration, method = '{config.run.method}', no activations leave this device"
+        return AllowedCuts(layers, frozenset([layers]), why)
+    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
+    if limit is None:
+        return None
+    leaky = limit.leaky_cuts(list(model._modules))
+    why = f"by this device's own privacy.max_leakage = {limit.most:g} that one leaks too much"
+    return AllowedCuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
+
+
+def without_sample_statistics(config: Config, profile: Profile) -> Profile:
+    """Return a profile without what its samples have told, where a server is to learn nothing of them by that.
+
+    How well activations, gradients and changes are compressed was measured with the device's own samples. Where no
+    activations leave it, or these have noise, that would be told besides.
+    """
+    splits = METHODS[config.run.method].splits
+    if not (config.privacy.pixel_scale or (config.privacy.clips and not splits)):
+        return profile
+    return replace(profile, layers=tuple(replace(one, shares={}) for one in profile.layers), changes_share=1.0)
+
+
+def device_workload(
+    config: Config, options: DeviceOptions, noise_seed: int | None = None, label_seed: int | None = None
+) -> Workload:
+    """Return the workload of one device: its share of a known dataset, or data of its own."""
+    if config.privacy.label_epsilon is not None and config.data.factory is not None and config.data.classes is None:
+        raise ConfigError(
+            "privacy.label_epsilon with data.factory needs data.classes: counted in this device's own labels, the "
+            "classes that others are told from would give the highest one away."
+        )
+    names = [spec.name for spec in listed_specs(config)]
+    if config.data.factory is None and options.data is None:
+        if options.name in names:
+            return Workload(config, noise_seed=noise_seed, label_seed=label_seed)
+        raise ConfigError(
+            f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
+            "[[devices]], or give its own data with --data."
+        )
+    if options.data is not None and config.data.factory is None and config.data.name in ("digits", "synthetic"):
+        raise ConfigError(
+            f"--data {options.data} is given, but {config.data.name} is in no folder: name another dataset as "
+            "data.name, or give your own by data.factory."
+        )
+    alone = DeviceSection(name=options.name)
+    data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
+    own = config.model_copy(update={"devices": (alone,), "data": data})
+    return Workload(own, noise_seed=noise_seed, label_seed=label_seed)
