@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.waiting import PATIENCE_S
 
-from docs import shape
+from docs import shape, walks
 
 ALL = shape.modules()
 
@@ -118,3 +118,9 @@ def test_the_shape_is_printed() -> None:
     text = "\n".join(shape.report())
     for what in ("modules at the root", "lines a module", "lines a function", "constructor parameters", "cycles"):
         assert what in text
+
+
+@pytest.mark.slow
+def test_the_architecture_page_has_the_walks_as_they_are() -> None:
+    text = shape.ARCHITECTURE.read_text("utf-8")
+    assert walks.with_walks(text) == text, "run python -m docs.walks --write"
