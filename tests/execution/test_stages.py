@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.recursion import end_times
 
 from pipar.errors import PlanError
-from pipar.execution.stages import KINDS, Stage, all_stages, end_times, following, previous
+from pipar.execution.stages import KINDS, Stage, all_stages, following, previous
 
 # Paper III-C, table of stages, typed row by row: stage | previous | next, with n = 3 as the row 1 < n < N and
 # N = 5. One correction: the next stage of f_s n is b_s n; the paper prints b_s n+1.

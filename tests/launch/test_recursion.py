@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recursion import end_times
 
 from pipar.config import Config, device_specs
 from pipar.config_file import config_from
 from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
-from pipar.execution.stages import KINDS, Stage, Work, all_stages, end_times, previous
+from pipar.execution.stages import KINDS, Stage, Work, all_stages, previous
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
 from pipar.links import Link

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.recursion import end_times
 
 from pipar.errors import PlanError
-from pipar.execution.stages import Stage, end_times
+from pipar.execution.stages import Stage
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.paper_estimate import (

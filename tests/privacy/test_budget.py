@@ -48,7 +48,7 @@ NO_LIMIT = UpdateNoise(1.0, 4.0, DELTA)
 
 
 def limited(releases: int, multiplier: float = 4.0) -> UpdateNoise:
-    """Return terms that allow so many releases."""
+    """Return noise whose budget allows this number of releases."""
     target = epsilon_after(multiplier, releases, DELTA) * (1 + 1e-9)
     return UpdateNoise(1.0, multiplier, DELTA, target, budget(target, DELTA))
 
@@ -57,7 +57,7 @@ def releases(outcome: Outcome) -> dict[str, int]:
     return {name: outcome.accountant.of(name).releases for name in ("a", "b")}
 
 
-# --- what a configuration says
+# --- the configuration
 
 
 def test_a_target_alone_chooses_noise_that_lasts_for_all_epochs() -> None:
@@ -122,10 +122,10 @@ def test_a_budget_for_less_than_one_round_is_refused_with_the_noise_that_it_need
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 200), min_size=1, max_size=30), st.floats(0.01, 200), st.integers(1, 300))
-def test_whatever_noise_and_rounds_nobody_exceeds_the_target(
+def test_no_device_exceeds_the_target_whatever_the_noise_and_the_number_of_rounds(
     multipliers: list[float], target: float, rounds: int
 ) -> None:
-    """Also if the noise changes on the way, as it may when a training is resumed."""
+    """The noise may change, as it does when a training is resumed with another configuration."""
     guard = PrivacyGuard(1, PrivacyLimits(budget=budget(target, DELTA)))
     refused = math.inf
     for number in range(rounds):
@@ -146,7 +146,7 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     notes = {"spent": accountant.as_notes()}
     kept = read(Checkpoints(tmp_path / "kept").save(Checkpoint(2, EMPTY, {}, {}, {}, notes=notes)))
     again = PrivacyAccountant(limited(3))
-    again.go_on(kept.notes["spent"])
+    again.resume(kept.notes["spent"])
     assert again.epsilons() == accountant.epsilons()
     assert again.would_exceed(["a", "b"]) is None
     again.note("a")
@@ -156,7 +156,7 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert epsilon == pytest.approx(epsilon_after(4.0, 4, DELTA))
 
 
-def test_the_larger_one_of_two_counts_is_the_one_to_go_by() -> None:
+def test_the_larger_of_two_counts_holds() -> None:
     accountant = PrivacyAccountant(NO_LIMIT)
     accountant.note("a")
     accountant.learn("a", BudgetUse(3, 3 * cost(4.0)))
@@ -173,18 +173,18 @@ def test_a_round_that_is_sent_twice_has_other_noise() -> None:
     first, unsent = guard.noise_source("pi", 4)("w").random(), guard.noise_source("pi", 4)("w").random()
     guard.note(4.0)
     assert first == unsent != guard.noise_source("pi", 4)("w").random()
-    assert PrivacyGuard().noise_seed != PrivacyGuard().noise_seed  # unless a test asks for one, nobody knows it
+    assert PrivacyGuard().noise_seed != PrivacyGuard().noise_seed  # random unless a test gives one
 
 
 @pytest.mark.parametrize(
     ("guard", "ordered", "sentence"),
     [
-        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 1.0, "wants at least 2"),
-        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 0.0, "wants at least 2"),
-        (PrivacyGuard(1, PrivacyLimits(budget=1.0)), 0.0, "wants some"),
+        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 1.0, "needs at least 2"),
+        (PrivacyGuard(1, PrivacyLimits(least_multiplier=2.0)), 0.0, "needs at least 2"),
+        (PrivacyGuard(1, PrivacyLimits(budget=1.0)), 0.0, "needs some"),
     ],
 )
-def test_a_device_does_not_let_a_server_talk_it_out_of_its_noise(
+def test_a_device_refuses_a_server_that_orders_too_little_noise(
     guard: PrivacyGuard, ordered: float, sentence: str
 ) -> None:
     with pytest.raises(TrainingError, match=sentence):
@@ -200,7 +200,7 @@ def test_a_training_is_not_resumed_with_noise_where_there_was_none(tmp_path: Pat
     assert identities[1] == identities[2]  # how much noise there is may change
 
 
-def test_momentum_without_noise_is_no_order_that_a_private_device_takes() -> None:
+def test_orders_that_combine_noise_with_momentum_are_refused() -> None:
     orders = Orders(1, Plan(1, 1), 2, 10, False, True, noise_multiplier=1.0)
     with pytest.raises(ProtocolError, match="momentum that moves with layers"):
         Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
@@ -238,14 +238,14 @@ def test_training_ends_before_a_round_that_would_exceed_the_budget_and_says_so()
 
 
 def test_a_round_of_a_device_that_is_lost_while_it_sends_counts() -> None:
-    async def lost_behind_its_epoch(channel: Channel) -> None:
+    async def lost_after_its_epoch(channel: Channel) -> None:
         channel.post(hello("b"))
         await until(channel, Kind.ROUND)
         channel.post(end_epoch(loss_sum=1.0))
         await asyncio.sleep(1.0)
 
     outcome = train(
-        [honest("a"), scripted(lost_behind_its_epoch, "b")], method="fl", epochs=2, terms=NO_LIMIT, min_devices=1
+        [honest("a"), scripted(lost_after_its_epoch, "b")], method="fl", epochs=2, terms=NO_LIMIT, min_devices=1
     )
     assert [event.device for event in outcome.of(Dropped)] == ["b"]
     assert [sorted(counted) for counted in outcome.counted] == [["a"], ["a"]]
@@ -253,7 +253,7 @@ def test_a_round_of_a_device_that_is_lost_while_it_sends_counts() -> None:
 
 
 def test_a_round_that_ends_without_a_device_costs_it_what_it_has_sent_of_it() -> None:
-    """It is twenty times too slow for the deadline; what it sends of its last round comes late, and has come."""
+    """It is far too slow for the deadline; the update of its last round arrives late, and counts."""
     outcome = train([honest("a"), honest("b", speed=0.2)], method="fl", epochs=6, terms=NO_LIMIT, round_deadline_s=10.0)
     assert outcome.failure is None
     assert [sorted(counted) for counted in outcome.counted].count(["a"]) > 0
@@ -286,8 +286,8 @@ def updates_sent() -> Iterator[Counter[str]]:
         yield sent
 
 
-#: How a device fares: behind so many frames each of its links is lost, in one way or another; how fast it is, for how
-#: long it stays away, and when it comes.
+#: What happens to a device: the number of frames after which each of its links is lost, and how; how fast it is, how
+#: long it stays away, and when it starts.
 FATES = st.fixed_dictionaries(
     {
         "cuts": st.lists(st.integers(3, 40), max_size=4),
@@ -311,12 +311,12 @@ PLAIN = {"cuts": [], "loss": Loss.CLEAN, "speed": 1.0, "pause_s": 0.5, "starts_s
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.tuples(FATES, FATES), SERVERS)
-@example(  # the round ends without one of them when it has told the end of its epoch and not sent its update yet
+@example(  # the round ends without a device that has announced the end of its epoch but not sent its update yet
     1,
     (PLAIN, PLAIN),
     {"method": "sfl", "epochs": 1, "round_deadline_s": 3.0, "resume_window_s": 0.0, "begin_with": 1},
 )
-def test_whoever_is_lost_late_or_sends_again_nobody_sends_or_is_told_to_have_sent_more_than_the_budget(
+def test_no_device_exceeds_its_budget_however_often_it_is_lost_late_or_sends_again(
     allowed: int, fates: tuple[dict[str, Any], dict[str, Any]], server: dict[str, Any]
 ) -> None:
     terms = limited(allowed)
@@ -333,16 +333,16 @@ def test_whoever_is_lost_late_or_sends_again_nobody_sends_or_is_told_to_have_sen
     assert all(result.epsilon <= terms.target_epsilon for result in outcome.results)
 
 
-def test_a_device_tells_a_server_that_has_forgotten_what_it_has_sent() -> None:
+def test_a_device_corrects_the_count_of_a_server_that_has_lost_it() -> None:
     guard = PrivacyGuard(1)
-    guard.accept(4.0, BudgetUse(3, 3 * cost(4.0)))  # to a server that has lost its last round since
+    guard.accept(4.0, BudgetUse(3, 3 * cost(4.0)))  # by a server that then lost its last round
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5))
     assert len(outcome.results) == 2
     assert releases(outcome) == {"a": 2, "b": 5}
     assert [event.device for event in outcome.of(BudgetSpent)] == ["b"]
 
 
-def test_a_device_that_comes_with_its_budget_spent_reads_that_and_not_that_the_training_is_over() -> None:
+def test_a_device_that_joins_without_budget_is_told_so_and_not_that_the_training_is_over() -> None:
     terms = limited(2)
     guard = PrivacyGuard(1, PrivacyLimits(budget=terms.budget, delta=DELTA), used=BudgetUse(2, 2 * cost(4.0)))
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=2, terms=terms)
@@ -351,11 +351,11 @@ def test_a_device_that_comes_with_its_budget_spent_reads_that_and_not_that_the_t
     assert outcome.lives[0] is None
     assert isinstance(outcome.lives[1], BudgetSpentError)
     assert (
-        "has sent 2 updates (epsilon 4.38 in all), and one more would exceed its privacy budget of 4.38 (delta 1e-05)"
+        "has sent 2 updates (epsilon 4.38 in total), and one more would exceed its privacy budget of 4.38 (delta 1e-05)"
     ).replace("4.38", f"{epsilon_after(4.0, 2, DELTA):.4g}") in str(outcome.lives[1])
 
 
-def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> None:
+def test_a_device_reports_its_epsilon_and_its_target_after_each_round() -> None:
     events: list[Event] = []
     guard = PrivacyGuard(1, PrivacyLimits(delta=DELTA))
     train([honest("a", guard=guard, observe=events.append), honest("b")], epochs=2, terms=limited(4))
@@ -367,13 +367,15 @@ def test_a_device_tells_after_each_round_what_it_has_spent_of_what_it_has() -> N
     assert EventDescriber().sentence(told[1]).endswith(f"samples, epsilon {spent[1]:.4g} of {spent[2]:.4g} spent")
 
 
-def test_a_device_that_cannot_tell_epsilon_sends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_compute_epsilon_still_counts_its_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "find_spec", lambda _: None)
     guard = PrivacyGuard(1, PrivacyLimits(budget=cost(4.0), delta=DELTA))
     guard.accept(4.0, BudgetUse())
     guard.note(4.0)
     assert (guard.epsilon, guard.target_epsilon) == (None, None)
-    with pytest.raises(BudgetSpentError, match="has sent 1 update, and one more would exceed its privacy budget: it"):
+    with pytest.raises(
+        BudgetSpentError, match="has sent 1 update, and one more would exceed its privacy budget, so it stops"
+    ):
         guard.check(4.0)
 
 
@@ -387,8 +389,8 @@ def test_a_device_refuses_to_send_beyond_its_own_budget_whatever_the_server_says
     assert any("would exceed its privacy budget" in event.reason for event in outcome.of(Dropped))
 
 
-def test_the_budget_of_a_training_holds_for_a_device_that_has_none_of_its_own() -> None:
-    """Its server may not know yet what it has sent."""
+def test_the_servers_budget_holds_for_a_device_without_its_own() -> None:
+    """The server may not know yet of all updates that the device has sent."""
     guard = PrivacyGuard(1)
     guard.accept(4.0, BudgetUse(), 2 * cost(4.0))
     guard.note(4.0)
@@ -401,7 +403,7 @@ def test_the_budget_of_a_training_holds_for_a_device_that_has_none_of_its_own() 
 
 
 @pytest.mark.parametrize("said", [{"releases": -1, "spent": 1.0}, {"releases": 1, "spent": "much"}, {"spent": 1e999}])
-def test_a_count_that_is_none_is_a_breach(said: dict[str, Any]) -> None:
+def test_a_count_that_is_not_a_number_breaks_the_protocol(said: dict[str, Any]) -> None:
     async def liar(channel: Channel) -> None:
         channel.post(hello("b", **said))
         await until(channel, Kind.STOP)
@@ -411,7 +413,7 @@ def test_a_count_that_is_none_is_a_breach(said: dict[str, Any]) -> None:
     assert isinstance(outcome.lives[1], TrainingError)
 
 
-def test_nobody_else_says_what_a_device_has_spent() -> None:
+def test_a_stranger_cannot_change_the_count_of_a_device() -> None:
     async def stranger(channel: Channel) -> None:
         await asyncio.sleep(1.0)
         channel.post(hello("b", releases=1000, spent=1e9))
@@ -427,7 +429,7 @@ def test_nobody_else_says_what_a_device_has_spent() -> None:
 FEDERATED = AllowedCuts(2, frozenset([2]), "by its own configuration no activations leave this device")
 
 
-def test_a_device_of_federated_learning_gives_no_server_its_activations() -> None:
+def test_a_device_of_federated_learning_sends_no_activations_whatever_the_server_orders() -> None:
     refusing = honest("b", guard=PrivacyGuard(1, PrivacyLimits(cuts=FEDERATED)))
     outcome = train([honest("a"), refusing], method="pipar", terms=NO_LIMIT)
     assert isinstance(outcome.lives[1], PrivacyError)
@@ -437,14 +439,14 @@ def test_a_device_of_federated_learning_gives_no_server_its_activations() -> Non
 
 
 @pytest.mark.parametrize(("split_point", "layers"), [(1, 2), (2, 3), (3, 3)])
-def test_a_server_does_not_talk_a_device_into_another_cut(split_point: int, layers: int) -> None:
+def test_a_device_refuses_a_cut_that_it_does_not_allow(split_point: int, layers: int) -> None:
     with pytest.raises(PrivacyError, match="start both with the same configuration"):
         PrivacyGuard(1, PrivacyLimits(cuts=FEDERATED)).accept_cut(split_point, layers)
 
 
-def test_a_new_plan_is_looked_at_like_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_plan_is_checked_like_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)  # every round gets a new plan
-    late = AllowedCuts(2, frozenset([1]), "there it leaks too much")
+    late = AllowedCuts(2, frozenset([1]), "that cut leaks too much")
 
     async def replan(_: Any) -> dict[str, Plan]:
         return {"a": Plan(2, 1), "b": Plan(2, 1)}

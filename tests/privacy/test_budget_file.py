@@ -1,4 +1,4 @@
-"""A device that is started again knows what it has spent and how it has told its labels, and nobody else does."""
+"""A restarted device keeps its budget and its randomised labels, and only that device can use its file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipar.privacy.budget import BudgetUse
 from pipar.privacy.budget_file import BudgetFile, locked
 
 
-def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Path) -> None:
+def test_a_restart_keeps_the_count_and_draws_new_noise(tmp_path: Path) -> None:
     path = tmp_path / "pi.json"
     target = epsilon_after(4.0, 3, 1e-5) * 1.001
     config = config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}})
@@ -36,33 +36,33 @@ def test_what_was_spent_before_a_restart_is_spent_and_noise_is_new(tmp_path: Pat
         device_guard(config, memory=BudgetFile.open(path, "pi")).check(4.0)
 
 
-def test_what_a_server_has_seen_is_remembered_too(tmp_path: Path) -> None:
+def test_the_servers_count_is_saved_too(tmp_path: Path) -> None:
     guard = device_guard(config_from({}), memory=BudgetFile.open(tmp_path / "pi.json", "pi"))
     guard.accept(4.0, BudgetUse(5, 5 * cost(4.0)))
     assert BudgetFile.open(tmp_path / "pi.json", "pi").used.releases == 5
 
 
-def test_the_file_is_its_owners_only(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
     BudgetFile.open(tmp_path / "pi.json", "pi")
     assert stat.S_IMODE((tmp_path / "pi.json").stat().st_mode) == 0o600
 
 
-def test_what_cannot_be_written_down_is_not_sent(tmp_path: Path) -> None:
+def test_an_update_that_cannot_be_counted_is_not_sent(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     guard = device_guard(config_from({}), memory=BudgetFile.open(folder / "pi.json", "pi"))
     (folder / "pi.json").unlink()
     folder.rmdir()
     folder.write_text("no folder any more")
-    with pytest.raises(PrivacyError, match="what is not counted is not sent"):
+    with pytest.raises(PrivacyError, match="an update that cannot be counted is not sent"):
         guard.note(4.0)
     assert guard.used == BudgetUse()
 
 
-def test_two_devices_never_count_in_one_file_at_a_time(tmp_path: Path) -> None:
+def test_two_programs_cannot_use_one_file_at_the_same_time(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "pi.json"
     config, options = config_from({}), DeviceOptions("pi", "127.0.0.1:1", privacy_file=path)
     with locked(path):
-        BudgetFile.open(path, "pi").save(BudgetUse(1, 0.25))  # another file by now, of the same name
+        BudgetFile.open(path, "pi").save(BudgetUse(1, 0.25))  # replaces the file
         with pytest.raises(InputError, match="is in use by another `pipar device`"):
             take_part(config, options, pytest.fail)
     with locked(path):
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_refused_and_stays_as_it_is(tmp_path: Path, wrong: Any
     path = tmp_path / "pi.json"
     text = wrong if isinstance(wrong, str) else json.dumps(wrong)
     path.write_text(text)
-    with pytest.raises(InputError, match="is not what `pipar device` wrote"):
+    with pytest.raises(InputError, match="is damaged, or was not written by `pipar device`"):
         BudgetFile.open(path, "pi")
     assert path.read_text() == text
 
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_refused_and_stays_as_it_is(tmp_path: Path, wrong: Any
 def test_the_file_of_another_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pi.json").write_text(json.dumps(GOOD))
     assert BudgetFile.open(tmp_path / "pi.json", "pi").label_seed == 255
-    with pytest.raises(InputError, match="is that of 'pi': give 'other' its own"):
+    with pytest.raises(InputError, match="belongs to 'pi': give 'other' its own file"):
         BudgetFile.open(tmp_path / "pi.json", "other")
 
 
@@ -104,19 +104,19 @@ def told(labels: torch.Tensor, privacy: SamplePrivacy) -> torch.Tensor:
     return shard._told
 
 
-def test_labels_are_told_alike_after_a_restart_but_others_are_told_by_another_chance() -> None:
+def test_labels_are_randomised_alike_after_a_restart_and_other_labels_independently() -> None:
     labels = torch.arange(400) % 10
     first = SamplePrivacy(1, 0.0, 1.0, lambda: 10, label_seed=5)
     once = told(labels, first)
-    assert torch.equal(told(labels, replace(first, noise_seed=2)), once)  # the noise of another start
+    assert torch.equal(told(labels, replace(first, noise_seed=2)), once)  # the noise seed of another start
     assert not torch.equal(told(labels, replace(first, label_seed=None)), once)
-    # With the same chance every difference of two answers would be that of their labels.
+    # With the same random numbers, every difference of two answers would be the difference of their labels.
     other = told((labels + 1) % 10, first)
     assert ((other - once) % 10 == 1).float().mean() < 0.5
     assert not torch.equal(told(labels, replace(first, label_epsilon=1.001)), once)
 
 
-def test_classes_are_not_counted_in_labels_that_are_to_be_hidden() -> None:
+def test_the_number_of_classes_is_not_taken_from_labels_that_are_to_be_hidden() -> None:
     tree = {"privacy": {"label_epsilon": 1.0}, "data": {"factory": "somewhere:make"}}
     with pytest.raises(ConfigError, match=r"needs data\.classes"):
         device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""Clipping is exact, noise is what it is said to be, and randomised labels give away no more than they may."""
+"""Clipping is exact, noise has its stated distribution, and randomised labels reveal no more than epsilon allows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(seed: int, scale: float, dtype: str = "float64") -> dict[str, Array]
 
 
 def trained(received: dict[str, Array], norm: float) -> dict[str, Array]:
-    """Return what was received with an update of this norm on it."""
+    """Return the received arrays plus an update of this norm."""
     update = tensors(2, 1.0)
     length = math.sqrt(sum(float((one**2).sum()) for one in update.values()))
     return {name: received[name] + update[name] * (norm / length) for name in received}
@@ -42,7 +42,7 @@ def trained(received: dict[str, Array], norm: float) -> dict[str, Array]:
 
 @pytest.mark.parametrize("norm", [1.0001, 3.0, 1e6])
 def test_a_large_update_keeps_its_direction_and_has_the_norm_that_it_is_clipped_to(norm: float) -> None:
-    received = tensors(1, 0.0)  # zero, so that nothing is rounded on the way
+    received = tensors(1, 0.0)  # zero, so that nothing is rounded
     after = trained(received, norm)
     before = {name: values.copy() for name, values in after.items()}
     assert clip_and_noise(after, received, clip=0.7, multiplier=0.0, noise=chance) == pytest.approx(norm, rel=1e-12)
@@ -65,7 +65,7 @@ def test_a_small_update_stays_as_it_is(norm: float) -> None:
 
 
 def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None:
-    """Near 2^53 numbers are 2 apart: an update of 1 behind them, rounded before its noise is added, would be 2 or 0."""
+    """Near 2^53 numbers are 2 apart: an update of 1, rounded before its noise is added, would become 2 or 0."""
     start = np.full(100_000, 2.0**53)
     end = start.copy()
     end[: len(end) // 2] += 2.0
@@ -78,17 +78,17 @@ def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None
 
 @settings(deadline=None)
 @given(st.floats(0, 1e150), st.floats(1e-9, 1e9))
-def test_no_norm_is_above_the_clip_behind_its_factor(norm: float, clip: float) -> None:
+def test_no_norm_exceeds_the_clip_after_it_is_scaled(norm: float, clip: float) -> None:
     factor = clip_factor(norm, clip)
     assert 0 <= factor <= 1
     assert factor * norm <= clip * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e200, 2.15e153])
-def test_an_update_that_has_diverged_counts_as_none(wrong: float) -> None:
+def test_an_update_that_has_diverged_is_replaced_by_zero(wrong: float) -> None:
     received = tensors(1, 1.0)
     after = trained(received, 1.0)
-    for name in ("0.bias", "1.running_mean"):  # of the last one each sum of squares is a number, and both together none
+    for name in ("0.bias", "1.running_mean"):  # the last overflows only when its sums of squares are added
         after[name][3:] = wrong
     clip_and_noise(after, received, clip=1.0, multiplier=0.5, noise=chance)
     for name in received:
@@ -97,7 +97,7 @@ def test_an_update_that_has_diverged_counts_as_none(wrong: float) -> None:
 
 
 def test_noise_is_the_same_however_an_array_lies_in_memory_and_in_pieces_as_at_once() -> None:
-    received = {"w": np.zeros((300, 300))}  # more than is worked on at a time
+    received = {"w": np.zeros((300, 300))}  # more than one chunk
     straight, across = {"w": np.ones((300, 300))}, {"w": np.ones((300, 300)).T}
     for after in (straight, across):
         clip_and_noise(after, received, clip=1e9, multiplier=1e-9, noise=chance)
@@ -118,8 +118,8 @@ def test_every_tensor_has_noise_of_its_own_and_that_of_another_round_is_other_no
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_noise_has_the_mean_the_variance_and_the_distribution_that_are_said(dtype: str) -> None:
-    """By a fixed seed: what is asserted would fail for one seed in a thousand, and this is none of these."""
+def test_noise_has_the_stated_mean_variance_and_distribution(dtype: str) -> None:
+    """With a fixed seed; the assertions would fail for one seed in a thousand."""
     clip, multiplier, count = 2.5, 1.3, 200_000
     after, received = {"w": np.full(count, 3.0, dtype)}, {"w": np.full(count, 3.0, dtype)}
     clip_and_noise(after, received, clip=clip, multiplier=multiplier, noise=chance)

@@ -294,8 +294,7 @@ def test_frames_go_one_behind_the_other_and_leave_their_spans() -> None:
     spans = []
 
     async def scenario(device: Channel, server: Channel) -> list[float]:
-        recorder = Recorder("pi")
-        device.record_on(recorder)
+        recorder = device._recorder
         device.shape(800.0, 10.0)  # 100 bytes a second
         loop = asyncio.get_running_loop()
         arrivals = []

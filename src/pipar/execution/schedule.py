@@ -6,11 +6,9 @@ All of it is data computed before training: it prints, and a test can write it d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, islice, repeat
 
-from pipar.errors import PlanError
 from pipar.execution.stages import Stage
 
 
@@ -66,18 +64,3 @@ def device_order(micro_batches: int, window: int = 0) -> tuple[Stage, ...]:
         if n + ahead <= micro_batches:
             order.append(Stage("fc", n + ahead))
     return tuple(order)
-
-
-def print_order(order: Sequence[Stage]) -> str:
-    """Return a schedule as one line that `parse_order` reads back: 'fc1 fc2 bc1 bc2'."""
-    return " ".join(map(str, order))
-
-
-def parse_order(text: str) -> tuple[Stage, ...]:
-    """Return the schedule that a line of stages says; each backward must come behind its forward."""
-    order = tuple(Stage.parse(word) for word in text.split())
-    for position, stage in enumerate(order):
-        if stage.kind == "bc" and Stage("fc", stage.micro_batch) not in order[:position]:
-            marked = " ".join(f">{s}<" if i == position else str(s) for i, s in enumerate(order))
-            raise PlanError(f"The backward marked in '{marked}' comes before its forward.")
-    return order

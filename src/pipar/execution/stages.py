@@ -12,7 +12,6 @@ stage of f_s n; its own recursion needs b_s n.)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipar.errors import PlanError
@@ -72,15 +71,6 @@ def all_stages(micro_batches: int) -> list[Stage]:
 def following(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
     """Return the stages that wait for this one: the table's third column, derived from its second."""
     return tuple(later for later in all_stages(micro_batches) if stage in previous(later, micro_batches))
-
-
-def end_times(micro_batches: int, seconds: Callable[[Stage], float]) -> dict[Stage, float]:
-    """Return T(r) = t(r) + max over previous T(r') for every stage, from one sweep; paper III-C, phase 2."""
-    ends: dict[Stage, float] = {}
-    for stage in all_stages(micro_batches):
-        start = max((ends[before] for before in previous(stage, micro_batches)), default=0.0)
-        ends[stage] = start + seconds(stage)
-    return ends
 
 
 #: Where a micro-batch belongs: epoch, iteration, its number, and whatever else tells it from others.

@@ -95,8 +95,8 @@ def full_batch_times(
 def iteration_s(times: StageTimes, micro_batches: int) -> float:
     """Return T(b_c N), the end of the iteration, by T(r) = t(r) + max over previous T(r'); paper III-C, phase 2.
 
-    One sweep over N micro-batches, the same floats as `stages.end_times` gives for constant times. All forwards
-    come first, so the first backward also waits for the last forward.
+    One sweep over N micro-batches; it returns the same floats as the recursion over the stage graph. All forwards come
+    first, so the first backward also waits for the last forward.
     """
     forward = uploaded = served = downloaded = 0.0
     arrivals = []

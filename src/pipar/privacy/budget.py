@@ -1,7 +1,7 @@
-"""Who has sent its update how often, what that has cost it, and whether it may once more.
+"""The privacy budget of each device: the updates that it has sent, their cost, and whether it may send another one.
 
-The server counts for everybody, to tell epsilon and to stop in time. Each device counts for itself, too, and need not
-take a server's word for it.
+The server counts for all devices, to report epsilon and to stop in time. Each device also counts for itself, so that it
+does not depend on the server's count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BudgetUse:
-    """What a device has sent: how many updates, and the mu^2 that they add up to."""
+    """The updates that a device has sent: their number, and the mu^2 that they add up to."""
 
     releases: int = 0
     mu_squared: float = 0.0
@@ -33,13 +33,13 @@ class BudgetUse:
         return BudgetUse(self.releases + 1, self.mu_squared + accounting.cost(multiplier))
 
     def or_more(self, other: BudgetUse) -> BudgetUse:
-        """Return what at least has been sent if each of two knows of so much."""
+        """Return the larger of two counts of the same device."""
         return BudgetUse(max(self.releases, other.releases), max(self.mu_squared, other.mu_squared))
 
 
 @dataclass(frozen=True)
 class UpdateNoise:
-    """How updates are protected in a training, and how much each device has to spend."""
+    """How a training protects updates, and the budget of each device."""
 
     clip: float
     multiplier: float
@@ -53,7 +53,7 @@ class UpdateNoise:
 
 
 def choose_noise(config: Config) -> UpdateNoise | None:
-    """Return what a configuration says of updates, with the noise that its target needs; None without any noise."""
+    """Return the noise on updates that a configuration gives, or that its target needs; None for no noise."""
     privacy, epochs = config.privacy, config.run.epochs
     if not privacy.clips:
         return None
@@ -76,21 +76,21 @@ def choose_noise(config: Config) -> UpdateNoise | None:
 
 
 class PrivacyAccountant:
-    """What each device of a training has used, as far as its server knows."""
+    """The budget that each device of a training has used, as far as its server knows."""
 
     def __init__(self, noise: UpdateNoise | None) -> None:
         self.noise = noise
         self._used: dict[str, BudgetUse] = {}
         if noise is not None:
-            accounting.epsilon_after(noise.multiplier, 1, noise.delta)  # imports, which may not hold up a round
+            accounting.epsilon_after(noise.multiplier, 1, noise.delta)  # imports now, so that no round waits for it
 
     def note(self, device: str) -> None:
-        """A device has sent its update, or begun to; also of a round that does not count it afterwards."""
+        """Count an update that a device has sent or begun to send, even if the round then excludes the device."""
         if self.noise is not None:
             self._used[device] = self.of(device).plus(self.noise.multiplier)
 
     def learn(self, device: str, used: BudgetUse) -> None:
-        """Take what a device says that it has sent; the larger one of two counts is the one to go by."""
+        """Take a device's own count; the larger of the two counts holds."""
         if self.noise is not None and used.releases:
             self._used[device] = self.of(device).or_more(used)
 
@@ -98,18 +98,18 @@ class PrivacyAccountant:
         return self._used.get(device, BudgetUse())
 
     def epsilons(self) -> dict[str, float]:
-        """Return epsilon of every device that has sent something, in name order."""
+        """Return the epsilon of every device that has sent an update, in name order."""
         if self.noise is None:
             return {}
         delta = self.noise.delta
         return {name: accounting.epsilon(used.mu_squared, delta) for name, used in sorted(self._used.items())}
 
     def largest_epsilon(self) -> float | None:
-        """Return the largest of them; None where updates have no noise."""
+        """Return the largest epsilon of all devices; None if updates have no noise."""
         return None if self.noise is None else max(self.epsilons().values(), default=0.0)
 
     def would_exceed(self, devices: Iterable[str]) -> tuple[str, float] | None:
-        """Return the first device that has no release left, and the epsilon that it would come to by one more."""
+        """Return the first device without a release left and the epsilon that one more would give; None if none."""
         noise = self.noise
         if noise is None:
             return None
@@ -119,15 +119,15 @@ class PrivacyAccountant:
         return name, accounting.epsilon(self.of(name).plus(noise.multiplier).mu_squared, noise.delta)
 
     def as_notes(self) -> dict[str, Any]:
-        """Return all counts as a checkpoint has them."""
+        """Return all counts in the form of a checkpoint."""
         return {name: asdict(used) for name, used in sorted(self._used.items())}
 
-    def go_on(self, notes: Mapping[str, Any]) -> None:
+    def resume(self, notes: Mapping[str, Any]) -> None:
         """Take the counts of a checkpoint."""
         self._used = {name: BudgetUse(**used) for name, used in notes.items()}
 
     def as_result(self) -> dict[str, Any] | None:
-        """Return how updates were protected and what each device has used, as result.json has it."""
+        """Return the noise on updates and each device's epsilon in the form of result.json."""
         noise = self.noise
         if noise is None:
             return None
@@ -145,7 +145,7 @@ class PrivacyAccountant:
 
 @dataclass(frozen=True)
 class AllowedCuts:
-    """Where a device lets its network be cut, and why nowhere else."""
+    """The split points that a device allows, and why it allows no other."""
 
     layers: int
     allowed: frozenset[int]
@@ -154,7 +154,7 @@ class AllowedCuts:
 
 @dataclass(frozen=True)
 class PrivacyLimits:
-    """What a device's own configuration allows, whatever a server orders."""
+    """The limits of a device's own configuration, which hold whatever a server orders."""
 
     least_multiplier: float = 0.0
     budget: float = math.inf  # the largest mu^2
@@ -163,10 +163,10 @@ class PrivacyLimits:
 
 
 class PrivacyGuard:
-    """What a device itself allows to be sent of it, and the noise that only it knows.
+    """Decides what a device may send, and draws the noise that only the device knows.
 
-    It outlives connections and sessions: what was sent in any of them was sent. With something that remembers, it
-    outlives the device's program, too; `used` is what was sent before. With a `delta` it tells what that comes to.
+    It outlives connections and sessions, because a release counts whichever of them carried it. With `save`, which
+    stores each new count, it outlives the device's program; `used` is the count of earlier programs.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class PrivacyGuard:
         used: BudgetUse | None = None,
         save: Callable[[BudgetUse], None] | None = None,
     ) -> None:
-        # Never the seed of a run before: who starts anew counts anew, and noise must not come twice.
+        # Never the seed of an earlier program: a device without a file counts from 0 again and would repeat its noise.
         self.noise_seed = secrets.randbits(128) if noise_seed is None else noise_seed
         self.used = used or BudgetUse()
         self._limits = limits or PrivacyLimits()
@@ -185,30 +185,30 @@ class PrivacyGuard:
         self._save = save
 
     def accept(self, multiplier: float, seen: BudgetUse, budget: float = 0.0) -> None:
-        """Take the noise that a server orders and the count that it has, or raise if that is not enough noise.
+        """Accept a server's noise and its count for this device, or raise if the noise is too little.
 
-        Its budget holds besides the device's own, unless it is 0: what is still on its way, as the update of a round
-        that went on without the device, only the device knows of.
+        The server's budget holds besides the device's own, unless it is 0. The device has to check it too: the server
+        does not know of updates that have not arrived yet, such as that of a round that ended without the device.
         """
         least = self._limits.least_multiplier
         if multiplier < least or (multiplier == 0.0 and self._limits.budget < math.inf):
             raise PrivacyError(
-                f"The server orders noise of {multiplier:g} times the clip on updates, and this device's configuration "
-                f"wants {'some' if least == 0.0 else f'at least {least:g}'}: start both with the same [privacy]."
+                f"The server orders noise of {multiplier:g} times the clip on updates, but this device's configuration "
+                f"needs {'some' if least == 0.0 else f'at least {least:g}'}: start both with the same [privacy]."
             )
         self._budget = min(self._limits.budget, budget or math.inf)
-        self._take(self.used.or_more(seen))
+        self._set(self.used.or_more(seen))
         if multiplier > 0 and self._limits.delta is not None:
-            accounting.get_ready()  # that may not hold up a round
+            accounting.get_ready()  # now, so that no round waits for it
 
     @property
     def epsilon(self) -> float | None:
-        """What all that was sent comes to; None if this device has no delta, or nothing that computes it."""
+        """The epsilon of all updates sent; None if this device has no delta, or no package that computes it."""
         return self._epsilon(self.used.mu_squared)
 
     @property
     def target_epsilon(self) -> float | None:
-        """What it may come to at most; None without a budget, or if that cannot be told."""
+        """The largest epsilon allowed; None without a budget, or if it cannot be computed."""
         return None if math.isinf(self._budget) else self._epsilon(self._budget)
 
     def _epsilon(self, mu_squared: float) -> float | None:
@@ -217,11 +217,11 @@ class PrivacyGuard:
         return accounting.epsilon(mu_squared, self._limits.delta)
 
     def accept_cut(self, split_point: int, layers: int) -> None:
-        """Raise if a server wants activations of this device that its own configuration does not let it have."""
+        """Raise if this device's own configuration does not allow a cut that a server orders."""
         cuts = self._limits.cuts
         if cuts is not None and (layers != cuts.layers or split_point not in cuts.allowed):
             raise PrivacyError(
-                f"The server orders the split point {split_point} of {layers}, and {cuts.why}: start both with the "
+                f"The server orders the split point {split_point} of {layers}, but {cuts.why}: start both with the "
                 "same configuration."
             )
 
@@ -230,20 +230,20 @@ class PrivacyGuard:
         if multiplier > 0 and self.used.plus(multiplier).mu_squared > self._budget:
             used, most = self.epsilon, self.target_epsilon
             updates = "1 update" if self.used.releases == 1 else f"{self.used.releases} updates"
-            so_far = "" if used is None else f" (epsilon {used:.4g} in all)"
+            so_far = "" if used is None else f" (epsilon {used:.4g} in total)"
             of = "" if most is None else f" of {most:.4g} (delta {self._limits.delta:g})"
             raise BudgetSpentError(
-                f"This device has sent {updates}{so_far}, and one more would exceed its privacy budget{of}: it takes "
-                "part no more. A larger privacy.target_epsilon, here and at the server, would let it."
+                f"This device has sent {updates}{so_far}, and one more would exceed its privacy budget{of}, so it "
+                "stops. To continue, raise privacy.target_epsilon on the device and on the server."
             )
 
     def note(self, multiplier: float) -> None:
-        """An update is about to be sent."""
+        """Count an update that is about to be sent; raise if it may not be."""
         self.check(multiplier)
-        self._take(self.used.plus(multiplier))
+        self._set(self.used.plus(multiplier))
 
-    def _take(self, used: BudgetUse) -> None:
-        """Take another count; it is remembered before anything that it counts is sent."""
+    def _set(self, used: BudgetUse) -> None:
+        """Set another count; it is saved before any update that it counts is sent."""
         if used != self.used and self._save is not None:
             self._save(used)
         self.used = used
@@ -251,9 +251,9 @@ class PrivacyGuard:
     def noise_source(self, device: str, epoch: int) -> NoiseSource:
         """Return the noise of the next release, by a tensor's name.
 
-        A round that is trained again has other noise when the first try was sent: the difference of two releases with
-        the same noise would have none.
+        A round that is trained again after its update was sent gets other noise: with the same noise, the difference of
+        the two releases would have none.
         """
-        from pipar import random_streams  # brings numpy, which `pipar --help` has no time for
+        from pipar import random_streams  # imports numpy, which `pipar --help` should not wait for
 
         return partial(random_streams.generator, self.noise_seed, "update", device, epoch, self.used.releases)

@@ -1,7 +1,8 @@
-"""What a device remembers of its privacy when it is started again, in a file that is its own.
+"""A device's privacy budget over restarts, in a private file of the device (`--privacy-file`).
 
-That is what it has used, and the key by which its labels were told: with another one they would be told a second time.
-The key of the noise on updates is not in it. It is drawn anew at each start, so that no noise can come twice.
+It holds the budget that the device has used, and the key with which its labels were randomised: with another key they
+would be randomised a second time. It does not hold the key of the noise on updates, which is drawn at each start so
+that noise is never repeated.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ _FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep the file for this program: two that count in it would each spend what the other one has left.
+    """Lock the file for this program: two programs that count in it would each use the other's budget.
 
-    What is locked is a file beside it, which stays: the file itself is another one each time that it is written.
+    The lock is on a second file beside it, because each write replaces the file itself.
     """
     lock = path.parent / f".{path.name}.lock"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise InputError(f"Cannot write {lock}, which keeps --privacy-file for one device: {error.strerror}.") from None
+        raise InputError(f"Cannot write {lock}, which locks --privacy-file {path.name}: {error.strerror}.") from None
     try:
         _lock(handle, path)
         yield
     finally:
-        os.close(handle)  # and the lock is gone, as it is when a program is killed
+        os.close(handle)  # which releases the lock, as does the end of the program
 
 
 def _lock(handle: int, path: Path) -> None:
@@ -48,15 +49,15 @@ def _lock(handle: int, path: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(
-            f"--privacy-file {path} is in use by another `pipar device`: end that one, or give this device a file of "
-            "its own."
+            f"--privacy-file {path} is in use by another `pipar device`: stop that one, or give this device its own "
+            "file."
         ) from None
     except OSError as error:
-        raise InputError(f"Cannot keep --privacy-file {path} for one device: {error.strerror}.") from None
+        raise InputError(f"Cannot lock --privacy-file {path}: {error.strerror}.") from None
 
 
 class BudgetFile:
-    """The file of one device; what it says is on the disk before a method returns."""
+    """The file of one device; it is on the disk before a method returns."""
 
     def __init__(self, path: Path, device: str, label_seed: int, used: BudgetUse) -> None:
         self.label_seed = label_seed
@@ -66,13 +67,13 @@ class BudgetFile:
 
     @classmethod
     def open(cls, path: Path, device: str) -> BudgetFile:
-        """Return what a file says of a device; one that is not there is begun."""
+        """Return the file of a device; a missing file is created."""
         try:
             text = path.read_text("utf-8")
         except FileNotFoundError:
-            begun = cls(path, device, secrets.randbits(128), BudgetUse())
-            begun.save(begun.used)
-            return begun
+            new = cls(path, device, secrets.randbits(128), BudgetUse())
+            new.save(new.used)
+            return new
         except OSError as error:
             raise InputError(f"Cannot read --privacy-file {path}: {error.strerror}.") from None
         except ValueError:
@@ -80,15 +81,15 @@ class BudgetFile:
         content = _read(text)
         if content is None:
             raise InputError(
-                f"--privacy-file {path} is not what `pipar device` wrote: bring it back, or give another one, by which "
-                "this device begins to count anew."
+                f"--privacy-file {path} is damaged, or was not written by `pipar device`: restore it, or give another "
+                "path, with which this device counts from 0 again."
             )
         if content["device"] != device:
-            raise InputError(f"--privacy-file {path} is that of '{content['device']}': give '{device}' its own.")
+            raise InputError(f"--privacy-file {path} belongs to '{content['device']}': give '{device}' its own file.")
         return cls(path, device, int(content["label_key"], 16), BudgetUse(content["releases"], content["mu_squared"]))
 
     def save(self, used: BudgetUse) -> None:
-        """Write down what the device has used, with what is about to be sent; if that fails it may not be."""
+        """Save the count, including the update that is about to be sent; raise if that fails, so that it is not sent."""
         content = {
             "format": FORMAT,
             "device": self._device,
@@ -99,12 +100,14 @@ class BudgetFile:
         try:
             write_private(self._path, json.dumps(content).encode() + b"\n")
         except InputError as error:
-            raise PrivacyError(f"{error} It is the --privacy-file: what is not counted is not sent.") from None
+            raise PrivacyError(
+                f"{error} It is the --privacy-file: an update that cannot be counted is not sent."
+            ) from None
         self.used = used
 
 
 def _read(text: str) -> dict[str, Any] | None:
-    """Return the content of a file; None if it is not one."""
+    """Return the content of a file; None if it is not a budget file."""
     try:
         content = json.loads(text)
         is_one = {key: type(value) for key, value in content.items()} == _FIELDS and content["format"] == FORMAT

@@ -167,7 +167,7 @@ class RunFolder:
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
         ]
         self.plans = dict(found.plans)
-        self.accountant.go_on(found.notes.get("spent", {}))
+        self.accountant.resume(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
         _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
         _write_lines(self.path / "rounds.jsonl", self._rounds())

@@ -166,10 +166,6 @@ class Channel:
         """Take no messages larger than this from now on."""
         self._assembler.limit = limit
 
-    def record_on(self, recorder: Recorder) -> None:
-        """Leave the spans of what is sent with another recorder: a server learns late whose channel this is."""
-        self._recorder = recorder
-
     def post(self, message: Message) -> None:
         """Queue a message for sending; returns at once."""
         check_fits(message)
