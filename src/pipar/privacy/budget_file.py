@@ -89,7 +89,7 @@ class BudgetFile:
         return cls(path, device, int(content["label_key"], 16), BudgetUse(content["releases"], content["mu_squared"]))
 
     def save(self, used: BudgetUse) -> None:
-        """Save the count, including the update that is about to be sent; raise if that fails, so that it is not sent."""
+        """Save the count, including the update that is about to be sent; if this raises, it is not sent."""
         content = {
             "format": FORMAT,
             "device": self._device,
