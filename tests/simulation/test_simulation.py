@@ -215,6 +215,12 @@ def test_scenarios_are_drawn_from_the_seed_alone_and_have_all_there_is() -> None
     assert min(shorter[True], shorter[False]) > len(cuts) // 5
 
 
+def test_a_seed_draws_the_world_that_it_has_always_drawn() -> None:
+    scenario = draw_scenario(0)
+    assert scenario.method == "sfl2"
+    assert str(scenario.faults[0]) == "  1.054 s  one-way device-2 for 3.00 s (choice 54163)"
+
+
 def test_a_world_without_faults_loses_nobody() -> None:
     scenario = replace(draw_scenario(3), faults=(), min_devices=5, round_deadline_s=None)
     outcome = simulate(scenario)
