@@ -32,7 +32,7 @@ from pipar.errors import InputError, PiparError
 @click.version_option(metadata.version("pipar"), message="pipar %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Pipelined split federated learning across devices, for real or in virtual time."""
+    """Pipelined split federated learning across devices, real or in virtual time."""
     help_if_alone(context)
 
 
@@ -50,11 +50,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def exit_code(command: click.Command, name: str, args: Sequence[str]) -> int:
-    """Run a command and return its exit code; what went wrong is one line on standard error."""
+    """Run a command and return its exit code; an error is one line on standard error."""
     try:
         code = command.main(list(args), name, standalone_mode=False, obj=shlex.join([name, *args]))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except click.Abort:
@@ -81,6 +81,6 @@ def _message(error: Exception) -> str:
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
     if isinstance(error, click.NoSuchOption):
         text += as_setting(error)
-    # A sentence of a library may start in the middle; names of keys and datasets stay as they are.
+    # Sentences of libraries may start in lower case; names of keys and datasets keep their case.
     first = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if first in ("the", "there", "a", "an", "item") else text

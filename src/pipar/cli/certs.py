@@ -1,4 +1,4 @@
-"""`pipar certs`: an authority of one's own, the server's certificate, certificates and tokens of devices."""
+"""`pipar certs`: a certificate authority, the server's certificate, certificates and tokens of devices."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ _FOLDER = click.option(
     default=Path("certs"),
     show_default=True,
     metavar="FOLDER",
-    help="Where certificates, keys and the tokens' hashes are.",
+    help="Folder of certificates and tokens.",
 )
 _HOSTS = click.option(
     "--host",
     "hosts",
     multiple=True,
     metavar="NAME_OR_IP",
-    help="What devices call the server by; may be repeated. localhost and its addresses always hold.",
+    help="Name or address of the server; repeatable. Always includes localhost.",
 )
 _DAYS = click.option(
-    "--days", type=int, default=365, show_default=True, metavar="N", help="How long a certificate is valid."
+    "--days", type=int, default=365, show_default=True, metavar="N", help="Days until a certificate expires."
 )
-_FORCE = click.option("--force", is_flag=True, help="Replace what is there.")
+_FORCE = click.option("--force", is_flag=True, help="Replace what exists.")
 
 
 @click.group(cls=Group, no_args_is_help=False, invoke_without_command=True, epilog=example("pipar certs init"))
 @click.pass_context
 def certs(context: click.Context) -> None:
-    """Certificates and tokens for a server and devices on several machines."""
+    """Create certificates and tokens for a deployment."""
     help_if_alone(context)
 
 
 @certs.command(epilog=example("pipar certs init --host 192.168.0.5", "pipar certs init --host train.local --days 90"))
 @options(_FOLDER, _HOSTS, _DAYS, _FORCE, JSON)
 def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bool) -> None:
-    """Make an authority (valid for ten years) and the server's certificate.
+    """Create a certificate authority and the server's certificate.
 
-    ca.key signs certificates and stays here; the server needs server.pem, server.key, ca.pem and denied.json.
+    The authority is valid for ten years. Its ca.key signs certificates and stays here; the server needs server.pem,
+    server.key, ca.pem and denied.json.
     """
     from pipar.private_files import refuse_existing, write_private
     from pipar.transport.certificates import make_authority, make_server
@@ -55,7 +56,7 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
     write_private(place.ca, authority.certificate_pem, mode=0o644)
     write_private(place.server_key, server.key_pem)
     write_private(place.server, server.certificate_pem, mode=0o644)
-    for listing in (place.issued, place.denied):  # of an authority before this one
+    for listing in (place.issued, place.denied):  # clears those of an earlier authority
         write_private(listing, b"{}\n")
     _say_server(place, server.expires, hosts, as_json=as_json)
 
@@ -63,7 +64,7 @@ def init(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bo
 @certs.command(epilog=example("pipar certs server --host 192.168.0.5 --force"))
 @options(_FOLDER, _HOSTS, _DAYS, _FORCE, JSON)
 def server(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: bool) -> None:
-    """Make another certificate for the server: for other hosts, or because the old one expires."""
+    """Create a new server certificate, for other hosts or on expiry."""
     from pipar.private_files import refuse_existing, write_private
     from pipar.transport.certificates import make_server, read_authority
 
@@ -79,7 +80,7 @@ def server(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: 
 @certs.command(epilog=example("pipar certs issue pi-1 pi-2"))
 @options(click.argument("names", nargs=-1, required=True, metavar="NAME..."), _FOLDER, _DAYS, _FORCE, JSON)
 def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: bool) -> None:
-    """Make a certificate for each device; it says the device's name.
+    """Create a certificate with its name for each device.
 
     A device needs its own two files and ca.pem.
     """
@@ -96,7 +97,7 @@ def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: b
     for name in dict.fromkeys(names):
         made = make_device(authority, name, days)
         certificate, key = place.device(name)
-        add_serials(place.issued, name, [made.serial])  # first: what is not listed could not be revoked
+        add_serials(place.issued, name, [made.serial])  # first: an unlisted certificate could not be revoked
         write_private(key, made.key_pem)
         write_private(certificate, made.certificate_pem, mode=0o644)
         issued.append({"name": name, "certificate": str(certificate), "key": str(key), "expires": made.expires})
@@ -110,7 +111,10 @@ def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: b
 @certs.command(epilog=example("pipar certs token pi-1 > pi-1.token"))
 @options(click.argument("name"), _FOLDER, _FORCE, JSON)
 def token(name: str, folder: Path, force: bool, as_json: bool) -> None:
-    """Issue a token for a device, and show it this once: only its hash is kept, in tokens.json for the server."""
+    """Create a token for a device, and print it once.
+
+    Only its hash is stored, in tokens.json for the server.
+    """
     from pipar.transport.credentials import add_token
 
     place = _Place(folder)
@@ -119,13 +123,16 @@ def token(name: str, folder: Path, force: bool, as_json: bool) -> None:
         print_json({"name": name, "token": issued, "tokens": str(place.tokens)})
         return
     click.echo(issued)
-    click.echo(f"This is {name}'s token; it is shown only now. {place.tokens} has its hash.", err=True)
+    click.echo(f"This is the token of {name}; it is not shown again. Its hash is in {place.tokens}.", err=True)
 
 
 @certs.command(epilog=example("pipar certs revoke pi-1"))
 @options(click.argument("name"), _FOLDER, JSON)
 def revoke(name: str, folder: Path, as_json: bool) -> None:
-    """Take back a device's token and certificates; a running server takes notice at the next connection."""
+    """Revoke a device's token and certificates.
+
+    A running server rejects them from the next connection on.
+    """
     from pipar.errors import InputError
     from pipar.transport.credentials import move_serials, remove_token
 
@@ -142,7 +149,7 @@ def revoke(name: str, folder: Path, as_json: bool) -> None:
 
 
 class _Place:
-    """The files of a folder; devices have one of their own, so that no name is taken."""
+    """The files of a folder; those of devices are in a subfolder, so that a device may have any name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -169,4 +176,4 @@ def _say_server(place: _Place, expires: str, hosts: Sequence[str], *, as_json: b
         return
     names = ", ".join(dict.fromkeys([*hosts, "localhost"]))
     click.echo(f"Server: {place.server} and {place.server_key}, for {names}, valid until {expires}.")
-    click.echo(f"Keep {place.ca_key} here; every device gets {place.ca}. Next: pipar certs issue NAME")
+    click.echo(f"Keep {place.ca_key} here; copy {place.ca} to every device. Next: pipar certs issue NAME")

@@ -1,4 +1,4 @@
-"""`pipar completion`: the script by which a shell completes what pipar knows."""
+"""`pipar completion`: shell completion of commands, options, names, keys and runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from click.shell_completion import (
 
 from pipar.cli.options import example
 
-#: By which a shell asks the program for candidates; click looks it up for a program of this name.
+#: The variable by which a shell asks for candidates; click derives it from the name of the program.
 VARIABLE = "_PIPAR_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
-#: Signs that bash takes for words of their own.
+#: Characters at which bash splits words.
 _BREAKS = "=:"
 
 _BASH = """\
@@ -34,7 +34,7 @@ _BASH = """\
             dir) compopt -o dirnames ;;
         esac
     done < <(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD="$COMP_CWORD" %(complete_var)s=bash_complete "$1")
-    # Behind a key its value follows, without a space.
+    # After a key comes its value, without a space.
     if [[ ${COMPREPLY[0]} == *= ]]; then compopt -o nospace; fi
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
@@ -42,17 +42,17 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class BashCompletion(BashComplete):
-    """Completion of bash, which takes run.method=fl or 127.0.0.1:80 for three words and asks for the last one."""
+    """Completion for bash, which splits run.method=fl or 127.0.0.1:80 into three words and completes the last."""
 
     source_template = _BASH
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._done = ""  # of the word, what bash does not want to hear again
+        self._done = ""  # the part of the word that bash does not expect in a candidate
 
     def get_completion_args(self) -> tuple[list[str], str]:
         words, current = split_arg_string(os.environ["COMP_WORDS"]), int(os.environ["COMP_CWORD"])
-        # A word of which nothing is typed yet is not among them.
+        # A word that is still empty is not among them.
         joined, was_split = join_words(words[: current + 1] if current < len(words) else [*words, ""])
         *before, typed = joined
         value = typed.partition("=")[2] if typed.startswith("-") else typed
@@ -65,17 +65,17 @@ class BashCompletion(BashComplete):
 
 
 def join_words(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the words with what stands around an "=" or ":" as one, and whether the last one was in pieces."""
+    """Return the words, joined again around "=" and ":", and whether the last one was split."""
     joined: list[str] = []
-    goes_on = False
+    continues = False
     for word in words:
         is_break = bool(word) and set(word) <= set(_BREAKS)
-        was_split = (goes_on or is_break) and bool(joined)
+        was_split = (continues or is_break) and bool(joined)
         if was_split:
             joined[-1] += word
         else:
             joined.append(word)
-        goes_on = is_break
+        continues = is_break
     return joined, was_split
 
 
@@ -83,16 +83,16 @@ add_completion_class(BashCompletion)
 
 
 @click.command(
-    short_help="Print the script for a shell.",
+    short_help="Print the completion script of a shell.",
     epilog=example('eval "$(pipar completion bash)"', "pipar completion fish | source"),
 )
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script by which bash, zsh or fish completes commands, options, names, keys and runs.
+    """Print the script that completes commands, options, names, keys and runs in bash, zsh or fish.
 
     \b
-    For every new shell, add the line to its file:
+    To load it in every new shell, add this line to its file:
       bash  ~/.bashrc                   eval "$(pipar completion bash)"
       zsh   ~/.zshrc                    eval "$(pipar completion zsh)"
       fish  ~/.config/fish/config.fish  pipar completion fish | source

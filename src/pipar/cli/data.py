@@ -1,4 +1,4 @@
-"""`pipar data`: known datasets, where they are, and fetching them."""
+"""`pipar data`: known datasets, where they are, and downloading them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _PATH = click.option(
     "--path",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Where datasets are.  [default: $PIPAR_DATA, or ~/.cache/pipar/data]",
+    help="Folder of datasets.  [default: $PIPAR_DATA, or ~/.cache/pipar/data]",
 )
 
 
 @click.group(cls=Group, no_args_is_help=False, invoke_without_command=True, epilog=example("pipar data list"))
 @click.pass_context
 def data(context: click.Context) -> None:
-    """Known datasets: where they are, and fetching them with checksums."""
+    """List known datasets, or download one."""
     help_if_alone(context)
 
 
 @data.command("list", epilog=example("pipar data list", "pipar data list --path /data --json"))
 @options(_PATH, SET, JSON)
 def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> None:
-    """Show every known dataset and where it is on this machine."""
+    """List all known datasets, and where they are on this machine."""
     from pipar.data.catalog import known_datasets
 
     known = known_datasets(_place(path, settings))
@@ -46,14 +46,12 @@ def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> 
 @options(
     click.argument("name", shell_complete=one_of(DATASETS)),
     _PATH,
-    click.option(
-        "--mirror", metavar="URL", help="Fetch the files from there instead of the publisher; same checksums."
-    ),
+    click.option("--mirror", metavar="URL", help="Download from here instead; same checksums."),
     SET,
     JSON,
 )
 def get(name: str, path: Path | None, mirror: str | None, settings: Sequence[str], as_json: bool) -> None:
-    """Download what is missing of a dataset, checked against the publisher's checksums."""
+    """Download the missing files of a dataset, and verify their checksums."""
     from pipar.data.fetch import fetch
     from pipar.events import Preparing
 
@@ -68,7 +66,7 @@ def get(name: str, path: Path | None, mirror: str | None, settings: Sequence[str
     if as_json:
         print_json({"name": name, "folder": _text(folder)})
     else:
-        click.echo(f"{name} is built in: there is nothing to fetch." if folder is None else f"{name} is in {folder}")
+        click.echo(f"{name} is built in: there is nothing to download." if folder is None else f"{name} is in {folder}")
 
 
 def _place(path: Path | None, settings: Sequence[str]) -> Path | None:

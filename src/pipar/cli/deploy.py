@@ -38,30 +38,28 @@ _LOGS = [
         type=click.Choice(["text", "json"]),
         default="text",
         show_default=True,
-        help="Lines for people, or one JSON object a line.",
+        help="Plain lines, or one JSON object per line.",
     ),
-    click.option(
-        "--metrics", metavar="HOST:PORT", help="Serve /healthz and Prometheus /metrics there.  [default: not at all]"
-    ),
+    click.option("--metrics", metavar="HOST:PORT", help="Serve /healthz and /metrics (Prometheus).  [default: off]"),
 ]
 _CERTS = click.option(
     "--certs",
     type=click.Path(path_type=Path),
-    help="The folder that `pipar certs` made.  [default: no TLS, loopback only]",
+    help="Folder of `pipar certs`; without it, loopback only.",
 )
-_INSECURE = click.option("--insecure", is_flag=True, help="Allow an address beyond loopback without TLS.")
+_INSECURE = click.option("--insecure", is_flag=True, help="Allow addresses beyond loopback without TLS.")
 
 
 @click.command(
-    short_help="Be the server of a deployment.",
+    short_help="Run the server of a deployment.",
     epilog=example("pipar server train.toml --listen 0.0.0.0:7700 --certs certs", "pipar server train.toml --resume"),
 )
 @options(
     CONFIG,
-    click.option("--listen", metavar="HOST:PORT", help="Where devices connect.  [default: server.listen]"),
-    click.option("--resume", is_flag=True, help="Go on behind the last round that was saved, if one was."),
+    click.option("--listen", metavar="HOST:PORT", help="Address for devices.  [default: server.listen]"),
+    click.option("--resume", is_flag=True, help="Resume after the last saved round, if any."),
     _CERTS,
-    click.option("--tokens", is_flag=True, help="Devices show tokens of the folder instead of certificates."),
+    click.option("--tokens", is_flag=True, help="Devices use tokens instead of certificates."),
     _INSECURE,
     METHOD,
     EPOCHS,
@@ -83,21 +81,22 @@ def server(
     metrics: str | None,
     settings: Sequence[str],
 ) -> int:
-    """Wait for devices, train with them, save, and exit.
+    """Wait for devices, train with them, save the result, and exit.
 
-    Devices may come and go while it trains. SIGTERM and Ctrl-C save and stop; --resume goes on behind the last round.
+    Devices may join and leave during the training. SIGTERM and Ctrl-C save and stop; --resume continues after the last
+    saved round.
     """
     loaded = load(config, settings)
     from pipar.transport.tls import ServerSecurity, check_server
 
     security = ServerSecurity(insecure=insecure)
     if certs is not None:
-        _check_folder(certs, "`pipar certs init` makes one")
+        _check_folder(certs, "create one with `pipar certs init`")
         security = replace(ServerSecurity.from_folder(certs, tokens=tokens), insecure=insecure)
     elif tokens:
-        raise InputError("--tokens needs the folder that they are in: give it with --certs.")
+        raise InputError("--tokens needs the folder with tokens.json: give it with --certs.")
     address = listen or loaded.server.listen
-    check_server(security, address)  # before anything that takes a while
+    check_server(security, address)  # before anything slow
     page = live_page(dashboard, dashboard_token, logging.getLogger(LOGGER).info)
     with _observed(log_format, metrics) as observe, page as observers:
         observe(Starting("server", training_text(loaded), _place_text(address)))
@@ -108,32 +107,32 @@ def server(
 
 
 @click.command(
-    short_help="Be a device of a deployment.",
+    short_help="Run a device of a deployment.",
     epilog=example("pipar device train.toml --server 192.168.0.5:7700 --name pi-1 --certs certs"),
 )
 @options(
     CONFIG,
-    click.option("--server", "address", metavar="HOST:PORT", required=True, help="Where the server listens."),
-    click.option("--name", required=True, help="Whose device this is; with a credential, the name in it."),
-    click.option("--data", metavar="PATH", help="A folder with the data of this device, all of it its own."),
+    click.option("--server", "address", metavar="HOST:PORT", required=True, help="Address of the server."),
+    click.option("--name", required=True, help="Device name; must match its credential."),
+    click.option("--data", metavar="PATH", help="Folder with this device's data; all of it is used."),
     _CERTS,
-    click.option("--token-file", type=click.Path(path_type=Path), help="A file with the token of this device."),
-    click.option("--server-name", metavar="NAME", help="The name in the server's certificate, if it is another one."),
+    click.option("--token-file", type=click.Path(path_type=Path), help="File with the token of this device."),
+    click.option("--server-name", metavar="NAME", help="Name in the server's certificate, if different."),
     _INSECURE,
     click.option(
-        "--give-up-after", metavar="DURATION", help="Stop trying to reach the server, as in 10min.  [default: never]"
+        "--give-up-after", metavar="DURATION", help="Stop reconnecting after this time, as in 10min.  [default: never]"
     ),
     click.option(
         "--noise-seed",
         type=int,
         metavar="N",
-        help="Noise that can be repeated, for tests only: who knows N can take it off.  [default: known to nobody]",
+        help="Repeatable noise, for tests only: anyone who knows N can remove the noise.  [default: secret]",
     ),
     click.option(
         "--privacy-file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Where this device keeps what it has spent of its privacy, and how its labels were told, over restarts.",
+        help="Keep spent privacy and randomised labels here over restarts.",
     ),
     *_LOGS,
     SET,
@@ -154,9 +153,9 @@ def device(
     metrics: str | None,
     settings: Sequence[str],
 ) -> int:
-    """Join a training with this machine's data, and take part to its end.
+    """Join a training with this machine's data, and take part until it ends.
 
-    A server that cannot be reached is tried again, for ever or for as long as --give-up-after says.
+    If the server cannot be reached, the device keeps trying, at most for --give-up-after.
     """
     loaded = load(config, settings)
     from pipar.transport.tls import DeviceSecurity, check_device
@@ -165,18 +164,18 @@ def device(
     if certs is not None:
         from pipar.transport.credentials import read_token
 
-        _check_folder(certs, "copy ca.pem and what `pipar certs issue` has made for this device into one")
+        _check_folder(certs, "copy ca.pem and the files that `pipar certs issue` made for this device into one")
         own = DeviceSecurity.from_folder(certs, name)
         if token_file is not None:
             own = replace(own, certificate=None, key=None, token=read_token(token_file))
         security = replace(own, insecure=insecure, server_name=server_name)
     elif token_file is not None:
-        raise InputError("--token-file needs the folder with the server's authority: give it with --certs.")
+        raise InputError("--token-file needs the folder with ca.pem: give it with --certs.")
     try:
         give_up_after_s = None if give_up_after is None else parse_duration(give_up_after)
     except (ConfigError, ValueError) as error:
         raise InputError(f"--give-up-after {give_up_after} is not a duration: {error}") from None
-    check_device(security, address)  # before anything that takes a while
+    check_device(security, address)  # before anything slow
     with _observed(log_format, metrics) as observe:
         observe(Starting("device", f"{training_text(loaded)} as {name}", address))
         from pipar.launch.deployed_device import DeviceOptions, take_part
@@ -185,7 +184,7 @@ def device(
             asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed, privacy_file)
             return take_part(loaded, asked, observe)
         except CredentialError as error:
-            raise InputError(str(error)) from None  # trying again is no use
+            raise InputError(str(error)) from None  # another attempt would fail too
 
 
 def _check_folder(certs: Path, otherwise: str) -> None:
@@ -194,14 +193,14 @@ def _check_folder(certs: Path, otherwise: str) -> None:
 
 
 def _place_text(address: str) -> str:
-    """Return an address for people: which port is free is not known before one listens."""
+    """Return the address as shown to people; a free port is not known before the server listens."""
     host, port = split_address(address)
     return address if port else f"any free port of {host}"
 
 
 @contextmanager
 def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
-    """Give an observer that logs and counts; a failure is logged, too, before the command ends with it."""
+    """Yield an observer that logs and counts events; an error is logged too, before it ends the command."""
     from pipar.monitoring.logs import LogFormat, logged
     from pipar.monitoring.metrics import monitored
 
@@ -214,14 +213,14 @@ def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
             raise
         except PiparError as error:
             monitor.observe(Failed(str(error)))
-            if log_format == "json":  # as text, it is the last line of the command anyway
+            if log_format == "json":  # in text format, it is the last line of the command anyway
                 log(Failed(str(error)))
             raise
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the command with exit code 0 before and behind the training, too, which handles it itself."""
+    """Let SIGTERM end the command with exit code 0 also before and after the training, which handles it itself."""
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`pipar doctor`: whether pipar can work here, and what to do if it cannot."""
+"""`pipar doctor`: whether pipar works on this machine, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipar.cli.options import CONFIG, JSON, SET, example, load, options, print_j
 
 
 @click.command(
-    short_help="See whether pipar can work here.",
+    short_help="Check whether pipar works on this machine.",
     epilog=example("pipar doctor", "pipar doctor train.toml --json"),
 )
 @options(CONFIG, SET, JSON)
 def doctor(config: Path | None, settings: Sequence[str], as_json: bool) -> int:
-    """Check this machine and what is installed: what is wrong, and what to do about it.
+    """Check this machine and the installation, and say how to fix problems.
 
-    CONFIG is a TOML file, whose data and port are checked, too. The exit code is 0 if pipar can work, else 1.
+    CONFIG is a TOML file; its data and port are checked too. The exit code is 0 if pipar works, else 1.
     """
     loaded = load(config, settings)
     from pipar.cli import doctor_checks as checks

@@ -1,4 +1,4 @@
-"""`pipar leakage`: what activations give away of the inputs, cut by cut."""
+"""`pipar leakage`: what the activations at each cut reveal about the inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from pipar.job.leakage_audit import AuditResult
     from pipar.leakage.attacks import Attack
 
-#: What the attacks are called; the module that knows them brings torch.
+#: Names of the attacks; the module that has them imports torch.
 _NAMES = ("small", "long", "decoder")
 _DATA = NETWORK[1]
 
 
 @click.command(
-    short_help="Attack the cuts of a network, and say what they give away.",
+    short_help="Attack the activations at each cut, and report what leaks.",
     epilog=example(
         "pipar leakage --data cifar10 --split-points 1,2",
         "pipar leakage runs/a/config.toml --model runs/a/model.safetensors",
@@ -39,8 +39,8 @@ _DATA = NETWORK[1]
         multiple=True,
         metavar="NAME|FILE",
         shell_complete=one_of(MODELS),
-        help=f"The network ({', '.join(MODELS)}), or model.safetensors of a run for its trained weights; may be "
-        "repeated for both.  [default: vgg5 with its first weights]",
+        help=f"Network ({', '.join(MODELS)}), or model.safetensors of a run for trained weights; repeat it for "
+        "both.  [default: vgg5, untrained]",
     ),
     _DATA,
     click.option("--split-points", metavar="P,P", help="Cuts to attack, as in 1,2.  [default: all]"),
@@ -48,7 +48,7 @@ _DATA = NETWORK[1]
         "--attacks",
         metavar="NAME,NAME",
         shell_complete=some_of(_NAMES),
-        help=f"By which means: {', '.join(_NAMES)}.  [default: all]",
+        help=f"Attacks: {', '.join(_NAMES)}.  [default: all]",
     ),
     click.option(
         "--images",
@@ -64,7 +64,7 @@ _DATA = NETWORK[1]
         type=click.Path(path_type=Path),
         default=Path(),
         metavar="FOLDER",
-        help="Where leakage.json, .md, .csv and .png are written.  [default: this one]",
+        help="Folder for leakage.json, .md, .csv and .png.  [default: .]",
     ),
     SET,
     JSON,
@@ -79,12 +79,12 @@ def leakage(
     settings: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Try to rebuild the inputs from the activations at each cut, as a server could, and say how well that goes.
+    """Try to reconstruct the inputs from the activations at each cut, as a curious server could.
 
-    The attacker has the device's weights and other images of the dataset. Measured are the distance correlation of
-    inputs and activations, and for each attack the pixel correlation and the PSNR of what it rebuilt. With
-    privacy.leakage = leakage.json and privacy.max_leakage, cuts that give away more are not chosen. No cut is safe
-    because these attacks failed.
+    The attacker knows the device's weights and other images of the dataset. The table shows the distance correlation
+    of inputs and activations and, for each attack, the pixel correlation and PSNR of its reconstructions. To exclude
+    cuts that leak more than a limit, set privacy.leakage to leakage.json and privacy.max_leakage to the limit. A cut
+    that resists these attacks is not proven safe.
     """
     names = [model for model in models if model in MODELS]
     loaded = load(config, [*settings, *(f'model.name="{name}"' for name in names)])
@@ -124,7 +124,7 @@ def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotoni
 
     def progress(what: str, share: float) -> None:
         now = clock()
-        estimate.note(min(share, 0.999), now)  # behind a whole one the next would begin
+        estimate.note(min(share, 0.999), now)  # at 1, the next unit would begin
         end = estimate.ends_at(1)
         observe(Preparing(what if end is None else f"{what}, {clock_text(max(0.0, end - now))} left", share))
 
@@ -135,7 +135,7 @@ def _weights(models: Sequence[str]) -> Path | None:
     """Return the file among the given models."""
     files = [model for model in models if model not in MODELS]
     if len(files) > 1:
-        raise InputError(f"--model has two files, {files[0]} and {files[1]}: give the weights of one run.")
+        raise InputError(f"--model names two files, {files[0]} and {files[1]}: give the weights of one run.")
     if files and not Path(files[0]).is_file():
         raise InputError(
             f"--model {files[0]} is neither a network nor a file: the networks are {', '.join(MODELS)}, and a run's "
@@ -154,16 +154,16 @@ def _numbers(text: str | None) -> list[int] | None:
 
 
 def _attack_names(text: str | None) -> list[str]:
-    """Return the attacks that were asked for, in the order in which there are."""
+    """Return the requested attacks, in the order of the table."""
     asked = _NAMES if text is None else tuple(text.split(","))
     unknown = [name for name in asked if name not in _NAMES]
     if unknown:
-        raise InputError(f"--attacks names '{unknown[0]}', which is not one: there are {', '.join(_NAMES)}.")
+        raise InputError(f"--attacks names '{unknown[0]}', which is not an attack: there are {', '.join(_NAMES)}.")
     return [name for name in _NAMES if name in asked]
 
 
 def _write(done: AuditResult, folder: Path) -> list[Path]:
-    """Write the table in three formats, and a picture if the samples are pictures; return where."""
+    """Write the table in three formats, and a picture if the samples are images; return the paths."""
     from pipar.leakage.picture import can_be_drawn, draw
     from pipar.leakage.table import as_csv, as_markdown
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: their options, and how they read a configuration, watch a run and print."""
+"""What commands share: options, reading the configuration, showing a run, printing."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _TYPED = ParameterSource.COMMANDLINE
 def shortcut(
     flag: str, key: str, metavar: str, words: str, *, text: bool = False, names: Iterable[str] = ()
 ) -> Callable[[Decorated], Decorated]:
-    """Return an option that is a setting of one key; `text` keeps a name of digits from becoming a number.
+    """Return an option that sets one configuration key; `text` keeps a name of digits from becoming a number.
 
-    A shell completes the `names`.
+    `names` are offered by shell completion.
     """
 
     def remember(context: click.Context, _: click.Parameter, value: str | None) -> None:
@@ -60,7 +60,7 @@ METHOD = shortcut(
     "--method",
     "run.method",
     "NAME",
-    f"How to train: {', '.join(METHODS)}.  [default: {_RUN.method}]",
+    f"Method: {', '.join(METHODS)}.  [default: {_RUN.method}]",
     text=True,
     names=METHODS,
 )
@@ -69,7 +69,7 @@ NETWORK = [
         "--model",
         "model.name",
         "NAME",
-        f"The network: {', '.join(MODELS)}.  [default: vgg5]",
+        f"Network: {', '.join(MODELS)}.  [default: vgg5]",
         text=True,
         names=MODELS,
     ),
@@ -77,7 +77,7 @@ NETWORK = [
         "--data",
         "data.name",
         "NAME",
-        f"The dataset: {', '.join(DATASETS)}.  [default: digits]",
+        f"Dataset: {', '.join(DATASETS)}.  [default: digits]",
         text=True,
         names=DATASETS,
     ),
@@ -89,7 +89,7 @@ TRACKER = click.option(
     callback=_remember_trackers,
     expose_value=False,
     shell_complete=one_of(TRACKERS),
-    help=f"Tell it of the run, too: {', '.join(TRACKERS)}; may be repeated.  [default: none]",
+    help=f"Also log the run to this tracker: {', '.join(TRACKERS)}; repeatable.",
 )
 EPOCHS = shortcut("--epochs", "run.epochs", "COUNT", f"Passes over the devices' data.  [default: {_RUN.epochs}]")
 PLAN = [
@@ -97,7 +97,7 @@ PLAN = [
         "--split-point",
         "plan.split_point",
         "P",
-        f"Layers on the device (the paper's P), 1 to all; 'auto' plans it.  [default: {_PLAN.split_point}]",
+        f"Layers on the device (the paper's P); 'auto' plans it.  [default: {_PLAN.split_point}]",
         names=["auto"],
     ),
     shortcut(
@@ -113,14 +113,14 @@ DEVICES = [
         "--devices",
         "devices.count",
         "COUNT",
-        f"Devices (the paper's K), in each group of the configuration.  [default: {_GROUP.count}]",
+        f"Devices (the paper's K) per group.  [default: {_GROUP.count}]",
     ),
     shortcut(
         "--link",
         "devices.link",
         "NAME",
-        f"Emulated link of the devices: {', '.join(NAMED_LINKS)}, '{{up = \"5Mbit/s\"}}' (also down, latency), or one "
-        'that changes, \'{cycle = ["4g", "wifi"], every = "60s"}\'.  [default: 4g, 10/25 Mbit/s up/down]',
+        f"Emulated link: {', '.join(NAMED_LINKS)}, '{{up = \"5Mbit/s\"}}' (also down, latency), or a changing one, "
+        '\'{cycle = ["4g", "wifi"], every = "60s"}\'.  [default: 4g, 10/25 Mbit/s up/down]',
         text=True,
         names=NAMED_LINKS,
     ),
@@ -128,29 +128,29 @@ DEVICES = [
         "--speed",
         "devices.speed",
         "SHARE",
-        f"Emulated speed of a device, as a share of this machine's.  [default: {_GROUP.speed}; 1 with devices.profile]",
+        f"Emulated device speed, as a share of this machine's.  [default: {_GROUP.speed}; 1 with devices.profile]",
     ),
 ]
-#: What a training takes beside its method.
+#: The options of a training besides its method.
 TRAINING = [
     *NETWORK,
     EPOCHS,
     *PLAN,
     *DEVICES,
-    shortcut("--seed", "run.seed", "NUMBER", f"What all randomness is drawn from.  [default: {_RUN.seed}]"),
-    shortcut("--name", "run.name", "NAME", "Name of the run's folder.  [default: MODEL-DATA-METHOD]", text=True),
+    shortcut("--seed", "run.seed", "NUMBER", f"Seed of all randomness.  [default: {_RUN.seed}]"),
+    shortcut("--name", "run.name", "NAME", "Folder of the run.  [default: MODEL-DATA-METHOD]", text=True),
     TRACKER,
 ]
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output, and nothing else.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 SET = click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
     shell_complete=a_setting,
-    help="Any key of the configuration, over the file; may be repeated. A device key goes to every device.",
+    help="Override a configuration key; repeatable. A devices key applies to every device.",
 )
-#: Where a live page is served if --dashboard does not say it: at any free port of this machine.
+#: The address of the live page if --dashboard has no value: any free port of this machine.
 _ANY_PORT = "127.0.0.1:0"
 _TOKEN = "--dashboard-token"
 DASHBOARD = [
@@ -159,21 +159,20 @@ DASHBOARD = [
         is_flag=False,
         flag_value=_ANY_PORT,
         metavar="[HOST:PORT]",
-        help="Serve a live page there while it trains; port 0 is any free one.  [default: not at all; without a value "
-        f"{_ANY_PORT}]",
+        help=f"Serve a live page during the training.  [default: off; without a value {_ANY_PORT}, any free port]",
     ),
     click.option(
         _TOKEN,
         metavar="TOKEN",
         envvar="PIPAR_DASHBOARD_TOKEN",
-        help="What a browser has to show; 'auto' makes one.  [default: none on loopback, auto elsewhere]",
+        help="Token that a browser needs; 'auto' creates one.  [default: none on loopback, else auto]",
     ),
 ]
 CONFIG = click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG]")
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
-    """Return one decorator that adds all of these, in the order in which help shows them."""
+    """Return one decorator that adds all of these, in the order in which the help shows them."""
 
     def decorate(function: Decorated) -> Decorated:
         for decorator in reversed(decorators):
@@ -184,7 +183,7 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorate
 
 
 def example(*lines: str) -> str:
-    """Return what help shows below the options."""
+    """Return the examples that the help shows below the options."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
@@ -194,7 +193,7 @@ def load(config: Path | None, settings: Sequence[str]) -> Config:
 
 
 def as_setting(error: click.NoSuchOption) -> str:
-    """Return how an unknown option is said that has the name of a key: " It is a key of the configuration: ..."."""
+    """Return a hint if an unknown option has the name of a key: " It is a key of the configuration: ..."."""
     takes_settings = error.ctx is not None and not isinstance(error.ctx.command, click.Group)
     word = error.option_name.lstrip("-").replace("-", "_").replace(".", "_")
     sections = {name: type(getattr(_DEFAULT, name)) for name in Config.model_fields} | {"devices": type(_GROUP)}
@@ -208,35 +207,35 @@ def as_setting(error: click.NoSuchOption) -> str:
 
 
 def command_line() -> str:
-    """Return what was typed, without secrets: it is written to the run's folder."""
+    """Return the typed command without secrets: it is written to the run's folder."""
     typed = str(click.get_current_context().obj or "pipar")
     return re.sub(rf"({_TOKEN}[= ])('[^']*'|\S+)", r"\1...", typed)
 
 
 @contextlib.contextmanager
 def live_page(address: str | None, token: str | None, announce: Callable[[str], None]) -> Iterator[list[Observer]]:
-    """Give the observers that a live page adds, none without an address; `announce` is told where to open it.
+    """Yield the observers of the live page, none without an address; `announce` gets its URL.
 
-    That is said when something happens for the first time: a mistake that is found before stays the only line.
+    The URL is announced with the first event, so that an earlier error stays the only line.
     """
     if address is None:
         if token is not None and click.get_current_context().get_parameter_source("dashboard_token") is _TYPED:
-            raise InputError(f"{_TOKEN} is for the live page: ask for that with --dashboard.")
+            raise InputError(f"{_TOKEN} is for the live page: add --dashboard.")
         yield []
         return
     if ":" not in address:
         raise InputError(
-            f"--dashboard {address} is not an address: write HOST:PORT, or --dashboard behind everything else."
+            f"--dashboard {address} is not an address: write HOST:PORT, or --dashboard after all other words."
         )
     from pipar.dashboard.serve import served
 
     with served(address, token) as dashboard:
-        has_said = False
+        is_announced = False
 
         def observe(event: Event) -> None:
-            nonlocal has_said
-            if not has_said:
-                has_said = True
+            nonlocal is_announced
+            if not is_announced:
+                is_announced = True
                 announce(f"Live page: {dashboard.url}")
             dashboard.observe(event)
 
@@ -244,7 +243,7 @@ def live_page(address: str | None, token: str | None, announce: Callable[[str], 
 
 
 class Group(click.Group):
-    """A group that names its commands when it is asked for another one."""
+    """A group whose error for an unknown command lists the known ones."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -255,13 +254,13 @@ class Group(click.Group):
 
 
 def help_if_alone(context: click.Context) -> None:
-    """Show a group's help if no command of it was given."""
+    """Show the help of a group if none of its commands was given."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error
-    """Ctrl-C, after everything was saved in these folders."""
+    """Ctrl-C, after the runs in these folders were saved."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [folder for folder in folders if (folder / "result.json").exists()]
@@ -274,7 +273,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 
 @contextlib.contextmanager
 def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
-    """Give the display that watches a run; an interruption, also by SIGTERM, names the folders that were saved."""
+    """Yield the display of a run; an interruption, also by SIGTERM, raises `Interrupted` with its saved folders."""
     from pipar.cli.display import Display
     from pipar.cli.tables import console
     from pipar.wording import setting_text
@@ -289,7 +288,7 @@ def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C."""
+    """Treat SIGTERM as Ctrl-C."""
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -302,12 +301,12 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Write a document to standard output."""
+    """Print a document to standard output."""
     click.echo(json.dumps(document, indent=1))
 
 
 def save(text: str, path: Path) -> None:
-    """Write a file, or raise one sentence that names it."""
+    """Write a file, or raise an InputError that names it."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:

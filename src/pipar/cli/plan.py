@@ -26,24 +26,24 @@ from pipar.launch.rehearsal import rehearse
 
 
 @click.command(
-    short_help="Choose P and N of every device, and show why.",
+    short_help="Choose P and N for every device, and show why.",
     epilog=example("pipar plan --devices 20 --link wifi --exhaustive", "pipar plan fleet.toml --profile server.json"),
 )
 @options(
     CONFIG,
-    click.option("--exhaustive", is_flag=True, help="Try every plan, too: the best, and the choice's score T_opt / T."),
+    click.option("--exhaustive", is_flag=True, help="Also try every plan; shows the best and T_opt / T."),
     click.option(
         "--profile",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A profile in place of this machine's, which is then not measured: the server's, and the one of which "
-        "devices have their speed (--speed 1: devices as fast). Who has a profile of its own keeps it.",
+        help="Use this profile instead of measuring this machine: for the server, and for devices, scaled by --speed. "
+        "Machines with a profile in CONFIG keep it.",
     ),
     shortcut(
         "--estimate",
         "plan.estimate",
         "NAME",
-        "What chooses: simulation (all devices together) or paper (each device alone).  [default: simulation]",
+        "Estimate: simulation (all devices) or paper (each alone).  [default: simulation]",
         text=True,
         names=("simulation", "paper"),
     ),
@@ -55,9 +55,9 @@ from pipar.launch.rehearsal import rehearse
     JSON,
 )
 def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: Sequence[str], as_json: bool) -> None:
-    """Choose where to cut the network (P) and into how many micro-batches a batch (N), for every device, and show why.
+    """Choose the split point (P) and the micro-batches (N) of every device, and show why.
 
-    Nothing is trained. CONFIG is a TOML file, as for pipar run, which trains by the same plans.
+    Nothing is trained. CONFIG is a TOML file, as for pipar run, which trains with the same plans.
     """
     loaded = load(config, settings)
     from pipar.job.explain import explain

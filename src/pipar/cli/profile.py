@@ -1,4 +1,4 @@
-"""`pipar profile`: what the layers take on this machine."""
+"""`pipar profile`: the time and memory of each layer on this machine."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ _BUDGET_S = 10.0
 )
 @options(
     CONFIG,
-    click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile there."),
+    click.option(
+        "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write the profile to this file."
+    ),
     click.option(
         "--budget",
         type=click.FloatRange(min=0.1, max=3600),
         default=_BUDGET_S,
         show_default=True,
         metavar="SECONDS",
-        help="Seconds for passes over the layers: three of each batch size at least, if they take no more than twice "
-        "as long. Loading torch, a first pass, and what is measured beside the layers come on top: some ten seconds "
-        "for a small network.",
+        help="Time for passes over the layers, at least three per batch size unless they take twice as long. Loading "
+        "and other measurements add about ten seconds.",
     ),
     click.option(
         "--memory",
         metavar="SIZE",
-        help="Profile the first layers that fit, as many as do, as on a device with 512MiB.  [default: all layers]",
+        help="Profile only the first layers that fit, as in 512MiB.  [default: all]",
     ),
     *NETWORK,
     SET,
@@ -45,9 +46,9 @@ _BUDGET_S = 10.0
 def profile(
     config: Path | None, output: Path | None, budget: float, memory: str | None, settings: Sequence[str], as_json: bool
 ) -> None:
-    """Measure the layers of a network on this machine: phase 1 of the paper's planning.
+    """Measure the layers of a network on this machine (phase 1 of the paper's planning).
 
-    Later runs on this machine plan with what was measured; server.profile and devices.profile take the FILE.
+    Later runs on this machine plan with these measurements; server.profile and devices.profile accept the FILE.
     """
     loaded, memory_bytes = load(config, settings), _size(memory)
     if output is not None and not output.parent.is_dir():
@@ -81,5 +82,5 @@ def _size(text: str | None) -> int | None:
         return None
     size = parse_size(text)
     if size < 1:
-        raise InputError(f"--memory {text} is nothing; give a size above 0, as in 512MiB.")
+        raise InputError(f"--memory {text} is too small; give a size above 0, as in 512MiB.")
     return size

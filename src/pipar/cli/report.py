@@ -12,7 +12,7 @@ from pipar.cli.options import JSON, example, options, print_json
 
 
 @click.command(
-    short_help="Make the page of a run, or of several.",
+    short_help="Write the HTML report of a run, or compare several.",
     epilog=example("pipar report runs/vgg5-digits-pipar", "pipar report runs/a runs/b --output comparison.html"),
 )
 @options(
@@ -24,14 +24,14 @@ from pipar.cli.options import JSON, example, options, print_json
         "-o",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="Where to write it.  [default: report.html in the run's folder; of several runs, in this directory]",
+        help="File to write.  [default: report.html in the run's folder; for several runs, in this one]",
     ),
     JSON,
 )
 def report(runs: Sequence[Path], output: Path | None, as_json: bool) -> None:
-    """Write one HTML page of a finished or running run; of several runs, a comparison.
+    """Write one HTML page about a run, finished or not; about several runs, a comparison.
 
-    RUN is a run's folder. The page needs nothing else and no network: open it in a browser.
+    RUN is a run's folder. The page is one file that needs no network: open it in a browser.
     """
     from pipar.report import write_comparison, write_report
 

@@ -1,4 +1,4 @@
-"""`pipar run` and `pipar compare`: training by one method, or the same by several."""
+"""`pipar run` and `pipar compare`: training with one method, or with several."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 from pipar.storage.result import Result
 
 _WORLDS = [
-    click.option("--virtual", is_flag=True, help="Virtual time: the real mathematics, exact times of the cost model."),
-    click.option("--timing-only", is_flag=True, help="Virtual time without the mathematics: times, but no accuracy."),
+    click.option("--virtual", is_flag=True, help="Virtual time: real training, simulated durations."),
+    click.option("--timing-only", is_flag=True, help="Virtual time without training: durations only."),
 ]
 
 
 @click.command(
-    short_help="Train.",
+    short_help="Train with one method.",
     epilog=example("pipar run --method pipar --epochs 3", "pipar run --virtual --devices 20 --link wifi"),
 )
 @options(CONFIG, METHOD, *TRAINING, *_WORLDS, *DASHBOARD, SET, JSON)
@@ -56,9 +56,9 @@ def run(
     settings: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Train: a server and devices, as processes on this machine or in virtual time.
+    """Train with one method: a server and devices, as processes on this machine or in virtual time.
 
-    CONFIG is a TOML file; without it VGG-5 is trained on digits with four devices.
+    CONFIG is a TOML file; without it, four devices train VGG-5 on digits.
     """
     world, loaded = _world(virtual, timing_only), load(config, settings)
     starting = Starting("run", f"{training_text(loaded)} by {loaded.run.method}")
@@ -84,7 +84,7 @@ def run(
         show_default=True,
         metavar="NAMES",
         shell_complete=some_of(METHODS),
-        help=f"Methods, one after another: {', '.join(METHODS)}.",
+        help=f"Methods in this order: {', '.join(METHODS)}.",
     ),
     *TRAINING,
     *_WORLDS,
@@ -102,7 +102,7 @@ def compare(
     settings: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Train the same by several methods, and show one table."""
+    """Train with several methods, and compare them in one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
     starting = Starting("compare", f"{training_text(loaded)} by {', '.join(names)}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
@@ -121,7 +121,7 @@ def compare(
 
 
 def _say_where(page: Path | None) -> None:
-    """Write the last line of what a person reads: where the page is."""
+    """Print the path of the report, the last line of the output."""
     if page is not None:
         from rich.text import Text
 
@@ -138,26 +138,26 @@ def _text(page: Path | None) -> str | None:
 def _watched(
     config: Config, starting: Starting, dashboard: str | None, token: str | None, *, quiet: bool
 ) -> Iterator[dict[str, Any]]:
-    """Give the words with which a training is watched: on the terminal, and on a live page if one is asked for."""
+    """Yield the arguments that connect a training with the terminal, and with the live page if there is one."""
     with watched(config, quiet=quiet) as display:
         display.observe(starting)
-        # Also with --json, whose document is on standard output: nobody could find the page otherwise.
+        # Also with --json, which prints its document to standard output: otherwise the URL would be unknown.
         announce = partial(click.echo, err=True) if quiet else display.say
         with live_page(dashboard, token, announce) as observers:
             yield {"observe": tell_all(display.observe, *observers), "pictures": bool(observers)}
 
 
 def _methods(text: str) -> list[str]:
-    """Return the methods of a list with commas, each once."""
+    """Return the methods of a comma-separated list, each once."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise InputError(f"--methods names no method; there are {', '.join(METHODS)}.")
+        raise InputError(f"--methods is empty; the methods are {', '.join(METHODS)}.")
     return list(dict.fromkeys(method(name).name for name in names))
 
 
 def _world(virtual: bool, timing_only: bool) -> World:
     if virtual and timing_only:
-        raise click.UsageError("--virtual and --timing-only exclude each other: give one of them.")
+        raise click.UsageError("--virtual and --timing-only exclude each other: give only one.")
     return "virtual" if virtual else "timing-only" if timing_only else "real"
 
 
