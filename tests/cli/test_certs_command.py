@@ -117,7 +117,7 @@ def test_a_token_is_printed_once_and_alone_and_only_its_hash_is_kept(certs: Cert
     _, out, err = certs.run("token", "pi")
     token = out.strip()
     assert out == f"{token}\n"
-    assert "shown only now" in err
+    assert "it is not shown again" in err
     assert token not in (certs.folder / "tokens.json").read_text("utf-8")
     tokens = read_tokens(certs.folder / "tokens.json")
     assert tokens.owner(token) == "pi"

@@ -97,7 +97,7 @@ def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar
 def test_a_help_line_gives_the_meaning_the_letter_and_the_default(pipar: Pipar) -> None:
     text = " ".join(pipar("run", "--help").split())
     assert "Micro-batches in flight per iteration (the paper's N); 'auto' plans it. [default: auto]" in text
-    assert "(the paper's P), 1 to all; 'auto' plans it. [default: auto]" in text
+    assert "(the paper's P); 'auto' plans it. [default: auto]" in text
     assert f"[default: {Config().run.epochs}]" in text
 
 

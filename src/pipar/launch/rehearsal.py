@@ -8,7 +8,6 @@ from dataclasses import replace
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, by_lane
 from pipar.job.job import Job
-from pipar.launch.virtual import train_timing_only
 from pipar.planner.timing import Timing
 
 #: What counts as a lane's work: the stages of the iterations, and models on the links.
@@ -17,6 +16,8 @@ _COUNTED = frozenset({"fc", "bc", "step", "u", "decode", "fs", "bs", "encode", "
 
 def rehearse(job: Job, iterations: int | None) -> Timing:
     """Return the timing of a job's first iterations, from the virtual world itself, without the mathematics."""
+    from pipar.launch.virtual import train_timing_only  # with numpy: commands start faster without it
+
     fleet, run = job.fleet(), job.config.run
     update = {"epochs": 1, "patience": None, "trace": "full"}
     short = replace(
