@@ -163,7 +163,7 @@ COMMANDS = [
     ("run --set model.factory=no_such_module:f", "no module 'no_such_module'"),
     ("run --set model.factory=own_models", "is not of the form 'package.module:function'"),
     ("run --set server.aggregator=own_models:nobody", "own_models has no 'nobody'"),
-    ("run --set server.aggregator=own_models:wrong_input", "which has no method aggregate(before, models, parameters)"),
+    ("run --set server.aggregator=own_models:wrong_input", "without the method aggregate(before, models, parameters)"),
     (
         "run --virtual --set server.aggregator=own_models:wrong_input --set server.aggregation.size=3",
         "raised TypeError: wrong_input() got an unexpected keyword argument 'size'",

@@ -198,11 +198,11 @@ def test_only_server_optimisers_keep_something_and_none_takes_what_another_kept(
         aggregator.load_state({})
     assert [name for name in kept if kept[name]] == list(OPTIMIZERS)
     for name in ("fedavg", "median", "fedavgm"):
-        with pytest.raises(ConfigError, match=r"^The kept state of the aggregator has '\w+/\w+', which \w+ does not"):
+        with pytest.raises(ConfigError, match=r"^The aggregator's saved state has '\w+/\w+', which \w+ does not"):
             made(name).load_state(kept["fedadam"])
     adam = made("fedadam")
     adam.load_state({key: torch.zeros(9, dtype=torch.float64) for key in kept["fedadam"]})
-    with pytest.raises(ConfigError, match="written for another network"):
+    with pytest.raises(ConfigError, match="saved for another network"):
         adam.aggregate(state(0), fleet(4), WEIGHTS)
 
 
@@ -433,7 +433,7 @@ def test_a_model_that_cannot_be_read_changes_neither_the_global_model_nor_what_i
 
     one.aggregate(backs())
     before, kept = one.sha256(), weights_sha256(one.aggregator.state())
-    with pytest.raises(ProtocolError, match=r"^e brought back"):
+    with pytest.raises(ProtocolError, match=r"^e returned a model that does not match"):
         one.aggregate([*backs()[:-1], TrainedPart("e", state_body({}), 1)])
     assert (one.sha256(), weights_sha256(one.aggregator.state())) == (before, kept)
 
@@ -597,15 +597,15 @@ def test_an_own_aggregator_may_keep_nothing_and_cannot_change_the_global_model_i
 @pytest.mark.parametrize(
     ("function", "given", "sentence"),
     [
-        ("number", {}, "returned a int, which has no method aggregate(before, models, parameters)."),
-        ("Half", {}, "has one of state() and load_state(state): give it both, or neither"),
+        ("number", {}, "returned a int without the method aggregate(before, models, parameters): add it."),
+        ("Half", {}, "has only one of state() and load_state(state): define both, or neither"),
         ("Strongest", {"inertai": 1}, "raised TypeError: Strongest.__init__() got an unexpected keyword argument"),
         ("nobody", {}, "own_aggregators has no 'nobody'"),
         ("Raising", {}, "raised RuntimeError: no mood in aggregate."),
-        ("Lacking", {}, "has to return a dictionary with the names of the state before"),
-        ("Nothing", {}, "has to return a dictionary"),
-        ("Misshapen", {}, "returned for 'w' something else than a tensor of shape (3, 4) and a dtype like"),
-        ("Rounding", {}, "returned for 'count' something else than a tensor of shape () and a dtype like torch.int64."),
+        ("Lacking", {}, "must return a dictionary with exactly the names of the state"),
+        ("Nothing", {}, "must return a dictionary"),
+        ("Misshapen", {}, "must return for 'w' a tensor of shape (3, 4) and a dtype like"),
+        ("Rounding", {}, "must return for 'count' a tensor of shape () and a dtype like torch.int64."),
     ],
 )
 def test_what_is_wrong_with_an_own_aggregator_is_one_sentence(
@@ -639,8 +639,8 @@ def test_a_breach_of_the_protocol_is_not_taken_for_the_aggregators_mistake(own: 
 
         def __iter__(self) -> Any:
             yield fleet(1)[0]
-            raise ProtocolError("pi-1 brought back no model.")
+            raise ProtocolError("pi-1 returned no valid model.")
 
     models: DeviceModels = Broken()
-    with pytest.raises(ProtocolError, match="pi-1 brought back"):
+    with pytest.raises(ProtocolError, match="pi-1 returned no valid model"):
         make_aggregator(f"{own}:Strongest", {}).aggregate(state(0), models, WEIGHTS)

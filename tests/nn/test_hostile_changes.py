@@ -23,7 +23,7 @@ def test_device_that_brings_back_what_is_no_model_is_named(payload: bytes) -> No
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     learner = TorchLearner(model, {"pi": 1}, Optimizer(), classes=2, shares_server_model=False, keep_momentum=False)
     before = learner.sha256()
-    with pytest.raises(UnusableModelError, match="pi brought back"):
+    with pytest.raises(UnusableModelError, match="pi returned"):
         learner.aggregate([TrainedPart("pi", changes(payload), 5)])
     assert learner.sha256() == before
 

@@ -320,7 +320,7 @@ def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_nam
         del state["0.bias"]
     body = Body.of(b"not a model") if change == "bytes" else state_body(state)
     before = one.sha256()
-    with pytest.raises(ProtocolError, match=r"^a brought back"):
+    with pytest.raises(ProtocolError, match=r"^a returned"):
         one.aggregate([TrainedPart("a", body, 1), bring_back(one, "b", 1, 2, 1)[0]])
     assert one.sha256() == before
 
@@ -331,7 +331,7 @@ def test_a_model_that_is_not_finite_is_refused_with_its_device_and_averaged_with
     state = read_state(bring_back(one, "a", 1, 1, 1)[0].body)
     state["0.bias"][0] = value
     before = one.sha256()
-    with pytest.raises(ProtocolError, match=r"^The model that a brought back has values that are infinite or not a"):
+    with pytest.raises(ProtocolError, match=r"^The model that a returned has values that are infinite or not a"):
         one.aggregate([TrainedPart("a", state_body(state), 1), bring_back(one, "b", 1, 2, 1)[0]])
     assert one.sha256() == before
 

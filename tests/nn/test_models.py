@@ -275,7 +275,7 @@ def test_only_a_plain_sequential_with_layers_can_be_cut() -> None:
         check_sequential(None)
     with pytest.raises(ModelError, match="without layers"):
         check_sequential(nn.Sequential())
-    with pytest.raises(ModelError, match="TwoPaths has a forward of its own"):
+    with pytest.raises(ModelError, match="TwoPaths has its own forward"):
         check_sequential(TwoPaths(nn.Linear(2, 2)))
 
 

@@ -247,7 +247,7 @@ def test_activations_of_another_shape_than_before_are_refused(shape: tuple[int, 
     _, server = parts(network(), 1)
     server.forward(server.decode(activation_of((5, 3, 2, 2)), "raw"))
     server.forward(server.decode(activation_of((1, 3, 2, 2)), "raw"))  # another number of samples is another piece
-    with pytest.raises(ProtocolError, match="another shape or dtype"):
+    with pytest.raises(ProtocolError, match="a different shape or dtype"):
         server.decode(activation_of(shape), "raw")
 
 

@@ -180,10 +180,10 @@ def test_a_snapshot_of_another_network_is_refused_and_changes_nothing() -> None:
     more = {**world.learner.state(), "9.weight": torch.zeros(1)}
     fewer = {name: tensor for name, tensor in world.learner.state().items() if name != "0.weight"}
     for state, says in (
-        (wide, r"there '0.weight' is \(2, 2\) in torch.float64, here it is \(6, 4\)"),
+        (wide, r"its '0.weight' is \(2, 2\) in torch.float64, but here it is \(6, 4\)"),
         (single, r"in torch.float32, here it is"),
-        (more, "only one of the two has '9.weight'"),
-        (fewer, "only one of the two has '0.weight'"),
+        (more, "only one of them has '9.weight'"),
+        (fewer, "only one of them has '0.weight'"),
     ):
         with pytest.raises(InputError, match=says):
             world.learner.restore(Snapshot(state, torch.get_rng_state()).pack())

@@ -196,13 +196,13 @@ def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() 
     class Choosy(ScriptedLearner):
         def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "b" for back in returned):
-                raise UnusableModelError("b", "b brought back no model.")
+                raise UnusableModelError("b", "b returned no valid model.")
             super().aggregate(returned, keep_before=keep_before)
 
     outcome = train([honest("a"), honest("b")], epochs=2, learner=Choosy)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20}, {"a": 20}]
-    assert "b brought back no model" in str(outcome.lives[1])
+    assert "b returned no valid model" in str(outcome.lives[1])
     assert outcome.left_running == 0
 
 
@@ -210,14 +210,14 @@ def test_changes_that_are_no_model_cost_their_device_the_round_and_nobody_else()
     class Choosy(ScriptedLearner):
         def decode(self, device: str, body: Body) -> None:
             assert body.encoding == "changes"
-            raise UnusableModelError(device, f"{device} brought back no model.")
+            raise UnusableModelError(device, f"{device} returned no valid model.")
 
     changes = Message(Kind.MODEL, 1, body=Body(16, encoding="changes"))
     said = (activation(n=1), activation(n=2), Kind.GRADIENT, Kind.GRADIENT, end_epoch(), changes)
     outcome = train([honest("a"), by_hand(Kind.ROUND, *said)], epochs=2, learner=Choosy)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20}, {"a": 20}]
-    assert "b brought back no model" in str(outcome.lives[1])
+    assert "b returned no valid model" in str(outcome.lives[1])
     assert outcome.learner is not None
     assert outcome.learner.averaged == [["a"], ["a"]]  # it was known before all others' models were touched
     assert outcome.left_running == 0

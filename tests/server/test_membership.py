@@ -528,7 +528,7 @@ def test_a_round_that_begins_anew_is_trained_with_who_was_too_late_for_it() -> N
     class Choosy(ScriptedLearner):
         def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "a" for back in returned):
-                raise UnusableModelError("a", "a brought back no model.")
+                raise UnusableModelError("a", "a returned no valid model.")
             super().aggregate(returned, keep_before=keep_before)
 
     outcome = train([honest("a"), roaming("b", speed=0.2)], epochs=2, round_deadline_s=20.0, learner=Choosy)

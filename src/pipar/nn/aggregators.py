@@ -1,11 +1,11 @@
-"""The aggregators: from the global model and what the devices trained of it to the next global model.
+"""Aggregators: they compute the next global model from the current one and the models that the devices trained.
 
-FedAvg and FedProx (whose term is in `nn/parts.py`) take the mean by samples. Server optimisers take the way from the
-global model to that mean for a gradient. Robust ones bear some devices that bring back anything at all: there every
-device counts the same, because a device could say any number of samples.
+FedAvg and FedProx (its proximal term is in `nn/parts.py`) average the models, weighted by samples. Server optimisers
+treat the difference between that average and the global model as a gradient. The robust aggregators are in
+`nn/robust_aggregators.py`.
 
-Weights are what devices train. Other floating entries, as the running statistics of batch normalisation, are averaged
-or, by a robust aggregator, treated as weights; of integer counters the mean takes the largest, a median the middle one.
+Here weights are the trained parameters. Other floating-point entries, such as the running statistics of batch
+normalisation, are averaged; integer counters take the largest value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipar.nn.averaging import State, exact_average, federated_average
 
 
 class DeviceModel(NamedTuple):
-    """What one device trained, and on how many samples."""
+    """The model that one device trained, and the number of samples that it trained on."""
 
     device: str
     state: dict[str, torch.Tensor]
@@ -31,40 +31,41 @@ class DeviceModel(NamedTuple):
 
 
 class DeviceModels(Protocol):
-    """The devices' models in device-name order; one is read when its turn comes."""
+    """The devices' models in device-name order; each is read only when it is reached."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[DeviceModel]: ...
 
 
 class Aggregator(Protocol):
-    """Makes the next global model, and keeps what it needs from round to round."""
+    """Computes the next global model, and may keep state between rounds."""
 
     def aggregate(self, before: State, models: DeviceModels, parameters: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return the new state: every name of `before`, the state until now. `parameters` are those that are weights.
+        """Return the new state, with every name in `before`, the current state; `parameters` names the weights.
 
-        Nothing that is given may be changed in place.
+        The arguments must not be modified.
         """
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what is kept between rounds, for a checkpoint; later rounds do not change these tensors."""
+        """Return the state kept between rounds, for a checkpoint; later rounds must not modify these tensors."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Go on from what `state` returned."""
+        """Resume from the result of `state`."""
         ...
 
 
 def mean_of(models: DeviceModels) -> dict[str, torch.Tensor]:
-    # n * x / n may differ from x in the last bit: one model is its own average.
+    """Return the mean of the models, weighted by samples; a single model is returned as it is."""
+    # n * x / n may differ from x in the last bit.
     if len(models) == 1:
         return next(iter(models)).state
     return federated_average((model.state, model.samples) for model in models)
 
 
 class Stateless(ABC):
-    """Begins every round anew, and makes the new model of the devices' alone."""
+    """Keeps nothing between rounds and uses only the devices' models."""
 
     def aggregate(
         self,
@@ -87,9 +88,10 @@ class Stateless(ABC):
 
 
 def foreign_state(key: str, kind: str) -> ConfigError:
+    """Return the error for a checkpoint of another aggregator."""
     return ConfigError(
-        f"The kept state of the aggregator has {key!r}, which {kind} does not keep: go on with the server.aggregator "
-        "that it was written by."
+        f"The aggregator's saved state has {key!r}, which {kind} does not keep: resume with the server.aggregator "
+        "that wrote it."
     )
 
 
@@ -97,7 +99,7 @@ def foreign_state(key: str, kind: str) -> ConfigError:
 
 
 class FedAvg(Stateless):
-    """The mean of the devices' models, weighted by samples."""
+    """The mean of the devices' models, weighted by samples; McMahan et al. 2017, Algorithm 1."""
 
     def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         return mean_of(models)
@@ -105,7 +107,10 @@ class FedAvg(Stateless):
 
 @dataclass
 class FedProx(FedAvg):
-    """The same mean: the proximal term mu/2 |w - w_global|^2 is in every step of device and server; Li et al. 2020."""
+    """The same mean; each training step has the proximal term mu/2 |w - w_global|^2; Li et al. 2020, Algorithm 2.
+
+    Unlike there, the server's replicas have the term too: a device trains only the layers before its cut.
+    """
 
     proximal: float
 
@@ -116,8 +121,8 @@ class FedProx(FedAvg):
 class ServerOptimizer(ABC):
     """A step from the global weights x along the pseudo-gradient delta = mean_k(x_k) - x; Reddi et al. 2021, Alg. 2.
 
-    Only weights are stepped; everything else is averaged. Sums, steps and what is kept are in float64, and the new
-    weights are rounded once.
+    Only weights take the step; everything else is averaged. Sums, steps and kept state are in float64, and the new
+    weights are rounded once. The mean is weighted by samples; Algorithm 2 weights all clients equally.
     """
 
     _KEEPS: ClassVar[tuple[str, ...]]
@@ -126,7 +131,7 @@ class ServerOptimizer(ABC):
         self._kept: dict[str, dict[str, torch.Tensor]] = {what: {} for what in self._KEEPS}
 
     def aggregate(self, before: State, models: DeviceModels, parameters: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        held = list(models)  # all of them first: a model that cannot be read changes nothing that is kept
+        held = list(models)  # read all first: an unreadable model must not change the kept state
         return {name: self._stepped(name, before[name], held, parameters) for name in held[0].state}
 
     def _stepped(
@@ -140,14 +145,14 @@ class ServerOptimizer(ABC):
 
     @abstractmethod
     def _step(self, name: str, delta: torch.Tensor) -> torch.Tensor:
-        """Return what to add to the weights of this name; what is kept of them is replaced, not changed in place."""
+        """Return the update to the weights of this name; kept tensors are replaced, never modified in place."""
 
     def _last(self, what: str, name: str, delta: torch.Tensor, *, first: float = 0.0) -> torch.Tensor:
         kept = self._kept[what].get(name)
         if kept is not None and kept.shape != delta.shape:
             raise ConfigError(
-                f"The kept state of the aggregator has {name!r} in the shape {tuple(kept.shape)}, but the network has "
-                f"{tuple(delta.shape)}: it was written for another network."
+                f"The aggregator's saved state has {name!r} with shape {tuple(kept.shape)}, but the network has "
+                f"{tuple(delta.shape)}: it was saved for another network."
             )
         return torch.full_like(delta, first) if kept is None else kept
 
@@ -168,11 +173,14 @@ def _exact_mean(name: str, models: Sequence[DeviceModel]) -> torch.Tensor:
     tensors = [model.state[name] for model in models]
     if len(tensors) > 1 or not tensors[0].is_floating_point():
         return exact_average(tensors, [model.samples for model in models])
-    return tensors[0].to(torch.float64, copy=True)  # a copy, because the sum of several is one, too
+    return tensors[0].to(torch.float64, copy=True)  # always a new tensor: the caller modifies it in place
 
 
 class FedAvgM(ServerOptimizer):
-    """v = beta v + delta, x = x + eta v; Hsu et al. 2019."""
+    """v = beta v + delta, x = x + eta v; Hsu et al. 2019.
+
+    eta is `server_learning_rate`; there it is 1.
+    """
 
     _KEEPS = ("momentum",)
 
@@ -190,7 +198,7 @@ class FedAvgM(ServerOptimizer):
 class FedAdam(ServerOptimizer):
     """m = beta1 m + (1 - beta1) delta, v = beta2 v + (1 - beta2) delta^2, x = x + eta m / (sqrt(v) + tau).
 
-    m begins at 0 and v at tau^2, without a correction of the bias; Reddi et al. 2021, Algorithm 2.
+    m starts at 0 and v at tau^2, without bias correction; Reddi et al. 2021, Algorithm 2.
     """
 
     _KEEPS = ("momentum", "variance")
@@ -211,7 +219,7 @@ class FedAdam(ServerOptimizer):
 
 
 class FedYogi(FedAdam):
-    """As FedAdam with v = v - (1 - beta2) delta^2 sign(v - delta^2): v follows slowly when gradients become small."""
+    """Like FedAdam, with v = v - (1 - beta2) delta^2 sign(v - delta^2), so that v decays slowly; Reddi et al. 2021."""
 
     def _next_variance(self, variance: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
         return variance - (1 - self._beta2) * square * torch.sign(variance - square)

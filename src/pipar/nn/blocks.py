@@ -1,4 +1,4 @@
-"""The pieces that all the networks are made of: convolution with its norm, residual sum, starting weights."""
+"""The building blocks of all networks: convolution with its norm, residual sum, initial weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_CHANNELS_PER_GROUP = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """Which normalisation stands behind a convolution: one of NORMS, with its constants."""
+    """The normalisation after a convolution: one of NORMS, with its constants."""
 
     kind: str
     eps: float = 1e-5
@@ -25,11 +25,11 @@ class Norm:
 
     @property
     def absent(self) -> bool:
-        """True if nothing normalises, so that convolutions need a bias and careful starting weights."""
+        """True without normalisation: convolutions then need a bias and careful initial weights."""
         return self.kind == "none"
 
     def layers(self, channels: int) -> dict[str, nn.Module]:
-        """Return {"norm": layer} for so many channels, or nothing for the kind "none"."""
+        """Return {"norm": layer} for this number of channels; {} for the kind "none"."""
         if self.kind == "batch":
             return {"norm": nn.BatchNorm2d(channels, eps=self.eps, momentum=self.momentum)}
         if self.kind == "group":
@@ -38,9 +38,9 @@ class Norm:
 
 
 def group_count(channels: int) -> int:
-    """Return the most groups that divide the channels evenly: at most 32, each of at least 8 channels.
+    """Return the largest number of groups that divides the channels: at most 32, each of at least 8 channels.
 
-    Deep layers see maps of one pixel, where a group of one channel would be normalised to a constant.
+    Deep layers have maps of one pixel, where a group of one channel would be normalised to a constant.
     """
     most = min(MAX_GROUPS, channels // MIN_CHANNELS_PER_GROUP)
     return next((groups for groups in range(most, 1, -1) if channels % groups == 0), 1)
@@ -62,7 +62,7 @@ def conv_norm(
 ) -> nn.Sequential:
     """Return convolution, norm and activation for a shape (channels in, channels out, kernel size).
 
-    The convolution keeps the size of the map up to its stride, and has a bias exactly if no norm follows.
+    The convolution keeps the size of the map, divided by its stride, and has a bias only if no norm follows.
     """
     inputs, outputs, kernel = shape
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=norm.absent)
@@ -74,10 +74,10 @@ def conv_norm(
 
 
 def he_init(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
-    """Draw the weights from N(0, gain^2 / fan_in) and set the bias to zero.
+    """Draw the weights from N(0, gain^2 / fan_in) and set the bias to zero; He et al. 2015.
 
-    fan_in keeps the size of the activations through depthwise convolutions too, for which fan_out as
-    torch counts it is too large by the number of groups.
+    fan_in preserves the scale of activations in depthwise convolutions too; torch's fan_out is too large there by the
+    number of groups.
     """
     fan_in = layer.weight[0].numel()
     nn.init.normal_(layer.weight, std=gain / math.sqrt(fan_in))
@@ -86,14 +86,14 @@ def he_init(layer: nn.Conv2d | nn.Linear, gain: float = RELU_GAIN) -> None:
 
 
 def hidden_linear(inputs: int, outputs: int, activation: nn.Module) -> nn.Sequential:
-    """Return a fully connected layer with its activation, started as He et al. do."""
+    """Return a fully connected layer with its activation and He's initial weights."""
     linear = nn.Linear(inputs, outputs)
     he_init(linear)
     return named({"linear": linear, "activation": activation})
 
 
 class Residual(nn.Module):
-    """branch(x) + shortcut(x); the shortcut is x itself unless the block changes the shape."""
+    """branch(x) + shortcut(x); the shortcut is the identity unless the block changes the shape."""
 
     def __init__(self, branch: nn.Sequential, shortcut: nn.Module | None = None) -> None:
         super().__init__()
@@ -101,17 +101,17 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if shortcut is None else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum; no activation behind it."""
+        """Return the sum, without an activation."""
         total: Tensor = self.branch(x) + self.shortcut(x)
         return total
 
 
 def init_branches_to_zero(model: nn.Module) -> None:
-    """Let every residual block start as its shortcut, so that a deep network starts as a shallow one.
+    """Initialise every residual branch to output zero, so that a deep network starts as a shallow one.
 
-    With a norm, the weight of the last norm in a branch starts at zero (Goyal et al., 2017). Without one, the last
-    of a branch's m convolutions does, and the others are scaled by L^(-1 / (2m - 2)) for L branches (Fixup,
-    Zhang et al., 2019); otherwise each block adds to the activations, and the loss starts in the millions.
+    With a norm, the weight of the last norm in a branch starts at zero (Goyal et al. 2017). Without one, the last of a
+    branch's m convolutions starts at zero, and the others are scaled by L^(-1 / (2m - 2)) for L branches (Fixup,
+    Zhang et al. 2019); otherwise each block adds to the activations, and the loss starts in the millions.
     """
     branches = [module.branch for module in model.modules() if isinstance(module, Residual)]
     for branch in branches:

@@ -11,22 +11,22 @@ from pipar.execution.stages import Place
 from pipar.wire.encodings import LOSSY
 from pipar.wire.lossy import Lossy, Residual
 
-#: Gives the random numbers that belong to a place.
+#: Returns the random generator of a place.
 Generators = Callable[..., np.random.Generator]
 
 
 class EncodingErrors:
-    """What a lossy encoding of one part's tensors has lost, and makes up for.
+    """The errors of a lossy encoding of one part's tensors, and the residuals that carry them over.
 
-    To each device its own: who shares a server-side model must not get what another one has lost.
+    Devices are kept apart: where they share a server-side model, no device may receive another one's residual.
     """
 
     def __init__(self, rounding: Generators | None) -> None:
         self._rounding = rounding
-        self._lossy: dict[Place, Lossy] = {}  # by what a place has behind its micro-batch
+        self._lossy: dict[Place, Lossy] = {}  # by the part of a place after its micro-batch: the device
 
     def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
-        """Return what the encoding of this tensor needs beside its values; nothing if it is exact."""
+        """Return the residual and random numbers for encoding this tensor; None if the encoding is exact."""
         if encoding not in LOSSY:
             return None
         device = place[3:]
@@ -37,7 +37,7 @@ class EncodingErrors:
         return lossy
 
     def take(self) -> tuple[float, float] | None:
-        """Return the squared errors and the squared values since the last call, summed; None if all was exact."""
+        """Return the sums of squared errors and of squared values since the last call; None if all were exact."""
         if not self._lossy:
             return None
         every = self._lossy.values()
@@ -47,6 +47,6 @@ class EncodingErrors:
         return sums
 
     def keep_only(self, devices: Collection[str]) -> None:
-        """Make up for nothing any more that others have lost."""
+        """Drop the residuals of all other devices."""
         for device in [device for device in self._lossy if not set(device) <= set(devices)]:
             del self._lossy[device]

@@ -22,15 +22,15 @@ from pipar.nn.tensors import changes_body, check_finite, read_state, state_body,
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
-#: A held-out set: how many samples each batch has, and a function that loads it.
+#: A held-out set: for each batch its number of samples and a function that loads it.
 Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]
 
 
 class TorchLearner:
-    """The global model and one server-side replica a device (or one for all, where the method shares it).
+    """The global model, and one server-side replica per device (or one for all, if the method shares it).
 
-    Weights of the global model are replaced by others and never overwritten. So what is sent, validated or saved of it
-    is no copy, but the tensors that it consists of at that time.
+    Tensors of the global model are replaced, never overwritten. So sending, validating and saving it need no copy: they
+    use the tensors that it consists of at that time.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class TorchLearner:
         self._seed = seed
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[tuple[int, bool], Body] = {}
-        self._before: dict[str, torch.Tensor] | None = None  # the global model before this one, if it is kept
-        self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, as the last aggregation left it
+        self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
+        self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
 
     def replica(self, device: str) -> TorchServerPart:
-        """Return M^s_k; made from the global model when it is first asked for."""
+        """Return M^s_k; it is created from the global model on first use."""
         key = "" if self._shared else device
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
@@ -77,9 +77,9 @@ class TorchLearner:
         return self._replicas[key]
 
     def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
-        """Cut these devices' networks elsewhere; return the momentum of the layers that go to each, if it is kept.
+        """Change these devices' split points; return the momentum of the layers that move to each, if it is kept.
 
-        Their replicas are made anew from the global model: between two rounds nothing else is in them.
+        Their replicas are created again from the global model: between two rounds they hold nothing else.
         """
         assert not (self._shared and self._replicas) or set(split_points.values()) <= set(self._split_points.values())
         self._split_points.update(split_points)
@@ -94,7 +94,7 @@ class TorchLearner:
     def discard_progress(self, device: str) -> None:
         """Discard what a device's replica has learned since the last aggregation.
 
-        A model that all share keeps what it has learned of whole batches; only gradients of half ones are discarded.
+        A shared replica keeps its completed batches; only gradients of an unfinished batch are discarded.
         """
         if self._shared:
             for replica in self._replicas.values():
@@ -103,28 +103,28 @@ class TorchLearner:
             self._replicas.pop(device, None)
 
     def keep_replicas_of(self, devices: Collection[str]) -> None:
-        """Free the replicas of all other devices; of one that is shared, what it has to make up for to them."""
+        """Free the replicas of all other devices; in a shared replica, their encoding residuals."""
         for device in [] if self._shared else self._replicas.keys() - set(devices):
             del self._replicas[device]
         for replica in self._replicas.values():
             replica.keep_errors_of(devices)
 
     def rewind_shared_model(self) -> None:
-        """Put a model that all share back to what the last aggregation left: weights, buffers and momentum."""
+        """Restore a shared replica to its state after the last aggregation: weights, buffers and momentum."""
         for replica in self._replicas.values() if self._shared else ():
-            # The global model has had the same weights since then: only momentum needs a copy.
+            # The global model has not changed since then, so only momentum had to be copied.
             replica.install(part_of_state(self.model.state_dict(), replica.module), keep_momentum=False)
             replica.restore_momentum(self._momentum)
             replica.discard()
 
     def restore_point(self) -> Callable[[], None]:
-        """Return what puts the global model back to what it is now; as long as somebody has that, there are two."""
+        """Return a function that restores the current global model; while it exists, two models are in memory."""
         return partial(self._load, self.state())
 
     def pack(self, device: str, *, changes: bool = False) -> Body:
-        """Return the device's part of the global model, as it is now, or what has changed in it since the one before.
+        """Return the device's part of the current global model, or its changes since the previous one.
 
-        Devices with one split point share the bytes.
+        Devices with the same split point share the bytes.
         """
         key = (self._split_points[device], changes)
         if key not in self._packed:
@@ -137,45 +137,45 @@ class TorchLearner:
         return self._packed[key]
 
     def decode(self, device: str, body: Body) -> dict[str, torch.Tensor]:
-        """Return the tensors of the part that a device brings back; who brings back no model is named."""
+        """Return the tensors of the part that a device returned; raise UnusableModelError if it is no model."""
         part, _ = split_model(self.model, self._split_points[device])
         try:
             return read_state(body, part.state_dict())
         except ProtocolError as error:
-            raise UnusableModelError(device, f"{device} brought back no model: {error}") from None
+            raise UnusableModelError(device, f"{device} returned no valid model: {error}") from None
 
     def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
-        """Make the new global model of what the devices brought back and of their replicas, in device-name order.
+        """Compute the new global model from the returned parts and their replicas, in device-name order.
 
-        The one before is kept if somebody is to be told what has changed since then.
+        The previous one is kept if devices are to receive only the changes.
         """
-        self._before = None  # who still has that one is sent the new one whole
+        self._before = None  # a device that still has that one receives the whole model
         before = self.state() if keep_before else None
         ordered = sorted(returned, key=lambda back: back.device)
-        self._packed.clear()  # parts of the model before; if one is needed after all, it is packed again
+        self._packed.clear()  # parts of the previous model; packed again if still needed
         if self._shared:
             part, rest = split_model(self.model, self._split_points[ordered[0].device])
-            aggregated = self._aggregated(part, _Brought(ordered, self._device_state))
+            aggregated = self._aggregated(part, _ReturnedModels(ordered, self._device_state))
             replica = self.replica(ordered[0].device)
             self._load(join_states(aggregated, replica.state()))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
         else:
-            self._load(self._aggregated(self.model, _Brought(ordered, self._whole)))
+            self._load(self._aggregated(self.model, _ReturnedModels(ordered, self._whole)))
             for back in ordered:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module)
                 replica.install(state, keep_momentum=self._keep_momentum)
         self._before = before
 
-    def _aggregated(self, module: nn.Module, brought: _Brought) -> dict[str, torch.Tensor]:
+    def _aggregated(self, module: nn.Module, returned_models: _ReturnedModels) -> dict[str, torch.Tensor]:
         # A weight that two layers share has two names in a state.
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-        return self.aggregator.aggregate(module.state_dict(), brought, parameters)
+        return self.aggregator.aggregate(module.state_dict(), returned_models, parameters)
 
     def _whole(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         replica = self.replica(back.device).state()
-        _check_finite(back.device, replica, f"What {back.device} has made of the layers behind its cut")
+        _check_finite(back.device, replica, f"The server-side model of {back.device}")
         return join_states(self._device_state(back), replica)
 
     def _device_state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
@@ -185,9 +185,9 @@ class TorchLearner:
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:
             raise UnusableModelError(
-                back.device, f"{back.device} brought back a model that is not the part it was given."
+                back.device, f"{back.device} returned a model that does not match the part it received."
             )
-        _check_finite(back.device, state, f"The model that {back.device} brought back")
+        _check_finite(back.device, state, f"The model that {back.device} returned")
         return state
 
     @torch.no_grad()
@@ -196,8 +196,8 @@ class TorchLearner:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         outlines = [tensor.to("meta") for tensor in tensors]
         for tensor in tensors:
-            tensor.data = tensor.new_empty(0)  # whoever still reads the old one keeps it
-        # New tensors seldom fit where old ones of the same size were: the allocator aligns them by other borders.
+            tensor.data = tensor.new_empty(0)  # views of the old tensor stay valid
+        # New tensors seldom fit into the memory of old ones of the same size: their alignment differs.
         release_model_memory(sum(outline.nbytes for outline in outlines))
         for tensor, outline in zip(tensors, outlines, strict=True):
             tensor.data = torch.empty_like(outline, device=tensor.device)
@@ -205,8 +205,8 @@ class TorchLearner:
         self._packed.clear()
 
     def evaluator(self) -> Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]], tuple[float, int]]:
-        """Return a function that gives summed loss and correct answers of a batch for the model as it is now."""
-        # Weights are shared. A buffer is copied: forwards of a network may write to it.
+        """Return a function that computes the summed loss and the correct answers of a batch, for the current model."""
+        # Weights are shared; buffers are copied, because a forward may write to them.
         weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
         model = copy.deepcopy(self.model, weights).eval()
         return lambda load: evaluate_batch(model, *load())
@@ -230,14 +230,14 @@ class TorchLearner:
     def sha256(self) -> str:
         return weights_sha256(self.state())
 
-    # --- to go on from later
+    # --- checkpoints
 
     def snapshot(self) -> Body:
-        """Return all that training goes on from: the global model, momentum of replicas, random numbers.
+        """Return everything that training resumes from: global model, replicas' momentum, random state.
 
-        To be called when a round is aggregated and before a replica serves the next one, in whichever thread: nothing
-        may change while this runs. Afterwards everything may: the global model gets other tensors, and what is changed
-        in place was copied.
+        Call it after a round is aggregated and before a replica serves the next one, from any thread: nothing may
+        change while it runs. Afterwards everything may: the global model gets new tensors, and tensors that are
+        modified in place were copied.
         """
         momentum = {}
         if self._momentum_stays:
@@ -245,11 +245,11 @@ class TorchLearner:
         return Snapshot(self.state(), torch.get_rng_state(), momentum, self.aggregator.state()).pack()
 
     def restore(self, body: Body) -> None:
-        """Go on from what `snapshot` gave of a learner of the same network, cut in the same places.
+        """Resume from a `snapshot` of a learner of the same network.
 
-        Replicas are made anew from the global model: between two rounds there is nothing else in them but momentum.
-        That of layers which are on a device now is left out. If the body is of another network, an InputError says so
-        and nothing is changed.
+        Replicas are created again from the global model, with their saved momentum: between two rounds they hold
+        nothing else. Momentum of layers that are now on a device is left out. A snapshot of another network raises
+        InputError and changes nothing.
         """
         snapshot = Snapshot.read(body)
         _refuse_another_network(snapshot.model, self.state())
@@ -265,7 +265,7 @@ class TorchLearner:
 
     @property
     def _momentum_stays(self) -> bool:
-        # That of a shared model always does: its weights are never replaced by an average.
+        # A shared replica always keeps it: its weights are never replaced by an average.
         return self._keep_momentum or self._shared
 
 
@@ -279,15 +279,15 @@ def _check_finite(device: str, state: Mapping[str, torch.Tensor], what: str) -> 
 def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
     for name in (*own, *given):
         if name not in given or name not in own:
-            raise InputError(f"The checkpoint is of another network: only one of the two has {name!r}.")
+            raise InputError(f"The checkpoint is of another network: only one of them has {name!r}.")
         if (given[name].shape, given[name].dtype) != (own[name].shape, own[name].dtype):
             there, here = (f"{tuple(state[name].shape)} in {state[name].dtype}" for state in (given, own))
-            raise InputError(f"The checkpoint is of another network: there {name!r} is {there}, here it is {here}.")
+            raise InputError(f"The checkpoint is of another network: its {name!r} is {there}, but here it is {here}.")
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """What the devices brought back, in device-name order; each model is read when its turn comes."""
+class _ReturnedModels:
+    """The returned models in device-name order; each is read only when it is reached."""
 
     ordered: Sequence[TrainedPart]
     read: Callable[[TrainedPart], dict[str, torch.Tensor]]
@@ -302,7 +302,7 @@ class _Brought:
 
 @torch.no_grad()
 def evaluate_batch(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Return the loss summed over the samples and how many of them were answered right."""
+    """Return the loss summed over the samples, and the number of correct predictions."""
     output = model(inputs)
     loss = F.cross_entropy(output, labels, reduction="sum")
     return loss.item(), int((output.argmax(dim=1) == labels).sum())

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: its inputs and labels, and how many samples the whole batch has."""
+    """Inputs and labels of one micro-batch, and the number of samples in its whole batch."""
 
     inputs: torch.Tensor
     labels: torch.Tensor

@@ -1,4 +1,4 @@
-"""MobileNetV3-Small and -Large: inverted residual blocks with depthwise convolutions and gates."""
+"""MobileNetV3-Small and -Large: inverted residual blocks with depthwise convolutions and channel gates."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _mobilenet(channels: int, classes: int, kind: str, *, rows: tuple[Bneck, ...
 
 
 def _last_conv(inputs: int, outputs: int, norm: Norm) -> nn.Sequential:
-    """Return the last convolution with the average over the map, which belongs in front of the cut."""
+    """Return the last convolution with the average over the map, which belongs before the cut."""
     layer = conv_norm((inputs, outputs, 1), norm, activation=nn.Hardswish())
     layer.add_module("pool", nn.AdaptiveAvgPool2d(1))
     layer.add_module("flatten", nn.Flatten())
@@ -107,15 +107,15 @@ def _block(inputs: int, row: Bneck, norm: Norm) -> nn.Module:
 
 
 def _projection_gain(row: Bneck, norm: Norm) -> float:
-    """Return the gain of the last convolution: He's, but without a norm twice that behind a gate.
+    """Return the gain of the last convolution: He's, but twice that after a gate without a norm.
 
-    Gates start half open, and with no norm to restore it the signal would fade to nothing over the blocks.
+    Gates start half open, so without a norm the signal would vanish over the blocks.
     """
     return 2 * RELU_GAIN if norm.absent and row.gate else RELU_GAIN
 
 
 class Gate(nn.Module):
-    """Squeeze and excitation: each channel times a number in 0..1 that the means of all channels decide."""
+    """Squeeze and excitation: scales each channel by a number in 0..1, computed from the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -136,6 +136,6 @@ class Gate(nn.Module):
 
 
 def _multiple_of_eight(channels: int) -> int:
-    """Return the nearest multiple of 8 that is at least 8 and not below 90 % of the channels."""
+    """Return the nearest multiple of 8 that is at least 8 and at least 90 % of the channels."""
     rounded = max(8, (channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded

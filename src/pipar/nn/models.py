@@ -1,4 +1,4 @@
-"""The six networks of the paper by name, and what is asked of a user's own network."""
+"""The six networks of the paper by name, and the checks of a user's own network."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ InputShape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Network:
-    """One of the paper's networks: its layers Q, and the least height and width of its input.
+    """One of the paper's networks: its number of layers Q, and the minimum height and width of its input.
 
-    Down to the least size, every halving of the map still has two pixels to halve.
+    At the minimum size, every layer that halves the map still has at least two pixels to halve.
     """
 
     build: Callable[[InputShape, int, str], nn.Sequential]
@@ -52,30 +52,30 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Sequential:
-    """Return the named network for inputs (channels, height, width); its children are the layers to cut behind.
+    """Return the named network for inputs (channels, height, width); it can be cut after each child.
 
-    The weights depend on nothing but the arguments, and float64 starts from the very weights of float32.
-    The global random generator is left as it was.
+    The weights depend only on the arguments; float64 starts from the same weights as float32. The global random
+    generator is not changed.
     """
     network = _find(name, norm)
     _check_input(name, network, input_shape, classes)
-    # Only the CPU's generator is forked and seeded: torch.manual_seed would reach those of GPUs as well.
+    # Only the CPU's generator is forked and seeded: torch.manual_seed would seed those of GPUs as well.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return network.build(input_shape, classes, norm).to(dtype)
 
 
 def check_sequential(model: object) -> nn.Sequential:
-    """Return the model if it can be cut: an nn.Sequential of at least one layer that runs them in order."""
+    """Return the model if it can be cut: an nn.Sequential of at least one layer that runs its layers in order."""
     if not isinstance(model, nn.Sequential):
         raise ModelError(
-            f"the model is a {type(model).__name__}, but it must be a torch.nn.Sequential, "
-            "whose children are the layers to cut behind."
+            f"the model is a {type(model).__name__}, but it must be a torch.nn.Sequential: "
+            "it is cut after one of its children."
         )
     if type(model).forward is not nn.Sequential.forward:
         raise ModelError(
-            f"{type(model).__name__} has a forward of its own, but a model that is to be cut must run its "
-            "layers one after the other: move that code into the layers."
+            f"{type(model).__name__} has its own forward, but a model that is to be cut must run its "
+            "layers one after another: move that code into the layers."
         )
     if len(model) == 0:
         raise ModelError("the model is an nn.Sequential without layers: give it at least one.")
@@ -83,7 +83,7 @@ def check_sequential(model: object) -> nn.Sequential:
 
 
 def check_fits(model: nn.Sequential, input_shape: tuple[int, ...], classes: int) -> None:
-    """Raise unless a batch of inputs of this shape comes out as (batch, classes); the model stays as it was."""
+    """Raise unless the model maps a batch of inputs of this shape to (batch, classes); the model is not changed."""
     given = "x".join(map(str, input_shape))
     try:
         output: object = _run_on_zeros(model, input_shape)
@@ -94,18 +94,18 @@ def check_fits(model: nn.Sequential, input_shape: tuple[int, ...], classes: int)
         raise ModelError(f"the model returns a {type(output).__name__}, but it must return one tensor of logits.")
     if tuple(output.shape) != (2, classes):
         raise ModelError(
-            f"the model turns a batch of 2 inputs of {given} into {tuple(output.shape)}, but (2, {classes}) is "
-            f"needed for {classes} classes: change its last layer."
+            f"the model maps a batch of 2 inputs of {given} to {tuple(output.shape)}, but {classes} classes need "
+            f"(2, {classes}): change its last layer."
         )
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:
-    """Return True if a layer normalises over the batch: micro-batches then give other gradients than the batch."""
+    """Return True if a layer normalises over the batch: gradients then depend on how the batch is cut."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Return True if a layer drops values at random while training."""
+    """Return True if a layer has dropout."""
     return any(_dropout_rate(module) > 0 for module in model.modules())
 
 
@@ -118,7 +118,7 @@ def _dropout_rate(module: nn.Module) -> float:
 
 
 def _find(name: str, norm: str) -> Network:
-    """Return the named network, and see to it that the norm exists."""
+    """Return the named network; raise if it or the norm does not exist."""
     if name not in NETWORKS:
         raise ModelError(f"unknown network {name!r}: choose one of {', '.join(NETWORKS)}, or give a factory.")
     if norm not in NORMS:
@@ -127,7 +127,7 @@ def _find(name: str, norm: str) -> Network:
 
 
 def _check_input(name: str, network: Network, input_shape: InputShape, classes: int) -> None:
-    """Raise if the network makes no sense for such inputs or so few classes."""
+    """Raise if the network cannot take such inputs, or there are too few classes."""
     given = "x".join(map(str, input_shape))
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ModelError(f"input shape {given} is not channels x height x width with each at least 1.")
@@ -142,7 +142,7 @@ def _check_input(name: str, network: Network, input_shape: InputShape, classes: 
 
 
 def _run_on_zeros(model: nn.Sequential, input_shape: tuple[int, ...]) -> object:
-    """Return the output for two inputs of zeros, of the dtype and on the torch device of the weights."""
+    """Return the output for two inputs of zeros, with the dtype and torch device of the weights."""
     floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     like = next(floating, torch.empty(0))
     with _evaluating(model), torch.no_grad():
@@ -152,7 +152,7 @@ def _run_on_zeros(model: nn.Sequential, input_shape: tuple[int, ...]) -> object:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode, and each back into its own mode afterwards."""
+    """Put every module into eval mode, and restore each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -38,7 +38,7 @@ _MAKERS: dict[str, Callable[..., Aggregator]] = {
 
 
 def make_aggregator(name: str, given: Mapping[str, Any]) -> Aggregator:
-    """Return the aggregator of this name with these parameters; of "package.module:function", what that returns."""
+    """Return the aggregator of this name with these parameters; for "package.module:function", its result."""
     if is_own(name):
         return UserAggregator(name, call_factory(name, keywords=given))
     try:
@@ -50,7 +50,7 @@ def make_aggregator(name: str, given: Mapping[str, Any]) -> Aggregator:
 
 @dataclass
 class UserAggregator:
-    """A user's aggregator: what it raises becomes one sentence, and what it returns has to be a state of the model."""
+    """A user's aggregator: its exceptions become one-line errors, and its results are checked against the model."""
 
     spec: str
     inner: Any
@@ -59,19 +59,19 @@ class UserAggregator:
     def __post_init__(self) -> None:
         if not callable(getattr(self.inner, "aggregate", None)):
             raise ConfigError(
-                f"server.aggregator {self.spec!r} returned a {type(self.inner).__name__}, which has no method "
-                "aggregate(before, models, parameters)."
+                f"server.aggregator {self.spec!r} returned a {type(self.inner).__name__} without the method "
+                "aggregate(before, models, parameters): add it."
             )
         has = [callable(getattr(self.inner, name, None)) for name in ("state", "load_state")]
         if any(has) != all(has):
             raise ConfigError(
-                f"server.aggregator {self.spec!r} has one of state() and load_state(state): give it both, or neither "
-                "if it keeps nothing between rounds."
+                f"server.aggregator {self.spec!r} has only one of state() and load_state(state): define both, or "
+                "neither if it keeps nothing between rounds."
             )
         self._keeps = all(has)
 
     def aggregate(self, before: State, models: DeviceModels, parameters: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        # A copy, so that a mistake in it leaves the global model as it was.
+        # A copy, so that a bug in user code cannot change the global model.
         copied = {name: tensor.clone() for name, tensor in before.items()}
         new = self._called("aggregate", copied, models, parameters)
         return self._checked(new, before)
@@ -97,8 +97,8 @@ class UserAggregator:
     def _checked(self, new: Any, before: State) -> dict[str, torch.Tensor]:
         if not isinstance(new, Mapping) or new.keys() != before.keys():
             raise TrainingError(
-                f"server.aggregator {self.spec!r} has to return a dictionary with the names of the state before, all "
-                "of them and no other."
+                f"server.aggregator {self.spec!r} must return a dictionary with exactly the names of the state that it "
+                "was given."
             )
         for name, tensor in before.items():
             made = new[name]
@@ -108,7 +108,7 @@ class UserAggregator:
                 or made.is_floating_point() != tensor.is_floating_point()
             ):
                 raise TrainingError(
-                    f"server.aggregator {self.spec!r} returned for {name!r} something else than a tensor of shape "
+                    f"server.aggregator {self.spec!r} must return for {name!r} a tensor of shape "
                     f"{tuple(tensor.shape)} and a dtype like {tensor.dtype}."
                 )
         return {name: new[name].detach().to(tensor.dtype) for name, tensor in before.items()}

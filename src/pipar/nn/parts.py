@@ -1,8 +1,8 @@
-"""One forward and one backward on each side of the cut, and the optimiser step behind them.
+"""The layers on each side of the cut: forward and backward of a micro-batch, and the optimiser step after a batch.
 
-For a batch of m samples cut into pieces of m_n, each piece's loss is its summed loss divided by m. Gradients
-accumulate over the pieces, so before the step they are those of the mean loss over the whole batch: the
-gradient that plain training has, whatever the cut. (The paper scales both the loss and the step by 1/N.)
+For a batch of m samples, the loss of a micro-batch is the sum of its samples' losses divided by m. Gradients accumulate
+over the N micro-batches, so at the step they equal g(M) of the mean loss over the whole batch, as in plain training,
+wherever the network and the batch are cut. We differ from the paper here: it scales both the loss and the step by 1/N.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Optimizer:
     weight_decay: float = 0.0
 
     def over(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """Return an optimiser for a part of the network; None if the part has nothing to learn."""
+        """Return an optimiser for a part of the network; None if no parameter of the part is trained."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             return None
@@ -55,14 +55,14 @@ class Optimizer:
         )
 
 
-#: What torch's optimiser calls the momentum of a parameter.
+#: The name of a parameter's momentum in torch's optimiser state.
 _MOMENTUM = "momentum_buffer"
-#: What torch's normalising layers call the number of their batches, which everybody knows.
+#: The batch counter of torch's normalisation layers; the server knows its value anyway, so it needs no noise.
 _ITERATIONS = "num_batches_tracked"
 
 
 class Part:
-    """The layers on one side of the cut with their optimiser: what a step and an exchange of models need."""
+    """The layers on one side of the cut, with their optimiser."""
 
     def __init__(
         self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, rounding: Generators | None = None
@@ -70,10 +70,10 @@ class Part:
         self.module = module.train()
         self._encoding_errors = EncodingErrors(rounding)
         self._proximal = proximal
-        self._global: dict[str, torch.Tensor] = {}  # w_global by name, where there is a proximal term
+        self._global: dict[str, torch.Tensor] = {}  # w_global by name, if there is a proximal term
         self._optimizer = optimizer
         self._torch_optimizer = optimizer.over(module)
-        self._new: dict[str, nn.Parameter] = {}  # of layers that came from the other side of the cut
+        self._new: dict[str, nn.Parameter] = {}  # of layers that moved here from the other side of the cut
 
     def step(self) -> None:
         """Apply the accumulated gradients."""
@@ -83,29 +83,29 @@ class Part:
             self._torch_optimizer.zero_grad(set_to_none=True)
 
     def discard(self) -> None:
-        """Forget gradients that no step has applied yet."""
+        """Discard gradients that no step has applied yet."""
         if self._torch_optimizer is not None:
             self._torch_optimizer.zero_grad(set_to_none=True)
 
     def take_encoding_error(self) -> tuple[float, float] | None:
-        """Return what a lossy encoding has lost since the last call: squared errors, and the squared values."""
+        """Return the sums of squared encoding errors and squared values since the last call; None if all were exact."""
         return self._encoding_errors.take()
 
     def keep_errors_of(self, devices: Collection[str]) -> None:
-        """Forget what a lossy encoding has to make up for to all other devices."""
+        """Drop the encoding residuals of all other devices."""
         self._encoding_errors.keep_only(devices)
 
     @torch.no_grad()
     def _add_proximal_gradient(self) -> None:
-        """Add mu (w - w_global) to each gradient: that of FedProx's term mu/2 |w - w_global|^2."""
+        """Add mu (w - w_global), the gradient of FedProx's term mu/2 |w - w_global|^2; Li et al. 2020."""
         for name, parameter in self.module.named_parameters() if self._global else ():
             if parameter.grad is not None:
                 parameter.grad.add_(parameter - self._global[name], alpha=self._proximal)
 
     def set_proximal_target(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take these for the global weights that the proximal term pulls to.
+        """Set w_global, the weights that the proximal term pulls towards.
 
-        They are not copied, so whoever gives them must not change them within a round.
+        They are not copied: the caller must not modify them during the round.
         """
         if self._proximal > 0:
             self._global = {name: state[name].detach() for name, _ in self.module.named_parameters()}
@@ -114,7 +114,7 @@ class Part:
         return self.module.state_dict()
 
     def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
-        """Take over weights and buffers; momentum starts anew unless it is kept."""
+        """Load weights and buffers; unless it is kept, momentum is reset."""
         try:
             self.module.load_state_dict(state)
         except RuntimeError as error:
@@ -124,9 +124,9 @@ class Part:
         self.set_proximal_target(state)
 
     def carry_momentum_from(self, before: Part) -> Body:
-        """Take over the momentum of the layers that stay on this side of the cut; return that of those that leave it.
+        """Copy the momentum of the layers that stay on this side of the cut; return that of the layers that leave.
 
-        What comes from the other side is taken by `receive_momentum`, as this body is there.
+        The other side passes the returned body to its `receive_momentum`.
         """
         own = dict(self.module.named_parameters())
         was = before.momentum()
@@ -136,7 +136,7 @@ class Part:
         return state_body({name: momentum for name, momentum in was.items() if name not in own})
 
     def receive_momentum(self, body: Body) -> None:
-        """Take the momentum of layers that came from the other side of the cut; one that never moved has none."""
+        """Load the momentum of layers that came from the other side; a layer that took no step has none."""
         state = read_state(body)
         for name, momentum in state.items():
             parameter = self._new.get(name)
@@ -147,16 +147,16 @@ class Part:
         self._new = {}
 
     def restore_momentum(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `momentum` gave of such a part; that of layers which are not in this one is left out."""
+        """Load what `momentum` returned, leaving out layers that are not in this part."""
         own = dict(self.module.named_parameters())
         fitting = {name: momentum for name, momentum in state.items() if name in own}
         for name, momentum in fitting.items():
             if (momentum.shape, momentum.dtype) != (own[name].shape, own[name].dtype):
-                raise InputError(f"The checkpoint has momentum of {name!r} that does not fit this network.")
+                raise InputError(f"The checkpoint has momentum for {name!r} that does not fit this network.")
         self._set_momentum(fitting)
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        """Return the momentum of every parameter that has some, by name; the tensors are the optimiser's own."""
+        """Return the momentum of each parameter that has one, by name; the tensors are the optimiser's own."""
         known = self._torch_optimizer.state if self._torch_optimizer is not None else {}
         named = ((name, known.get(parameter, {})) for name, parameter in self.module.named_parameters())
         return {name: kept[_MOMENTUM] for name, kept in named if kept.get(_MOMENTUM) is not None}
@@ -169,7 +169,7 @@ class Part:
 
 
 class TorchDevicePart(Part):
-    """M^c_k: layers 1..P on the device; with P = Q the loss, too."""
+    """M^c_k: layers 1..P on the device; for P = Q also the loss."""
 
     def __init__(
         self,
@@ -183,14 +183,16 @@ class TorchDevicePart(Part):
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._keeps_base = keeps_base
-        self._base: dict[str, torch.Tensor] | None = None  # what came last, so that its changes can be told
+        self._base: dict[str, torch.Tensor] | None = (
+            None  # the last received model, if changes relative to it are needed
+        )
         self._has_loss = has_loss
-        self.last_loss: float | None = None  # the mean over the last batch, where the device computes it
+        self.last_loss: float | None = None  # mean over the last batch, if the device computes it
         self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
 
     def forward(self, micro_batch: int, piece: MicroBatch) -> torch.Tensor:
-        """Return the activations a_n at the cut; with P = Q nothing leaves the device and the loss is kept."""
+        """Return the activations a_n at the cut; for P = Q the loss, which stays on the device."""
         output: torch.Tensor = self.module(piece.inputs)
         if self._has_loss:
             output = F.cross_entropy(output, piece.labels, reduction="sum") / piece.batch_samples
@@ -200,7 +202,7 @@ class TorchDevicePart(Part):
         return output
 
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
-        """Accumulate g(M^c_k | g(a_n)); the activations of this micro-batch are then free."""
+        """Accumulate g(M^c_k | g(a_n)), and free the activations of this micro-batch."""
         output = self._outputs.pop(micro_batch)
         if gradient is not None and gradient.shape != output.shape:
             raise ProtocolError(f"A gradient of shape {tuple(gradient.shape)} came for {tuple(output.shape)}.")
@@ -213,7 +215,7 @@ class TorchDevicePart(Part):
         return loss
 
     def discard(self) -> None:
-        """Forget an epoch that does not count; the weights come anew, and so does the momentum."""
+        """Discard an epoch: its gradients, losses and momentum; the server sends new weights."""
         super().discard()
         self._encoding_errors.take()
         self._outputs.clear()
@@ -229,22 +231,22 @@ class TorchDevicePart(Part):
         return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
 
     def decode(self, message: Message, encoding: str) -> torch.Tensor:
-        """Return g(a_n). Behind a ReLU only what is not zero in a_n has come: of the rest nothing gets through it."""
+        """Return g(a_n); a sparse encoding has values only where a_n is not zero, as a ReLU passes no others on."""
         if not is_sparse(encoding):
             return read_tensor(message, encoding)
         output = self._outputs.get(message.micro_batch)
         if output is None:
-            raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
+            raise ProtocolError(f"The server sent {message}, but no such micro-batch awaits a gradient.")
         if output.requires_grad and not is_rectified(output):
-            raise ProtocolError(f"{message} is encoded as {encoding}, which is exact behind a ReLU only.")
+            raise ProtocolError(f"{message} is encoded as {encoding}, which is exact only after a ReLU.")
         return read_tensor(message, encoding, not_zero(output))
 
     @torch.no_grad()
     def protect(self, chance: mechanisms.NoiseSource, *, clip: float, multiplier: float) -> None:
-        """Clip what has changed in this part since it came, in one norm over all of it, and add noise to it.
+        """Clip the update of this part by one norm over all of it, and add noise; in place.
 
-        In place: it is nobody's any more but the server's. Running variances stay at least 0, which says nothing more
-        of the data than they do. What has no noise goes as it came, whatever a module has made of it.
+        Running variances are clamped at 0 after the noise, which reveals nothing further. Entries without noise are
+        reset to their received values, whatever a module has stored in them.
         """
         assert self._base is not None
         learned = self._learned()
@@ -256,11 +258,12 @@ class TorchDevicePart(Part):
                 tensor.clamp_(min=0.0)
 
     def _take_back(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Put back what gets no noise: weights that are not learned, and integers but those that count iterations.
+        """Reset what gets no noise: frozen weights, and integers other than the batch counters.
 
-        They are as they came, unless a module keeps something in them, as averages of weights or counts of labels.
+        They differ from their received values only if a module stores data in them, such as averaged weights or label
+        counts.
         """
-        # Also by the other names of what layers share.
+        # Shared tensors under all of their names.
         weights, buffers = (
             named(remove_duplicate=False) for named in (self.module.named_parameters, self.module.named_buffers)
         )
@@ -271,9 +274,9 @@ class TorchDevicePart(Part):
                 tensor.copy_(base[name])
 
     def _learned(self) -> dict[str, torch.Tensor]:
-        """Return all that the data have changed, by name: what is learned, and statistics of it.
+        """Return everything that depends on the data, by name: trained weights and floating-point buffers.
 
-        A weight that two layers share is in it once, or it would have noise twice, and less of it on average.
+        A weight shared by two layers occurs once: the noise must be added to it only once.
         """
         state = self.state()
         learned = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
@@ -281,15 +284,14 @@ class TorchDevicePart(Part):
         return {name: state[name] for name in (*learned, *buffers) if name in state}
 
     def pack(self, *, changes: bool = False) -> Body:
-        """Return the trained weights where they lie, or what has changed in them since they came.
+        """Return the trained weights without copying them, or their changes since they were received.
 
-        Weights stay as they are until another model is installed.
-
-        The server sends that when it has these. If it goes on without them, it ignores what still comes of them.
+        They stay unmodified until the next model is installed. The server sends that model only after it has these
+        weights or has given up on them, and then it ignores the rest of this message.
         """
         base = self._base if changes else None
         body = state_body(self.state()) if base is None else changes_body(self.state(), base)
-        # The gradients are gone: what they took is needed for the model that comes.
+        # Gradients are freed: the next model needs their memory.
         release_model_memory(body.size_bytes)
         return body
 
@@ -313,21 +315,23 @@ class TorchServerPart(Part):
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._classes = classes
-        # A leaf that needs a gradient cannot be overwritten; a network cut before nn.ReLU(inplace=True) would try,
-        # and so would one with a view of its input, as nn.Flatten makes it, in between.
+        # A leaf that requires a gradient cannot be overwritten. A network cut before nn.ReLU(inplace=True) would try
+        # to, also through a view of its input, such as nn.Flatten returns.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
-        self._takes: tuple[torch.Size, torch.dtype] | None = None  # one sample's activation, known from the first
+        self._takes: tuple[torch.Size, torch.dtype] | None = (
+            None  # shape and dtype of one sample's activation, from the first message
+        )
         self.loss_sum = 0.0
 
     def decode(self, message: Message, encoding: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         activation = read_tensor(message, encoding)
         if self._takes not in (None, (activation.shape[1:], activation.dtype)):
-            raise ProtocolError(f"{message} has another shape or dtype than the activations before it.")
+            raise ProtocolError(f"{message} has a different shape or dtype than the activations before it.")
         check_finite([activation], str(message))
         return activation, read_labels(message, self._classes), message.batch_samples
 
     def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return activations and loss of one micro-batch: its share of the batch's mean loss."""
+        """Return the activations and the loss of one micro-batch: its share of the batch's mean loss."""
         activation, labels, batch_samples = decoded
         activation.requires_grad_()
         loss = self._loss(activation, labels) / batch_samples
@@ -335,7 +339,7 @@ class TorchServerPart(Part):
         return activation, loss
 
     def _loss(self, activation: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss; the first activation of a device may be one that these layers do not take."""
+        """Return the summed loss; raise ProtocolError if these layers cannot take a device's first activation."""
         try:
             output = self.module(activation.clone() if self._overwrites_input else activation)
             loss = F.cross_entropy(output, labels, reduction="sum")
@@ -343,7 +347,7 @@ class TorchServerPart(Part):
             if self._takes is not None:
                 raise  # not the shape's fault
             given = f"{tuple(activation.shape)} in {activation.dtype}"
-            raise ProtocolError(f"The layers behind the cut do not take activations of {given}: {error}") from error
+            raise ProtocolError(f"The layers after the cut do not take activations of {given}: {error}") from error
         self._takes = (activation.shape[1:], activation.dtype)
         return loss
 
@@ -359,7 +363,7 @@ class TorchServerPart(Part):
         self.loss_sum = 0.0
 
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
-        """Return the sizes of the gradient's chunks: it has the shape of what came, if that is a tensor."""
+        """Return the sizes of the gradient's chunks: it has the shape of the activations in the message."""
         tensor_bytes(message)
         return chunk_bytes(message.body.shape, ITEM_BYTES[message.body.dtype], encoding)
 

@@ -1,18 +1,19 @@
-"""Which cuts lie behind a ReLU: what crosses them has exact zeros, and no weight sees the gradient at a zero.
+"""Rectified cuts: cuts that follow a ReLU. Their activations have exact zeros, and gradients at zeros are not needed.
 
-Where a ReLU gives 0 its backward selects 0, whatever gradient comes. So gradients at the zeros of the output need not
-be sent to the device, and the gradients of its weights stay the same, bit for bit. A max-pool behind the ReLU keeps
-this: a window whose largest value is 0 hands its gradient to one of the ReLU's zeros, any other window to another
-place. So do reshaping and transposing, which change no value.
+Where a ReLU's output is 0, its backward selects 0 whatever the incoming gradient is. So gradients at the zeros of the
+output need not be sent to the device: the gradients of its weights stay the same, bit for bit. A max-pool after the
+ReLU preserves this: a window whose maximum is 0 passes its gradient to one of the ReLU's zeros, and any other window to
+a non-zero value. Reshaping and transposing preserve it too, as they change no value.
 
-Nothing else counts, although it may give zeros, too: at 0 hard-swish, GELU, SiLU, leaky ReLU, `clamp(min=0)`, norms,
-linear layers and sums have a slope; an average of values above 0 can underflow to 0; dropout multiplies the gradient
-by 0, and what comes out has a sign or, of an infinite gradient, is not a number.
+No other operation counts, even if its output has zeros. Hard-swish, GELU, SiLU, leaky ReLU, `clamp(min=0)`, norms,
+linear layers and sums have a slope at 0. An average of positive values can underflow to 0. Dropout multiplies the
+gradient by 0, which gives a signed zero or, for an infinite gradient, NaN.
 
-What a network does is read off autograd's own graph, which is what will run: hooks, in-place operations and
-functional calls are in it, and a subclass of nn.ReLU cannot pretend. Symbolic tracing by torch.fx would need no shapes,
-but replaces nn.Module.__call__ in the whole process while it traces, under the feet of threads that train; the meta
-device would need no numbers, but makes torch import its compiler, seconds and 80 MB.
+The operations are read from autograd's graph, because that is what will run: it includes hooks, in-place operations and
+functional calls, and a subclass of nn.ReLU with another forward is not mistaken for a ReLU. Two alternatives were
+rejected: torch.fx would need no shapes, but while it traces it replaces nn.Module.__call__ in the whole process, which
+other threads are using to train; the meta device would need no values, but makes torch import its compiler, which
+takes seconds and 80 MB.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-# A clone is what contiguous() makes. One-dimensional pools are two-dimensional ones between unsqueeze and squeeze.
+# contiguous() is a clone. A one-dimensional pool is a two-dimensional one between unsqueeze and squeeze.
 _RESHAPING = {
     "AliasBackward0", "CloneBackward0", "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
     "SqueezeBackward1", "SqueezeBackward2", "TBackward0", "TransposeBackward0", "UnsafeViewBackward0",
@@ -40,29 +41,31 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def rectified_cuts(model: nn.Sequential, input_shape: tuple[int, ...]) -> frozenset[int]:
-    """Return every split point P for which layers 1..P end in a ReLU, up to a layer of which this cannot be known.
+    """Return each split point P for which layers 1..P end in a ReLU or a max-pool of one, reshaped or not.
 
-    Copies of the layers run on two samples of zeros in train mode; the model and the random numbers stay as they are.
+    The search ends at the first layer for which this cannot be known: it has hooks, its forward depends on values, or
+    autograd does not record all of it. Copies of the layers run in train mode on two samples of zeros with
+    `input_shape`; the model and the random state stay unchanged.
     """
     floating = (weight for weight in model.parameters() if weight.is_floating_point())
     like = next(floating, torch.empty(0))
     own = {id(weight): weight for weight in model.parameters()}
     found = set()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        # A clone, because a leaf that needs a gradient cannot be overwritten in place.
+        # A clone, because a leaf that requires a gradient cannot be overwritten in place.
         output = like.new_zeros((2, *input_shape)).requires_grad_().clone()
         for split_point, layer in enumerate(model, start=1):
             recorded = _recorded(layer, output, own)
             if recorded is None:
                 break
             output = recorded
-            if is_rectified(output):  # now: the next layer may overwrite it
+            if is_rectified(output):  # checked now, as the next layer may overwrite it
                 found.add(split_point)
     return frozenset(found)
 
 
 def is_rectified(output: Tensor) -> bool:
-    """Return True if this very tensor came out of a ReLU by what changes no value: read off the graph behind it."""
+    """Return True if autograd's graph shows this tensor to be the output of a ReLU, max-pooled and reshaped or not."""
     if output._backward_hooks:
         return False
     node = output.grad_fn
@@ -72,16 +75,16 @@ def is_rectified(output: Tensor) -> bool:
 
 
 def _is_relu(node: Node) -> bool:
-    """Return True for a ReLU, and for a ReLU6, which autograd knows as a hardtanh from 0 on."""
+    """Return True for a ReLU, and for a ReLU6, which autograd records as a hardtanh with minimum 0."""
     if node.name() == "HardtanhBackward0":
         return bool(getattr(node, "_saved_min_val", None) == 0)
     return node.name() == "ReluBackward0"
 
 
 def _recorded(layer: nn.Module, inputs: Tensor, own: Mapping[int, Tensor]) -> Tensor | None:
-    """Return what a copy of the layer gives in training; None if it is no tensor, or its graph not the whole truth.
+    """Return the output of a copy of the layer in train mode; None if it is no tensor, or its graph is incomplete.
 
-    A copy, because a forward may keep or count what it was given; its weights, which may be large, are its own.
+    A copy, because a forward may change the layer's state. It shares the layer's weights, which may be large.
     """
     if _has_hooks(layer) or isinstance(layer, torch.jit.ScriptModule):
         return None
@@ -90,16 +93,16 @@ def _recorded(layer: nn.Module, inputs: Tensor, own: Mapping[int, Tensor]) -> Te
         training = copy.deepcopy(layer, dict[int, Any](own)).train()
         with watch:
             output: object = training(inputs)
-    except Exception:  # noqa: BLE001 - a user's code may raise anything, and then nothing is known of it
+    except Exception:  # noqa: BLE001 - user code may raise anything; the layer then counts as unknown
         return None
     return output if isinstance(output, Tensor) and not watch.found else None
 
 
 class _Watch(TorchFunctionMode):
-    """Finds what makes autograd's graph less than the truth about a forward.
+    """Detects operations that make autograd's graph an incomplete record of a forward.
 
-    That is what changes values or gradients unseen by it, and a look at the numbers: with others, the forward may take
-    another way.
+    They change values or gradients without being recorded, or read values into Python: with other values, the forward
+    may take another path.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ _ABOUT_SHAPES = (
 
 
 def _shows_numbers(function: Any, result: object) -> bool:
-    """Return True if a tensor's values came out as numbers of Python, and not its shape or another property."""
+    """Return True if the call turned a tensor's values, not its shape or another property, into Python numbers."""
     is_property = getattr(function, "__name__", "") == "__get__"
     is_numbers = isinstance(result, bool | int | float | complex | list)
     return is_numbers and not is_property and function not in _ABOUT_SHAPES

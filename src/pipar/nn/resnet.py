@@ -23,7 +23,7 @@ def resnet18(input_shape: tuple[int, int, int], classes: int, norm: str) -> nn.S
 def resnet101(input_shape: tuple[int, int, int], classes: int, norm: str) -> nn.Sequential:
     """Return ResNet-101, 35 layers: a convolution, 33 bottlenecks, the classifier.
 
-    The paper's table lists the blocks by other widths; these are the standard 3, 4, 23 and 3.
+    The paper's table lists other block widths; these are the standard stages of 3, 4, 23 and 3 blocks.
     """
     stages = (3, 4, 23, 3)
     expansion = BOTTLENECK_EXPANSION
@@ -44,8 +44,8 @@ def _resnet(
         inputs = outputs
     layers[f"fc{len(layers) + 1}"] = nn.Linear(inputs, classes)
     model = named(layers)
-    # Started the usual way, ResNet-101 with group norm diverges at the default learning rate and momentum: on
-    # digits the loss rose from 2.6 to 40 within 30 iterations. ResNet-18 learns faster the usual way.
+    # With the usual initial weights, ResNet-101 with group norm diverges at the default learning rate and momentum: on
+    # digits the loss rose from 2.6 to 40 within 30 iterations. ResNet-18 learns faster with the usual ones.
     if norm.absent or branch is _bottleneck:
         init_branches_to_zero(model)
     return model
@@ -59,14 +59,14 @@ def _block_plan(blocks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _stem(channels: int, norm: Norm) -> nn.Sequential:
-    """Return the first layer: it leaves a quarter of the height and of the width."""
+    """Return the first layer; it reduces height and width to a quarter."""
     layer = conv_norm((channels, STAGE_WIDTHS[0], 7), norm, stride=2, activation=nn.ReLU())
     layer.add_module("pool", nn.MaxPool2d(3, stride=2, padding=1))
     return layer
 
 
 def _block_layer(block: Residual, *, last: bool) -> nn.Sequential:
-    """Return the block with its ReLU; the last one also averages the map away."""
+    """Return the block with its ReLU; the last one also averages over the map."""
     layers: dict[str, nn.Module] = {"residual": block, "activation": nn.ReLU()}
     if last:
         layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
@@ -74,7 +74,7 @@ def _block_layer(block: Residual, *, last: bool) -> nn.Sequential:
 
 
 def _basic(inputs: int, width: int, stride: int, norm: Norm) -> nn.Sequential:
-    """Return two 3x3 convolutions; the ReLU behind the second one follows the sum."""
+    """Return two 3x3 convolutions; the second one's ReLU follows the residual sum."""
     return named(
         {
             "first": conv_norm((inputs, width, 3), norm, stride=stride, activation=nn.ReLU()),
@@ -84,7 +84,7 @@ def _basic(inputs: int, width: int, stride: int, norm: Norm) -> nn.Sequential:
 
 
 def _bottleneck(inputs: int, width: int, stride: int, norm: Norm) -> nn.Sequential:
-    """Return 1x1, 3x3, 1x1 convolutions, the stride in the 3x3, so that no pixel is skipped unseen."""
+    """Return 1x1, 3x3, 1x1 convolutions, with the stride in the 3x3 so that no pixel is ignored."""
     return named(
         {
             "reduce": conv_norm((inputs, width, 1), norm, activation=nn.ReLU()),
@@ -95,7 +95,7 @@ def _bottleneck(inputs: int, width: int, stride: int, norm: Norm) -> nn.Sequenti
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module | None:
-    """Return a 1x1 convolution where the block changes the shape, else nothing."""
+    """Return a 1x1 convolution if the block changes the shape, else None."""
     if inputs == outputs and stride == 1:
         return None
     return conv_norm((inputs, outputs, 1), norm, stride=stride)

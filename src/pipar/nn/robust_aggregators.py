@@ -22,7 +22,7 @@ _BLOCK = 1 << 20
 
 
 class Median(Stateless):
-    """The median of every coordinate, of an even number the mean of the two in the middle; Yin et al. 2018."""
+    """The median of each coordinate, of an even number the mean of the middle two; Yin et al. 2018, Definition 1."""
 
     def _combined(self, models: DeviceModels) -> dict[str, torch.Tensor]:
         return _by_coordinate(models, _median)
@@ -30,9 +30,9 @@ class Median(Stateless):
 
 @dataclass
 class TrimmedMean(Stateless):
-    """The mean of every coordinate without its largest and its smallest values; Yin et al. 2018.
+    """The mean of each coordinate without its largest and smallest values; Yin et al. 2018, Definition 2.
 
-    Left out at each end is the share `trim` of the devices, rounded up.
+    At each end, ceil(`trim` x devices) values are left out.
     """
 
     trim: float
@@ -45,10 +45,10 @@ class TrimmedMean(Stateless):
 
 @dataclass
 class Krum(Stateless):
-    """The model that is nearest to its neighbours, or the mean of the `selected` nearest (Multi-Krum).
+    """The model with the lowest score, or the mean of the `selected` lowest (Multi-Krum); Blanchard et al. 2017.
 
-    A model's score is the sum of squared distances to its K - f - 2 nearest others, f = `byzantine`; the lowest win,
-    of equal ones the first by device name. Blanchard et al. 2017, who let Multi-Krum select up to K; here it is K - f.
+    The score is the sum of squared distances to the K - f - 2 nearest other models, with K devices and f = `byzantine`.
+    Ties go to the first device by name. The paper lets Multi-Krum select up to K models; here the limit is K - f.
     """
 
     byzantine: int
@@ -62,7 +62,7 @@ class Krum(Stateless):
 
 
 def krum_scores(states: Sequence[State], byzantine: int) -> torch.Tensor:
-    """Return each model's sum of squared distances, over everything floating, to its K - f - 2 nearest others."""
+    """Return each model's sum of squared distances, over floating-point entries, to its K - f - 2 nearest others."""
     squares = torch.zeros((len(states), len(states)), dtype=torch.float64)
     for name in [name for name, tensor in states[0].items() if tensor.is_floating_point()]:
         for _, block in _blocks([state[name] for state in states]):
@@ -70,7 +70,7 @@ def krum_scores(states: Sequence[State], byzantine: int) -> torch.Tensor:
                 square = (block[place + 1 :] - block[place]).square_().sum(1)
                 squares[place, place + 1 :] += square
                 squares[place + 1 :, place] += square
-    # A model with a NaN in it is as far as can be from everyone.
+    # A model with a NaN is infinitely far from all others.
     squares = squares.nan_to_num(nan=torch.inf, posinf=torch.inf).fill_diagonal_(torch.inf)
     return squares.sort(1).values[:, : len(states) - byzantine - 2].sum(1)
 
@@ -83,7 +83,7 @@ def _check_count(aggregator: str, parameters: Mapping[str, Any], devices: int) -
 
 
 def _by_coordinate(models: DeviceModels, reduced: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return `reduced` of the devices' sorted values for each coordinate; NaN counts as larger than all others."""
+    """Return `reduced` of the devices' sorted values of each coordinate; NaN sorts as the largest."""
     states = [model.state for model in models]
     return {name: _reduce([state[name] for state in states], reduced) for name in states[0]}
 
@@ -93,7 +93,7 @@ def _reduce(tensors: Sequence[torch.Tensor], reduced: Callable[[torch.Tensor], t
     flat = result.view(-1)
     for place, block in _blocks(tensors):
         ordered = block.sort(0).values
-        # A counter stays one that a device has counted up to.
+        # Not a mean: a counter keeps a value that some device reported.
         flat[place] = reduced(ordered) if block.is_floating_point() else ordered[(len(ordered) - 1) // 2]
     return result
 
@@ -104,9 +104,9 @@ def _median(ordered: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield stretches of a tensor's coordinates with the devices' values there, one a row, floating ones in float64.
+    """Yield slices of a tensor's coordinates with the devices' values there, one row per device, floats in float64.
 
-    So little more than the models themselves is in memory at once.
+    Block by block, so that memory holds little more than the models themselves.
     """
     flat = [tensor.reshape(-1) for tensor in tensors]
     width = max(1, _BLOCK // len(flat))

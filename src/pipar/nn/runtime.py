@@ -1,4 +1,4 @@
-"""How torch runs in a process of ours: on how many threads, and with whose memory."""
+"""How torch uses the threads and the memory of this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGE_MODEL_BYTES = 32_000_000
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory of freed tensors instead of giving it back to the system.
+    """Let this process reuse the memory of freed tensors instead of returning it to the system.
 
-    By default each large tensor is mapped anew and its pages are faulted in one by one: forwards and backwards of
-    VGG-5 took 10 to 20 % more CPU time. Where the C library is not glibc, nothing is changed.
+    By default each large tensor is mapped separately and its pages are faulted in one by one: forwards and backwards of
+    VGG-5 took 10 to 20 % more CPU time. Without glibc, this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -28,21 +28,21 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Let the system have all memory of freed tensors, this once: pieces of it were too small for what was asked."""
+    """Return all freed memory to the system once: its fragments may be too small for the next large tensors."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def release_model_memory(size_bytes: int) -> None:
-    """Let the system have freed memory if it is that of a large model; that of others costs less than it saves time."""
+    """Return freed memory to the system after a large model; for a small one the time is worth more than the memory."""
     if size_bytes >= _LARGE_MODEL_BYTES:
         release_freed_memory()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: the order of additions, and so the last bits, depend on their number."""
+    """Run torch on one thread: the order of additions, and so the last bits, depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""All tensors that a learner goes on from, as one safetensors body: what a checkpoint holds of it."""
+"""All tensors that a learner resumes from, as one safetensors body inside a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors by what they are; a name in the body starts with it, as in "model.0.weight"."""
+    """The tensors by kind; a name in the body starts with its kind, as in "model.0.weight"."""
 
     model: Tensors
-    random: torch.Tensor  # the state of torch's default generator, which dropout draws from
-    momentum: Mapping[str, Tensors] = field(default_factory=dict)  # of the replicas, by device; "" if they share one
-    aggregator: Tensors = field(default_factory=dict)  # what the aggregation remembers between rounds
+    random: torch.Tensor  # state of torch's default generator, which dropout uses
+    momentum: Mapping[str, Tensors] = field(default_factory=dict)  # of the replicas, by device; "" for a shared one
+    aggregator: Tensors = field(default_factory=dict)  # its state between rounds
 
     def pack(self) -> Body:
-        """Return all tensors as one body, over their own memory but for momentum, which optimisers change in place."""
+        """Return all tensors as one body, without copying; except momentum, which optimisers modify in place."""
         named = {f"model.{name}": tensor for name, tensor in self.model.items()}
         for device, state in self.momentum.items():
-            # A slash, because names of devices and of weights both have dots in them.
+            # A slash, because names of devices and of weights may contain dots.
             named |= {f"momentum.{device}/{name}": tensor.clone() for name, tensor in state.items()}
         named |= {f"aggregator.{name}": tensor for name, tensor in self.aggregator.items()}
         return state_body({**named, "random.torch": self.random})
 
     @classmethod
     def read(cls, body: Body) -> Snapshot:
-        """Return what a body says that `pack` gave."""
+        """Return the snapshot that `pack` wrote; raise InputError if the body is not one."""
         try:
             named = read_state(body)
         except ProtocolError:
-            raise InputError("The checkpoint's tensors are not valid safetensors: resume from another one.") from None
+            raise InputError(
+                "The checkpoint's tensors are not valid safetensors: resume from another checkpoint."
+            ) from None
         random, wanted = named.get("random.torch"), torch.get_rng_state()
         if random is None or (random.shape, random.dtype) != (wanted.shape, wanted.dtype):
-            raise InputError("The checkpoint has no state of random numbers that this torch takes: use another one.")
+            raise InputError(
+                "The checkpoint has no random state that this version of torch accepts: use another checkpoint."
+            )
         momentum: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in _below("momentum.", named).items():
             device, _, parameter = name.partition("/")

@@ -1,4 +1,4 @@
-"""Cutting a network behind layer P, and joining the states of its two parts again."""
+"""Cutting a network after layer P, and joining the states of its two parts again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipar.errors import PlanError
 
 
 def layer_count(model: nn.Sequential) -> int:
-    """Return Q, the number of layers that the network can be cut behind."""
+    """Return Q, the number of layers; the network can be cut after each of them."""
     return len(model)
 
 
 def split_model(model: nn.Sequential, split_point: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return (device part, server part): layers 1..P and P+1..Q, the second empty for P = Q.
+    """Return (M^c, M^s), device part and server part: layers 1..P and P+1..Q, the second empty for P = Q.
 
     The parts hold the model's own layers under the model's own names: no weight is copied, and the name of a
     weight does not depend on P.
@@ -37,12 +37,12 @@ def split_model(model: nn.Sequential, split_point: int) -> tuple[nn.Sequential, 
 
 
 def join_states(device_state: Mapping[str, Tensor], server_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of the whole model, the device's entries first; the parts may have no name in common."""
+    """Return the state of the whole model, M = M^c (+) M^s, device entries first; the parts must share no name."""
     common = device_state.keys() & server_state.keys()
     if common:
         raise PlanError(
             f"both parts hold {min(common)!r}, one of {len(common)} common names: "
-            "join the two parts of one model that was cut at one split point."
+            "only the two parts of one model, cut at one split point, can be joined."
         )
     return {**device_state, **server_state}
 
@@ -53,29 +53,28 @@ def part_of_state(state: Mapping[str, Tensor], part: nn.Module) -> dict[str, Ten
     missing = [name for name in names if name not in state]
     if missing:
         raise PlanError(
-            f"the state has no {missing[0]!r}, one of {len(missing)} missing names: "
-            "it belongs to another model than the part."
+            f"the state has no {missing[0]!r}, one of {len(missing)} missing names: it belongs to another model."
         )
     return {name: state[name] for name in names}
 
 
 def _part(children: Sequence[tuple[str, nn.Module | None]], *, training: bool) -> nn.Sequential:
-    """Return these layers as a network of their own, their names kept."""
+    """Return these layers as a separate network with the same names."""
     part = nn.Sequential(OrderedDict((name, layer) for name, layer in children if layer is not None))
-    # Not part.train(): that would reach into the layers, which belong to the model too.
+    # Not part.train(): that would change the layers, which belong to the model too.
     part.training = training
     return part
 
 
 def _refuse_sharing(device_part: nn.Sequential, server_part: nn.Sequential, split_point: int) -> None:
-    """Raise if a layer or a weight lies on both sides of the cut, where the two copies would drift apart."""
+    """Raise if a layer or a weight is on both sides of the cut: the two copies would diverge."""
     device_side = _members(device_part)
     shared = (name for member, name in _members(server_part).items() if member in device_side)
     name = next(shared, None)
     if name is not None:
         raise PlanError(
-            f"{name!r} also occurs in front of the cut behind layer {split_point}: each side needs layers and "
-            "weights of its own, so choose another split point or do not share it."
+            f"{name!r} also occurs before the cut after layer {split_point}, but the two sides must not share layers "
+            "or weights: choose another split point, or do not share it."
         )
 
 

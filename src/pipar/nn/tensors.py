@@ -1,4 +1,4 @@
-"""Tensors and states to message bodies and back."""
+"""Tensors and model states as message bodies, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_b
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-#: What safetensors calls them; in a file those of the last ones come first, so that all lie where they can be used.
+#: The names of dtypes in safetensors. A file has the last ones first, so that all tensors are aligned for use.
 _SAFETENSORS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -38,7 +38,7 @@ _SAFETENSORS = {
     "F64": torch.float64,
     "I64": torch.int64,
 }
-#: Of those, what numpy has, too.
+#: Those that numpy has too.
 _DTYPES_OF_NUMPY = set(_SAFETENSORS.values()) - {torch.bfloat16}
 _PLACES = {dtype: (place, name) for place, (name, dtype) in enumerate(_SAFETENSORS.items())}
 
@@ -51,24 +51,24 @@ def tensor_body(
     kept: torch.Tensor | None = None,
     lossy: Lossy | None = None,
 ) -> Body:
-    """Return a body with the tensor and, behind it, its labels as int32; raw values stay in the tensor's own memory.
+    """Return a body with the tensor and, after it, its labels as int32; raw values stay in the tensor's own memory.
 
-    An encoded one has its first chunk; the others are encoded when they are asked for. `kept` is where the receiver
-    knows that something is: only that is sent.
+    An encoded body has its first chunk; the others are encoded on demand. `kept` marks the values that the receiver
+    expects: only those are sent.
     """
     values = tensor.detach().contiguous().numpy()
     dtype = _DTYPE_NAMES[tensor.dtype]
     assert dtype in DTYPES
-    behind = [] if labels is None else [labels.to(torch.int32).numpy().data.cast("B")]
+    trailing = [] if labels is None else [labels.to(torch.int32).numpy().data.cast("B")]
     if encoding == "raw":
-        return Body.of(values.data.cast("B"), *behind, dtype=dtype, shape=values.shape)
-    encode = _Encode(values.reshape(-1), encoding, row_values(values.shape), behind, kept, lossy)
+        return Body.of(values.data.cast("B"), *trailing, dtype=dtype, shape=values.shape)
+    encode = _Encode(values.reshape(-1), encoding, row_values(values.shape), trailing, kept, lossy)
     sizes = chunk_sizes(values.shape, values.itemsize)
     if lossy is not None:
         lossy.begin()
     chunks = Chunks(len(sizes), partial(encode.chunk, [0, *accumulate(sizes)]))
     chunks.add(chunks.encode_next())
-    size = values.nbytes + sum(view.nbytes for view in behind)
+    size = values.nbytes + sum(view.nbytes for view in trailing)
     return Body(size, dtype=dtype, shape=values.shape, encoding=encoding, chunks=chunks)
 
 
@@ -77,7 +77,7 @@ class _Encode:
     values: np.ndarray[Any, Any]
     encoding: str
     row: int
-    behind: list[memoryview]
+    trailing: list[memoryview]
     kept: torch.Tensor | None
     lossy: Lossy | None
 
@@ -85,20 +85,20 @@ class _Encode:
         part = slice(bounds[number], bounds[number + 1])
         kept = None if self.kept is None else self.kept.numpy().reshape(-1)[part]
         buffers = encode(self.values[part], self.encoding, kept=kept, row=self.row, lossy=self.lossy)
-        return Payload.of(*buffers, *(self.behind if number == len(bounds) - 2 else []))
+        return Payload.of(*buffers, *(self.trailing if number == len(bounds) - 2 else []))
 
 
 def read_tensor(message: Message, encoding: str = "raw", kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the tensor of a message as memory of its own: the one copy on the way in.
+    """Return the tensor of a message in its own memory: the only copy on the way in.
 
-    It has to be encoded as was agreed upon. `kept` is where the sender knows that something is.
+    Raise ProtocolError unless it has the agreed encoding. `kept` marks the values that the sender has sent.
     """
     body = message.body
     size = tensor_bytes(message)
     if body.encoding != encoding:
         raise ProtocolError(f"{message} is encoded as {body.encoding}, not as {encoding}.")
     if kept is not None and tuple(kept.shape) != body.shape:
-        raise ProtocolError(f"{message} has the shape {body.shape}; what it answers has {tuple(kept.shape)}.")
+        raise ProtocolError(f"{message} has the shape {body.shape}, but its activations have {tuple(kept.shape)}.")
     if encoding != "raw":
         return torch.from_numpy(_decoded(body, body.size_bytes - size, kept))
     out = np.empty(body.shape, dtype=body.dtype)
@@ -106,15 +106,15 @@ def read_tensor(message: Message, encoding: str = "raw", kept: torch.Tensor | No
     return torch.from_numpy(out)
 
 
-def _decoded(body: Body, behind: int, kept: torch.Tensor | None) -> np.ndarray[Any, Any]:
-    """Return the values of a coded tensor, behind whose last chunk stand so many other bytes.
+def _decoded(body: Body, trailing: int, kept: torch.Tensor | None) -> np.ndarray[Any, Any]:
+    """Return the values of an encoded tensor; `trailing` other bytes follow its last chunk.
 
-    A few bytes may announce a large tensor: there is memory for all of it when its first chunk was one.
+    Memory for the whole tensor is allocated only after its first chunk was decoded: a few bytes may announce any size.
     """
     keeps, row = None if kept is None else kept.numpy().reshape(-1), row_values(body.shape)
     sizes = chunk_sizes(body.shape, np.dtype(body.dtype).itemsize)
     *payloads, last = body.buffers
-    payloads.append(last[: last.nbytes - behind])
+    payloads.append(last[: last.nbytes - trailing])
     flat = np.empty(sizes[0], body.dtype)
     start = 0
     for values, payload in zip(sizes, payloads, strict=True):
@@ -128,12 +128,12 @@ def _decoded(body: Body, behind: int, kept: torch.Tensor | None) -> np.ndarray[A
 
 
 def not_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where a tensor has anything but a positive zero: by its bits, as the sparse encodings see it."""
+    """Return where a tensor is not a positive zero, compared by bits as in the sparse encodings."""
     return torch.from_numpy(bitpacking.not_zero(tensor.detach().contiguous().numpy()))
 
 
 def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:
-    """Copy the first bytes of the buffers, laid end to end."""
+    """Copy the first bytes of the concatenated buffers into `out`."""
     start = 0
     for buffer in buffers:
         part = buffer[: out.size - start]
@@ -142,31 +142,31 @@ def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:
 
 
 def check_finite(tensors: Iterable[torch.Tensor], of: str) -> None:
-    """Raise if a value is infinite or no number at all: one of them, averaged, would be everybody's."""
+    """Raise if a value is infinite or NaN: averaging would spread it to all devices."""
     for tensor in tensors:
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ProtocolError(
-                f"{of} has values that are infinite or not a number. Unless the device is broken, the training has "
+                f"{of} has values that are infinite or not a number. Unless the device is faulty, the training has "
                 "diverged: a smaller optimizer.learning_rate may help."
             )
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # What is not finite stays in a sum, and a sum needs no memory. That of huge values may overflow: look at each.
+    # A sum needs no memory and is finite only if all values are. A sum of huge values may overflow: then check each.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def read_labels(message: Message, classes: int) -> torch.Tensor:
-    """Return the labels behind a message's tensor, each of them a class that the network has."""
+    """Return the labels after a message's tensor; raise ProtocolError if one is not in 0..classes-1."""
     size = message.body.size_bytes - tensor_bytes(message)
     labels = torch.from_numpy(np.frombuffer(_last(message.body.buffers, size), dtype="int32").astype("int64"))
     if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-        raise ProtocolError(f"{message} carries a label outside 0..{classes - 1}.")
+        raise ProtocolError(f"{message} has a label outside 0..{classes - 1}.")
     return labels
 
 
 def _last(buffers: tuple[memoryview, ...], size: int) -> bytes:
-    """Return the last bytes of the buffers, laid end to end."""
+    """Return the last `size` bytes of the concatenated buffers."""
     parts: list[memoryview] = []
     for buffer in reversed(buffers):
         if size:
@@ -176,9 +176,9 @@ def _last(buffers: tuple[memoryview, ...], size: int) -> bytes:
 
 
 def state_body(state: Mapping[str, torch.Tensor]) -> Body:
-    """Return a model's tensors as the bytes of a safetensors file: a header, and the memory that they lie in.
+    """Return a model's tensors as the bytes of a safetensors file: a header and views of the tensors' memory.
 
-    Only what does not lie in one piece is copied. So nobody may change a tensor until its bytes have been read.
+    Only tensors that are not contiguous are copied. So no tensor may be modified until its bytes have been read.
     """
     header, views, at = {}, [], 0
     for name, tensor in sorted(state.items(), key=lambda named: (-_PLACES[named[1].dtype][0], named[0])):
@@ -192,7 +192,7 @@ def state_body(state: Mapping[str, torch.Tensor]) -> Body:
 
 
 def changes_body(state: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> Body:
-    """Return a model's tensors as what has changed since those that the receiver has, if that is shorter."""
+    """Return a model's tensors as changes relative to `base`, which the receiver has; whole if that is shorter."""
     whole = state_body(state)
     outlines = [{name: (one.dtype, one.shape) for name, one in tensors.items()} for tensors in (state, base)]
     if outlines[0] != outlines[1] or not {tensor.dtype for tensor in state.values()} <= _DTYPES_OF_NUMPY:
@@ -202,28 +202,28 @@ def changes_body(state: Mapping[str, torch.Tensor], base: Mapping[str, torch.Ten
 
 
 def arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the tensors as arrays over the same memory."""
+    """Return the tensors as numpy arrays that share their memory."""
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
 
 
 def read_state(body: Body, base: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors that safetensors bytes hold: views of them, if they are one buffer that may be written to.
+    """Return the tensors of a safetensors body, as views if it is one writable buffer.
 
-    What has changed since `base` is added to it.
+    A body of changes is applied to `base`.
     """
     view = body.contiguous()
     if body.encoding == "changes":
         if base is None or not {tensor.dtype for tensor in base.values()} <= _DTYPES_OF_NUMPY:
-            raise ProtocolError("The peer sent what has changed in a model that this side does not have.")
+            raise ProtocolError("The peer sent the changes of a model that this side does not have.")
         return {name: torch.from_numpy(array) for name, array in decode_changes(view, arrays(base)).items()}
     try:
         return dict(_tensors(memoryview(bytearray(view)) if view.readonly else view))
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):  # its header may say anything at all
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):  # a peer's header may contain anything
         raise ProtocolError("The peer sent a model that is not valid safetensors.") from None
 
 
 def _tensors(view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the header says is in the bytes, if that is all of them, each once."""
+    """Yield the tensors that the header lists; raise unless they cover all bytes, each byte once."""
     (length,) = struct.unpack_from("<Q", view) if view.nbytes >= 8 else (view.nbytes,)
     data = view[8 + length :]
     header: Any = json.loads(bytes(view[8 : 8 + length]))
@@ -250,7 +250,7 @@ def _tensor(view: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Ten
 
 
 def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
-    """Return a hash over the tensors in name order: equal hashes are equal weights, bit for bit."""
+    """Return a hash over the tensors in name order: equal hashes mean equal weights, bit for bit."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().contiguous()

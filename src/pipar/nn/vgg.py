@@ -6,7 +6,7 @@ from torch import nn
 
 from pipar.nn.blocks import Norm, he_init, hidden_linear, named
 
-# One entry per convolution: (channels out, max-pool behind it).
+# One entry per convolution: (channels out, followed by max-pool).
 VGG5_CONVS = ((32, True), (64, True), (64, False))
 VGG16_CONVS = (
     *((64, False), (64, True)),
@@ -51,8 +51,8 @@ def _vgg(
 
 
 def _conv_layer(inputs: int, outputs: int, norm: Norm, *, pool: bool, flatten: bool) -> nn.Sequential:
-    """Return convolution, norm, ReLU, and the pooling and flattening that belong in front of a cut."""
-    # Unlike the other networks, the standard VGG keeps the bias in front of a norm.
+    """Return convolution, norm, ReLU, and the pooling and flattening that belong before a cut."""
+    # Unlike the other networks, the standard VGG keeps the bias before a norm.
     conv = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
     he_init(conv)
     layers: dict[str, nn.Module] = {"conv": conv, **norm.layers(outputs), "activation": nn.ReLU()}
