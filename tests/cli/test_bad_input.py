@@ -112,7 +112,7 @@ COMMANDS = [
     ("profile --memory 0MB", "--memory 0MB is too small; give a size above 0"),
     ("profile --memory 1MB", "memory"),
     ("profile -o nowhere/profile.json", "Cannot write nowhere/profile.json"),
-    ("data get cifar", "There is no dataset 'cifar': known are digits, mnist"),
+    ("data get cifar", "There is no dataset 'cifar': choose one of digits, mnist"),
     # plans
     ("run --virtual --split-point 6", "Split point 6 is outside 1..5: vgg5 has 5 layers"),
     ("run --virtual --split-point 0", "plan.split_point = 0 is less than 1"),
@@ -135,7 +135,7 @@ COMMANDS = [
     ("run --virtual --set model.factory=own_models:wrong_classes", "(2, 10) is needed for 10 classes"),
     ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
     ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
-    ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices ask for 4000"),
+    ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices need 4000"),
     ("run --timing-only --set data.samples_per_device=1000", "4000 samples are asked for, but digits has 1197"),
     ("run --speed 2", "device-1 is to be faster than this machine: in the real world a speed is at most 1"),
     (

@@ -129,7 +129,7 @@ def test_mnist_files_are_not_taken_for_fashion(tmp_path: Path) -> None:
 def test_idx_images_of_another_size_are_refused(tmp_path: Path) -> None:
     write_idx_dataset(tmp_path / "MNIST" / "raw")
     write_idx(tmp_path / "MNIST/raw/t10k-images-idx3-ubyte", np.zeros((20, 32, 32), np.uint8), packed=False)
-    with pytest.raises(DataError, match=r"images of \(1, 32, 32\), and mnist has \(1, 28, 28\)"):
+    with pytest.raises(DataError, match=r"images of \(1, 32, 32\), but mnist has \(1, 28, 28\)"):
         load_dataset("mnist", path=tmp_path)
 
 
@@ -192,9 +192,9 @@ def test_held_out_sizes_beyond_the_test_part_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "asked", "sentence"),
     [
-        ("cifar11", {}, "no dataset 'cifar11': known are digits, mnist"),
+        ("cifar11", {}, "no dataset 'cifar11': choose one of digits, mnist"),
         ("digits", {"validation": -1}, "validation = -1"),
-        ("digits", {"train_samples": 0}, "something to train on"),
+        ("digits", {"train_samples": 0}, "train_samples = 0 is not allowed: it must be at least 1"),
         ("digits", {"classes": 5}, "digits has 10 classes"),
         ("digits", {"shape": (3, 32, 32)}, "shape"),
         ("synthetic", {"classes": 0}, "classes = 0"),
@@ -234,7 +234,7 @@ def test_tiny_imagenet_labels_follow_wnids_over_the_folders_that_are_there(tmp_p
 
 def test_tiny_imagenet_with_too_few_classes_is_refused(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path)
-    with pytest.raises(DataError, match="2 classes, but 100 are asked for"):
+    with pytest.raises(DataError, match="2 classes, but 100 are requested: lower classes"):
         load_dataset("tiny_imagenet", path=tmp_path)
 
 
@@ -318,7 +318,7 @@ def test_an_iterable_dataset_and_bfloat16_are_taken_too() -> None:
     ("items", "sentence"),
     [
         ([], "empty"),
-        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "item 1 .* all items must be alike"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "item 1 .* all items must have one dtype and shape"),
         ([torch.zeros(3)], "not a pair"),
         ([5], "not a pair"),
         ([(torch.zeros(2), "cat")], "not a pair"),

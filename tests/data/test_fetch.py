@@ -148,8 +148,8 @@ def test_a_damaged_file_in_its_place_is_replaced_by_a_whole_one(served: tuple[Pa
 @pytest.mark.parametrize(
     ("serve", "sentence"),
     [
-        (lambda good: good[:-100], "broke off after"),
-        (lambda good: good[:0], "broke off after 0 of"),
+        (lambda good: good[:-100], "stopped after"),
+        (lambda good: good[:0], "stopped after 0 of"),
         (lambda good: good[:50] + b"?" + good[51:], "damaged or another file"),
         (lambda good: good + b"more", "damaged or another file"),
         (None, "the server answers 404"),
@@ -177,7 +177,7 @@ def test_a_server_that_promises_more_than_it_sends_is_noticed(tmp_path: Path) ->
     with ThreadingHTTPServer(("127.0.0.1", 0), Short) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        with pytest.raises(DataError, match=r"broke off|cannot be downloaded"):
+        with pytest.raises(DataError, match=r"stopped after|cannot be downloaded"):
             fetch("cifar10", tmp_path, base_url=f"http://127.0.0.1:{server.server_address[1]}")
         server.shutdown()
         thread.join()

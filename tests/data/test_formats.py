@@ -33,7 +33,7 @@ def test_idx_is_read_packed_or_not(tmp_path: Path, packed: bool) -> None:
     [
         (b"", "begins with nothing"),
         (b"\x00\x00\x0d\x01\x00\x00\x00\x00", "not an IDX file of bytes"),
-        (idx(PIXELS)[:-1], "its header promises 40"),
+        (idx(PIXELS)[:-1], "its header says 40"),
         (idx(PIXELS) + b"x", "41 bytes"),
         (idx(PIXELS)[:6], "damaged"),
     ],
@@ -60,7 +60,7 @@ def test_idx_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
     (tmp_path / "y").write_bytes(idx(np.array([1, 9], np.uint8)))
     pixels, labels = read_idx_pair(tmp_path / "x", tmp_path / "y", 10)
     assert (pixels.shape, labels.tolist()) == ((2, 1, 3, 4), [1, 9])
-    with pytest.raises(DataError, match="label 9, and labels go from 0 to 8"):
+    with pytest.raises(DataError, match="label 9, but labels go from 0 to 8"):
         read_idx_pair(tmp_path / "x", tmp_path / "y", 9)
     (tmp_path / "y").write_bytes(idx(np.array([1], np.uint8)))
     with pytest.raises(DataError, match="1 labels"):
@@ -99,10 +99,10 @@ def test_pictures_become_rgb_planes_and_grey_ones_too(tmp_path: Path) -> None:
 
 def test_a_picture_of_another_size_or_none_at_all_is_refused(tmp_path: Path) -> None:
     Image.new("L", (4, 2), 7).save(tmp_path / "g.png")
-    with pytest.raises(DataError, match="4x2 pixels and should be 2x2"):
+    with pytest.raises(DataError, match="4x2 pixels, but should be 2x2"):
         read_pictures([tmp_path / "g.png"], (2, 2))
     (tmp_path / "g.png").write_bytes((tmp_path / "g.png").read_bytes()[:40])
-    with pytest.raises(DataError, match="cannot be read as a picture"):
+    with pytest.raises(DataError, match="cannot be read as an image"):
         read_pictures([tmp_path / "g.png"], (2, 4))
-    with pytest.raises(DataError, match="cannot be read as a picture"):
+    with pytest.raises(DataError, match="cannot be read as an image"):
         read_pictures([tmp_path / "none.png"], (2, 4))

@@ -84,7 +84,7 @@ def test_iid_parts_have_all_labels_in_about_equal_shares() -> None:
 
 
 def test_too_many_samples_are_refused_in_a_sentence_that_says_how_many_there_are() -> None:
-    with pytest.raises(DataError, match="there are 10 training samples, but 3 devices ask for 12"):
+    with pytest.raises(DataError, match="there are 10 training samples, but 3 devices need 12"):
         partition(np.zeros(10, np.int64), [4, 4, 4], scheme="iid", seed=0)
 
 

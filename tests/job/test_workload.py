@@ -203,7 +203,7 @@ def test_one_dataset_is_partitioned(one: Any) -> None:
 
 
 def test_what_is_no_dataset_is_named() -> None:
-    with pytest.raises(DataError, match="a int is no dataset"):
+    with pytest.raises(DataError, match="a int is not a dataset"):
         own_workload(5)
 
 

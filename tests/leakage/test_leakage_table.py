@@ -114,7 +114,7 @@ def test_what_was_not_measured_counts_as_leaking_everything_if_nobody_asks_for_i
 
 def test_a_limit_needs_what_the_strongest_attack_rebuilds(tmp_path: Path) -> None:
     weak = tuple(CutLeakage(p, 0.7, {"small": RebuildQuality(0.1, 10.0)}) for p in LEAKS)
-    with pytest.raises(ConfigError, match=r"by the attacks small alone, and a limit needs what decoder, the strongest"):
+    with pytest.raises(ConfigError, match=r"with small only, but a limit needs the strongest attack, decoder"):
         leaky(limited(tmp_path, file={"attacks": {"small": "a few steps"}, "cuts": weak}))
 
 
@@ -128,9 +128,12 @@ def test_more_noise_than_was_measured_with_is_allowed_and_less_is_not(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "vgg16"}, "but vgg16 (norm group) on digits"),
-        ({"norm": "batch"}, "of vgg5 (norm group) on digits with samples of 1x32x32, but vgg5 (norm batch)"),
-        ({"dataset": "mnist"}, "but vgg5 (norm group) on mnist"),
+        ({"model": "vgg16"}, "but this training is of vgg16 (norm group) on digits"),
+        (
+            {"norm": "batch"},
+            "for vgg5 (norm group) on digits with samples of 1x32x32, but this training is of vgg5 (norm batch)",
+        ),
+        ({"dataset": "mnist"}, "but this training is of vgg5 (norm group) on mnist"),
         ({"input_shape": (3, 32, 32)}, "with samples of 3x32x32"),
     ],
 )
@@ -143,12 +146,12 @@ def test_a_file_of_another_training_is_refused(changes: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("tree", "error", "says"),
     [
-        ({"file": {"leaks": {1: 0.9, 2: 0.6}}}, ConfigError, "says nothing about the split points 3, 4, which"),
-        ({"file": {"leaks": {1: 0.9}}, "plan": {"split_point": 2}}, ConfigError, "about the split point 2,"),
-        ({"plan": {"split_point": 1}}, PlanError, "device-1 is to have the split point 1, which leaks 0.900, more than "
-         "privacy.max_leakage = 0.5: give one of 3, 4, 5 or 'auto', or allow more."),
-        ({"plan": {"split_point": 1}, "run": {"method": "fl"}}, PlanError, "device-1 is to have the split point 1"),
-        ({"devices": [{"name": "phone", "split_point": 2}, {"name": "board"}]}, PlanError, "phone is to have"),
+        ({"file": {"leaks": {1: 0.9, 2: 0.6}}}, ConfigError, "has no measurement for the split points 3, 4, which"),
+        ({"file": {"leaks": {1: 0.9}}, "plan": {"split_point": 2}}, ConfigError, "for the split point 2,"),
+        ({"plan": {"split_point": 1}}, PlanError, "device-1 has the split point 1, which leaks 0.900, more than "
+         "privacy.max_leakage = 0.5: choose one of 3, 4, 5 or 'auto', or raise the limit."),
+        ({"plan": {"split_point": 1}, "run": {"method": "fl"}}, PlanError, "device-1 has the split point 1"),
+        ({"devices": [{"name": "phone", "split_point": 2}, {"name": "board"}]}, PlanError, "phone has"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_to_a_limit_is_refused(

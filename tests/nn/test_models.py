@@ -284,7 +284,7 @@ def test_model_that_does_not_fit_the_data_is_refused() -> None:
     check_fits(model, (3, 2, 2), 5)
     with pytest.raises(ModelError, match=r"does not take inputs of 3x2x3: .*shapes cannot be multiplied"):
         check_fits(model, (3, 2, 3), 5)
-    with pytest.raises(ModelError, match=r"into \(2, 5\), but \(2, 4\) is needed for 4 classes"):
+    with pytest.raises(ModelError, match=r"to \(2, 5\), but 4 classes need \(2, 4\)"):
         check_fits(model, (3, 2, 2), 4)
     with pytest.raises(ModelError, match="returns a tuple"):
         check_fits(nn.Sequential(nn.Flatten(), nn.LSTM(12, 5)), (3, 2, 2), 5)

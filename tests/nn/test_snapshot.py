@@ -181,7 +181,7 @@ def test_a_snapshot_of_another_network_is_refused_and_changes_nothing() -> None:
     fewer = {name: tensor for name, tensor in world.learner.state().items() if name != "0.weight"}
     for state, says in (
         (wide, r"its '0.weight' is \(2, 2\) in torch.float64, but here it is \(6, 4\)"),
-        (single, r"in torch.float32, here it is"),
+        (single, r"in torch.float32, but here it is"),
         (more, "only one of them has '9.weight'"),
         (fewer, "only one of them has '0.weight'"),
     ):

@@ -1,4 +1,4 @@
-"""The datasets that pipar knows by name: what they are, where they come from, and where they lie on this machine."""
+"""The known datasets: their sizes, their download files, and where they are on this machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from pipar.errors import DataError
 
-#: How many samples synthetic data has for each device unless the configuration says so: the paper's CIFAR-10 share.
+#: Samples of synthetic data per device unless configured: each device's share of CIFAR-10 in the paper.
 SYNTHETIC_SAMPLES = 500
-#: How many classes Tiny ImageNet's archive has; the paper takes the first 100 of them.
+#: Classes in Tiny ImageNet's archive; the paper uses the first 100 of them.
 TINY_IMAGENET_CLASSES = 200
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file as its publisher serves it. MD5 is what publishers print; SHA-256 is what makes it safe."""
+    """One file as its publisher serves it. Publishers state MD5; SHA-256 protects against tampering."""
 
     url: str
     size_bytes: int
@@ -35,7 +35,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One known dataset. `train` and `test` count the publisher's parts; 0 means as many as asked."""
+    """One known dataset. `train` and `test` are the sizes of the publisher's parts; 0 means any size."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class DatasetInfo:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     note: str
-    # Mirrored photographs are still photographs; mirrored digits and letters are other signs.
+    # A mirrored photograph is still a photograph; a mirrored digit or letter is not.
     flip: bool = False
     layout: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -79,11 +79,11 @@ def dataset_info(name: str) -> DatasetInfo:
         if info.name == name:
             return info
     names = ", ".join(info.name for info in CATALOG)
-    raise DataError(f"there is no dataset {name!r}: known are {names}.")
+    raise DataError(f"there is no dataset {name!r}: choose one of {names}.")
 
 
 def find(info: DatasetInfo, folder: Path) -> Path | None:
-    """Return the folder that holds all of the dataset's files, or None; built-in datasets are never in a folder."""
+    """Return the folder that holds all of the dataset's files; None if there is none, and for built-in datasets."""
     if info.builtin:
         return None
     for place in _places(info.layout, folder):
@@ -93,7 +93,7 @@ def find(info: DatasetInfo, folder: Path) -> Path | None:
 
 
 def locate(info: DatasetInfo, path: Path | None) -> Path:
-    """Return the folder that holds the dataset, or say where it was looked for and how to get it."""
+    """Return the folder that holds the dataset; the error says where it was expected and how to get it."""
     folder = data_folder(path)
     place = find(info, folder)
     if place is None:
@@ -106,14 +106,14 @@ def locate(info: DatasetInfo, path: Path | None) -> Path:
 
 
 def _places(layout: tuple[str, ...], folder: Path) -> Iterator[Path]:
-    """Yield where the files may be when a person names the data folder, the dataset's folder or one in between."""
+    """Yield where the files may be: `folder` may be the data folder, the dataset's folder or one in between."""
     for depth in range(len(layout) + 1):
         if depth == 0 or folder.parts[-depth:] == layout[:depth]:
             yield folder.joinpath(*layout[depth:])
 
 
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-# The S3 copy is the one torchvision's users get; the original server refuses downloads.
+# torchvision uses the S3 copy too; the original server refuses downloads.
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 _KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz/"

@@ -1,4 +1,4 @@
-"""Images in memory: what a dataset is, and how each known one (or the user's own) becomes one."""
+"""Datasets in memory: loading the known ones, and converting a user's own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pipar.user_function import call_factory
 
 Indices = NDArray[np.int64]
 
-# What is held out for validation and test does not depend on the run's seed: runs stay comparable.
+# The held-out sets do not depend on the run's seed, so that runs stay comparable.
 _HELD_OUT_SEED = 0
 _SYNTHETIC_CHUNK = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Samples and labels. uint8 samples are normalised by `mean` and `std` (of pixels / 255); floats are used as is."""
+    """Samples and labels; uint8 samples are normalised by `mean` and `std` of pixels / 255, floats are not changed."""
 
     images: Tensor = field(repr=False)
     labels: Tensor = field(repr=False)
@@ -48,12 +48,12 @@ class Images:
         return tuple(self.images.shape[1:])
 
     def take(self, rows: Indices) -> Images:
-        """Return a copy of these rows only."""
+        """Return a copy of these rows."""
         at = torch.from_numpy(np.asarray(rows, np.int64))
         return Images(self.images[at], self.labels[at], self.mean, self.std, self.flip)
 
     def normalised(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return samples of this set as the network takes them: (pixel / 255 - mean) / std in `dtype`."""
+        """Return samples of this set as network inputs: (pixel / 255 - mean) / std in `dtype`."""
         if samples.dtype != torch.uint8:
             return samples.to(dtype)
         broadcast = (-1,) + (1,) * (samples.ndim - 2)
@@ -62,7 +62,7 @@ class Images:
         return samples.to(dtype).mul_((1 / (255 * std)).to(dtype)).sub_((mean / std).to(dtype))
 
     def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all samples in order, normalised, `size` at a time: what validation and test run over."""
+        """Yield all samples in order, normalised, in batches of `size`, for validation and test."""
         for at in range(0, len(self), size):
             yield self.normalised(self.images[at : at + size], dtype), self.labels[at : at + size]
 
@@ -95,9 +95,9 @@ def load_dataset(
 ) -> Dataset:
     """Return a known dataset, with validation and test sets cut from the publisher's test part.
 
-    Unless given, validation is the smaller of 2,000 and a fifth, and test up to 8,000 of the rest; neither depends on
-    `seed`, which only chooses which `train_samples` are kept. `classes` can be set for tiny_imagenet and synthetic,
-    `shape` for synthetic.
+    By default, validation is the smaller of 2,000 samples and a fifth of that part, and test is up to 8,000 of the
+    rest. Neither depends on `seed`, which only selects the `train_samples`. `classes` can be set for tiny_imagenet and
+    synthetic, `shape` for synthetic.
     """
     info = dataset_info(name)
     request = Request(path, seed, validation, test, train_samples, classes, shape)
@@ -109,13 +109,13 @@ def load_dataset(
 
 
 def dataset_images(dataset: Any) -> Images:
-    """Return all items of a torch Dataset: (tensor, PIL image or array; label) pairs of one shape.
+    """Return all items of a torch Dataset: pairs of a sample (tensor, PIL image or array) and a label.
 
-    Tensors are channels first; pictures and arrays are height x width x channels, as in torchvision. Floats are kept
-    as they are; bytes are normalised with mean and deviation 0.5, the same on every device.
+    Tensors are channels first; images and arrays are height x width x channels, as in torchvision. Floats are not
+    changed; uint8 is normalised with mean and deviation 0.5, the same on every device.
     """
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-        raise DataError(f"a {type(dataset).__name__} is no dataset: give a torch Dataset of (sample, label) pairs.")
+        raise DataError(f"a {type(dataset).__name__} is not a dataset: give a torch Dataset of (sample, label) pairs.")
     items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
     samples: list[Tensor] = []
     labels: list[int] = []
@@ -124,20 +124,20 @@ def dataset_images(dataset: Any) -> Images:
         if samples and (sample.shape, sample.dtype) != (samples[0].shape, samples[0].dtype):
             raise DataError(
                 f"item {at} of the dataset is {sample.dtype} {tuple(sample.shape)}, but item 0 is "
-                f"{samples[0].dtype} {tuple(samples[0].shape)}: all items must be alike."
+                f"{samples[0].dtype} {tuple(samples[0].shape)}: all items must have one dtype and shape."
             )
         samples.append(sample)
         labels.append(label)
     if not samples:
-        raise DataError("the dataset is empty: a factory must return at least one item, or None for no such set.")
+        raise DataError("the dataset is empty: a factory must return at least one item, or None if it has no such set.")
     middle = (0.5,) * (samples[0].shape[0] if samples[0].ndim else 1)
     return Images(torch.stack(samples), torch.tensor(labels, dtype=torch.int64), middle, middle)
 
 
 def factory_images(spec: str, name: str) -> Images | None:
-    """Return what the user's factory "package.module:function" gives for a device's name, "validation" or "test".
+    """Return the images that the user's "package.module:function" returns for a device's name, "validation" or "test".
 
-    None when the factory returns None: it has no such set.
+    None if the function returns None: it has no such set.
     """
     dataset = call_factory(spec, name)
     return None if dataset is None else dataset_images(dataset)
@@ -154,7 +154,7 @@ def _item(item: Any, at: int) -> tuple[Tensor, int]:
     tensor = sample.detach().cpu() if isinstance(sample, Tensor) else _channels_first(np.array(sample))
     if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
         raise DataError(f"item {at} of the dataset is {tensor.dtype}: samples must be uint8 or floating point.")
-    # numpy, which does the augmentation, has no bfloat16; float32 holds all of its values.
+    # numpy, which augments, has no bfloat16; float32 represents all of its values.
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor), label
 
 
@@ -171,7 +171,7 @@ def _channels_first(array: NDArray[Any]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Arrays:
-    """A published part that is in memory."""
+    """A published part in memory."""
 
     pixels: Pixels
     labels: Labels
@@ -182,7 +182,7 @@ class _Arrays:
 
 @dataclass(frozen=True, eq=False)
 class _Pictures:
-    """A published part that is a list of picture files, decoded only where they are taken."""
+    """A published part as a list of image files; only the selected ones are decoded."""
 
     paths: Sequence[Path]
     labels: Labels
@@ -201,13 +201,13 @@ def _read_idx(info: DatasetInfo, folder: Path) -> tuple[_Part, _Part]:
     parts = [formats.read_idx_pair(*pair, info.classes) for pair in ((train_x, train_y), (test_x, test_y))]
     for pixels, _ in parts:
         if pixels.shape[1:] != info.shape:
-            raise DataError(f"{folder} holds images of {pixels.shape[1:]}, and {info.name} has {info.shape}.")
+            raise DataError(f"{folder} holds images of {pixels.shape[1:]}, but {info.name} has {info.shape}.")
     return _Arrays(*parts[0]), _Arrays(*parts[1])
 
 
 def _read_cifar(info: DatasetInfo, folder: Path) -> tuple[_Part, _Part]:
     *train, test = (folder / need for need in info.needs)
-    # CIFAR-100 has the coarse label in front of the fine one.
+    # CIFAR-100 has the coarse label before the fine one.
     label_bytes = 2 if info.name == "cifar100" else 1
     parts = [formats.read_cifar(paths, label_bytes=label_bytes, classes=info.classes) for paths in (train, [test])]
     return _Arrays(*parts[0]), _Arrays(*parts[1])
@@ -226,7 +226,7 @@ def _picture_part(pairs: list[tuple[Path, int]], size: tuple[int, int], folder: 
 
 
 def _read_digits() -> tuple[Pixels, Labels]:
-    """Return scikit-learn's digits as 1x32x32 images, reading its file: importing it costs a second and much memory."""
+    """Return scikit-learn's digits as 1x32x32 images, read from its file: the import takes a second and much memory."""
     table = _digits_table()
     small = torch.from_numpy(table[:, :64] * (255 / 16)).float().view(-1, 1, 8, 8)
     large = torch.nn.functional.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
@@ -247,14 +247,14 @@ def _digits_table() -> NDArray[np.float64]:
 
 
 def _make_synthetic(part: str, count: int, classes: int, shape: tuple[int, int, int]) -> tuple[Pixels, Labels]:
-    """Return `count` images: the pattern of their class, 64 to 191, under noise of -64 to 63; labels take turns."""
+    """Return `count` images: the pattern of their class, 64 to 191, plus noise of -64 to 63; labels alternate."""
     patterns = _patterns(classes, shape)
     labels = np.arange(count, dtype=np.int64) % classes
     pixels = patterns[labels]
     for chunk, at in enumerate(range(0, count, _SYNTHETIC_CHUNK)):
         block = pixels[at : at + _SYNTHETIC_CHUNK]
         rng = random_streams.generator(_HELD_OUT_SEED, "synthetic", part, chunk)
-        # Eight bytes a draw: ten times faster than drawing bytes. Adding 64..191 and -64..63 fits a byte.
+        # Eight bytes per draw: ten times faster than drawing bytes. The sum of 64..191 and -64..63 fits into a byte.
         words = rng.integers(0, 2**64, -(-block.size // 8), np.uint64).astype("<u8", copy=False)
         block += (words.view(np.uint8)[: block.size] >> 1).reshape(block.shape)
         block -= 64
@@ -262,7 +262,7 @@ def _make_synthetic(part: str, count: int, classes: int, shape: tuple[int, int, 
 
 
 def _patterns(classes: int, shape: tuple[int, int, int]) -> Pixels:
-    """Return one pattern of 4x4 even tiles a channel and class."""
+    """Return one pattern of 4x4 uniform tiles per class and channel."""
     channels, height, width = shape
     tiles = random_streams.generator(_HELD_OUT_SEED, "synthetic patterns", channels).integers(
         64, 192, (classes, channels, 4, 4), np.uint8
@@ -319,22 +319,22 @@ _LOADERS: dict[str, Callable[[DatasetInfo, Request], Dataset]] = {
 
 
 def _held_out(order: Indices, counts: Counts) -> tuple[Indices, Indices]:
-    """Return the first and the last of `order`, so that changing one size leaves the other set as it was."""
+    """Return the first and the last of `order`, so that changing one size does not change the other set."""
     return order[: counts.validation], order[len(order) - counts.test :]
 
 
 def _subset(name: str, available: int, request: Request) -> Indices | None:
-    """Return which training samples are kept, or None for all of them."""
+    """Return the training samples to keep, or None for all of them."""
     wanted = request.train_samples
     if wanted is None or wanted == available:
         return None
     if wanted > available:
-        raise DataError(f"{name} has {available} training samples, but {wanted} are asked for: ask for fewer.")
+        raise DataError(f"{name} has {available} training samples, but {wanted} are requested: lower train_samples.")
     return np.sort(random_streams.generator(request.seed, "train subset", name).permutation(available)[:wanted])
 
 
 def _images(info: DatasetInfo, pixels: Pixels, labels: Labels) -> Images:
-    # torch warns about memory that it could not write to, as bytes read from a file are.
+    # A copy if it is read-only, as bytes from a file are: torch warns about such memory.
     samples = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
     channels = pixels.shape[1]
     return Images(

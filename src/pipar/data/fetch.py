@@ -1,4 +1,4 @@
-"""Downloading the known datasets: what arrives in the data folder is complete and has the publisher's checksum."""
+"""Downloading the known datasets: files in the data folder are complete and have the publisher's checksum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import IO
 from pipar.data.catalog import DatasetInfo, RemoteFile, data_folder, dataset_info, find
 from pipar.errors import DataError
 
-# Called with the file's name, the bytes so far and the bytes in all.
+# Called with the file's name, the bytes so far and the total bytes.
 Progress = Callable[[str, int, int], None]
 
 _BLOCK = 1 << 18
@@ -31,10 +31,10 @@ _TIMEOUT_S = 60
 def fetch(
     name: str, folder: Path | None = None, *, base_url: str | None = None, progress: Progress | None = None
 ) -> Path | None:
-    """Download what is missing of a known dataset and return its folder; None for the built-in ones.
+    """Download the missing files of a known dataset and return its folder; None for a built-in one.
 
-    `base_url` replaces everything before the file names: for a mirror. Nothing half-written is ever seen under a
-    file's final name, and an interrupted download leaves nothing behind.
+    `base_url` replaces everything before the file names, for a mirror. No partial file ever has its final name, and an
+    interrupted download leaves no files.
     """
     return fetch_files(dataset_info(name), data_folder(folder), base_url=base_url, progress=progress)
 
@@ -42,7 +42,7 @@ def fetch(
 def fetch_files(
     info: DatasetInfo, folder: Path, *, base_url: str | None = None, progress: Progress | None = None
 ) -> Path | None:
-    """Do what `fetch` does for any entry, also one that is not in the catalog."""
+    """Like `fetch`, for any entry, even one that is not in the catalog."""
     if info.builtin:
         return None
     if (found := find(info, folder)) is not None:
@@ -57,10 +57,12 @@ def fetch_files(
 
 
 def _fetch_one(info: DatasetInfo, file: RemoteFile, url: str, folder: Path, progress: Progress) -> None:
-    """Put one file, or what its archive holds, into its place; a whole copy that is there is left alone."""
+    """Install one file, or the contents of its archive; a complete copy is not downloaded again."""
     target = folder.joinpath(*info.layout)
     if file.is_archive and target.exists():
-        raise DataError(f"{target} is there but not complete: move it away and run `pipar data get {info.name}` again.")
+        raise DataError(
+            f"{target} exists but is not complete: move it away and run `pipar data get {info.name}` again."
+        )
     if _is_whole(target / file.name, file):
         return
     with _workspace(folder) as work:
@@ -90,7 +92,7 @@ def _is_whole(path: Path, file: RemoteFile) -> bool:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the regular files of a .tar.gz or .zip under `folder`; anything else in it, or any way out, is refused."""
+    """Write the regular files of a .tar.gz or .zip into `folder`; refuse other entries and paths that leave it."""
     folder.mkdir(parents=True)
     try:
         for name, stream in _members(archive):
@@ -105,7 +107,7 @@ def unpack(archive: Path, folder: Path) -> None:
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield name and content of each file.
 
-    Written out, and not left to tarfile's data filter, because Raspberry Pi OS has a Python 3.11 without it.
+    tarfile's data filter would do this, but the Python 3.11 of Raspberry Pi OS does not have it.
     """
     if archive.name.endswith(".zip"):
         with zipfile.ZipFile(archive) as packed:
@@ -131,7 +133,7 @@ def _safe(name: str, archive: Path) -> PurePosixPath:
 
 
 def _download(file: RemoteFile, url: str, target: Path, progress: Progress) -> None:
-    """Write what the URL serves to `target` and compare size and checksums with the catalog."""
+    """Download the URL to `target` and compare size and checksums with the catalog."""
     md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
     with target.open("wb") as out:
         for block in _blocks(url):
@@ -141,15 +143,15 @@ def _download(file: RemoteFile, url: str, target: Path, progress: Progress) -> N
             size += len(block)
             progress(file.name, size, file.size_bytes)
             if size > file.size_bytes:
-                break  # Another file, perhaps an endless one; the checksum says so below.
+                break  # Another file, perhaps an endless one; the checksum below will not match.
     if size < file.size_bytes:
-        raise DataError(f"{url} broke off after {size} of {file.size_bytes} bytes: try again.")
+        raise DataError(f"The download of {url} stopped after {size} of {file.size_bytes} bytes: try again.")
     if (md5.hexdigest(), sha256.hexdigest()) != (file.md5, file.sha256):
         raise DataError(f"{url} is damaged or another file: its checksum is {md5.hexdigest()}, not {file.md5} (MD5).")
 
 
 def _blocks(url: str) -> Iterator[bytes]:
-    """Yield the body of a download; whatever goes wrong on the way is one sentence."""
+    """Yield the body of a download; every failure becomes a DataError."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
             while block := response.read(_BLOCK):
@@ -164,7 +166,7 @@ def _blocks(url: str) -> Iterator[bytes]:
 
 @contextmanager
 def _workspace(folder: Path) -> Iterator[Path]:
-    """Give a folder on the same disk as the final place, so that moving out of it is one step; remove it after."""
+    """Provide a temporary folder on the same disk as `folder`, so that moving files out of it is atomic."""
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".fetch-{os.getpid()}-", dir=folder))
     try:

@@ -1,4 +1,4 @@
-"""The file formats that image datasets come in: IDX, CIFAR's binary records, and folders of pictures."""
+"""The file formats of image datasets: IDX, CIFAR's binary records, and folders of image files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: Path) -> Pixels:
-    """Return the array of bytes in an IDX file; `path` or `path`.gz is read, whichever is there."""
+    """Return the array of bytes in an IDX file: `path`, or `path`.gz if only that exists."""
     raw = _file_bytes(path)
     if len(raw) < 4 or raw[:3] != bytes((0, 0, _UNSIGNED_BYTE)):
         raise DataError(f"{path} is not an IDX file of bytes: it begins with {raw[:4].hex() or 'nothing'}.")
     header = 4 + 4 * raw[3]
     shape = tuple(int.from_bytes(raw[at : at + 4], "big") for at in range(4, header, 4))
     if len(raw) != header + math.prod(shape):
-        raise DataError(f"{path} is damaged: {len(raw)} bytes, but its header promises {header + math.prod(shape)}.")
+        raise DataError(f"{path} is damaged: {len(raw)} bytes, but its header says {header + math.prod(shape)}.")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 
@@ -43,13 +43,14 @@ def read_idx_pair(images: Path, labels: Path, classes: int) -> tuple[Pixels, Lab
 def read_cifar(
     paths: Sequence[Path], *, label_bytes: int, classes: int, shape: tuple[int, int, int] = (3, 32, 32)
 ) -> tuple[Pixels, Labels]:
-    """Return the images and labels of all records in all files; of several label bytes the last one counts.
+    """Return the images and labels of all records in all files.
 
-    A record is the label bytes and then one plane a channel. Any number of records a file is read.
+    A record is `label_bytes` bytes, of which the last is the label, and then one plane per channel. A file may have any
+    number of records.
     """
     width = label_bytes + math.prod(shape)
     records = [_records(path, width) for path in paths]
-    # Copied straight from the mapped files: the whole set is in memory once, not twice.
+    # Copied directly from the mapped files: the whole set is in memory once, not twice.
     pixels = np.empty((sum(map(len, records)), *shape), np.uint8)
     np.concatenate([part[:, label_bytes:] for part in records], out=pixels.reshape(len(pixels), -1))
     marks = [checked_labels(part[:, label_bytes - 1], classes, path) for part, path in zip(records, paths, strict=True)]
@@ -57,8 +58,8 @@ def read_cifar(
 
 
 def read_pictures(paths: Sequence[Path], size: tuple[int, int]) -> Pixels:
-    """Return [n, 3, h, w] RGB pixels of picture files of one size (height, width); grey ones become RGB."""
-    # One after another on purpose: at 64x64 the threads' hand-overs cost more than decoding side by side saves.
+    """Return [n, 3, h, w] RGB pixels of image files of one size (height, width); grey images become RGB."""
+    # In one thread on purpose: at 64x64, switching threads costs more than parallel decoding saves.
     pixels = np.empty((len(paths), *size, 3), np.uint8)
     for at, path in enumerate(paths):
         pixels[at] = _picture(path, size)
@@ -66,9 +67,9 @@ def read_pictures(paths: Sequence[Path], size: tuple[int, int]) -> Pixels:
 
 
 def list_tiny_imagenet(folder: Path, classes: int) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-    """Return (file, label) of the training and of the validation pictures of the first `classes` classes.
+    """Return (file, label) of the training and validation images of the first `classes` classes.
 
-    Labels count the classes of wnids.txt whose training folder is there, in its order.
+    Labels number the classes of wnids.txt whose training folder exists, in the order of that file.
     """
     label_of = {wnid: label for label, wnid in enumerate(_wnids(folder, classes))}
     train = [
@@ -82,18 +83,20 @@ def list_tiny_imagenet(folder: Path, classes: int) -> tuple[list[tuple[Path, int
 
 
 def _wnids(folder: Path, classes: int) -> list[str]:
-    """Return the first `classes` class names whose training folder is there."""
+    """Return the first `classes` class names whose training folder exists."""
     listed = (folder / "wnids.txt").read_text().split()
     present = [wnid for wnid in listed if (folder / "train" / wnid).is_dir()]
     if len(present) < classes:
-        raise DataError(f"{folder} has training images of {len(present)} classes, but {classes} are asked for.")
+        raise DataError(
+            f"{folder} has training images of {len(present)} classes, but {classes} are requested: lower classes."
+        )
     return present[:classes]
 
 
 def checked_labels(labels: NDArray[np.integer], classes: int, path: Path) -> Labels:
-    """Return the labels as int64, all of them below `classes`."""
+    """Return the labels as int64; raise DataError unless all are below `classes`."""
     if labels.size and int(labels.max()) >= classes:
-        raise DataError(f"{path} is damaged: it has label {int(labels.max())}, and labels go from 0 to {classes - 1}.")
+        raise DataError(f"{path} is damaged: it has label {int(labels.max())}, but labels go from 0 to {classes - 1}.")
     return labels.astype(np.int64)
 
 
@@ -119,7 +122,7 @@ def _picture(path: Path, size: tuple[int, int]) -> Pixels:
         with Image.open(path) as picture:
             pixels = np.asarray(picture.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as a picture: {error}.") from error
+        raise DataError(f"{path} cannot be read as an image: {error}.") from error
     if pixels.shape[:2] != size:
-        raise DataError(f"{path} is {pixels.shape[1]}x{pixels.shape[0]} pixels and should be {size[1]}x{size[0]}.")
+        raise DataError(f"{path} is {pixels.shape[1]}x{pixels.shape[0]} pixels, but should be {size[1]}x{size[0]}.")
     return pixels

@@ -19,15 +19,17 @@ Scheme = Literal["iid", "dirichlet", "shards"]
 def even_sizes(total: int, devices: int) -> list[int]:
     """Return `devices` sizes that add up to `total` and differ by at most one, the larger ones first."""
     if devices < 1 or total < 0:
-        raise ConfigError(f"{total} samples cannot be dealt to {devices} devices: there must be at least one device.")
+        raise ConfigError(
+            f"{total} samples cannot be divided among {devices} devices: there must be at least one device."
+        )
     share, left = divmod(total, devices)
     return [share + (device < left) for device in range(devices)]
 
 
 def device_sizes(config: Config, available: int) -> dict[str, int]:
-    """Return how many of the available samples each device gets, in name order.
+    """Return the number of samples of each device, in name order.
 
-    A list in the configuration is in the order in which the devices stand there.
+    A list in the configuration follows the order of its devices.
     """
     given = config.data.samples_per_device
     names = [spec.name for spec in device_specs(config)]
@@ -47,12 +49,12 @@ def partition(
     alpha: float = 0.5,
     shards_per_device: int = 2,
 ) -> list[Indices]:
-    """Return one index array a device: disjoint, of exactly the asked sizes, equal for equal arguments.
+    """Return one index array per device: disjoint, of exactly the given sizes, deterministic in the arguments.
 
     iid        at random
     dirichlet  each device's label proportions are drawn from Dir(alpha); when a class runs out, its share goes to
-               the device's other classes, so the sizes hold and the last devices differ less than the first
-    shards     sorted by label and cut into `shards_per_device` runs a device, dealt out at random
+               the device's other classes, so sizes are exact and the last devices are less skewed than the first
+    shards     samples are sorted by label, cut into `shards_per_device` runs per device, and assigned at random
     """
     _check(len(labels), sizes, alpha, shards_per_device)
     rng = random_streams.generator(seed, "partition", scheme)
@@ -71,7 +73,7 @@ def _check(available: int, sizes: Sequence[int], alpha: float, shards_per_device
         raise ConfigError(f"a device cannot hold {min(sizes)} samples: sizes start at 0.")
     if sum(sizes) > available:
         raise DataError(
-            f"there are {available} training samples, but {len(sizes)} devices ask for {sum(sizes)}: "
+            f"there are {available} training samples, but {len(sizes)} devices need {sum(sizes)}: "
             "lower samples_per_device or the number of devices."
         )
     if not (np.isfinite(alpha) and alpha > 0):
@@ -81,7 +83,7 @@ def _check(available: int, sizes: Sequence[int], alpha: float, shards_per_device
 
 
 def _cut(order: Indices, sizes: Sequence[int]) -> list[Indices]:
-    """Return consecutive pieces of `order` of these sizes; what is left over is dropped."""
+    """Return consecutive pieces of `order` of these sizes; the rest is dropped."""
     return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
 
 
@@ -102,10 +104,10 @@ def _dirichlet(
 
 
 def _label_counts(size: int, left: Indices, alpha: float, rng: np.random.Generator) -> Indices:
-    """Return how many samples of each label a device of this size gets, never more than are left of it."""
+    """Return how many samples of each label a device of this size gets, at most the number left of each."""
     wanted = rng.dirichlet(np.full(len(left), alpha)) if len(left) else np.empty(0)
     counts = np.zeros_like(left)
-    # Each turn fills the device or uses up a class, so there are at most as many turns as classes.
+    # Each pass fills the device or uses up a class, so there are at most as many passes as classes.
     while (missing := size - int(counts.sum())) > 0:
         open_classes = counts < left
         weights = np.where(open_classes, wanted, 0.0)

@@ -12,7 +12,7 @@ from pipar.errors import DataError
 
 @dataclass(frozen=True)
 class Request:
-    """What of a dataset is wanted; None leaves the choice to the dataset."""
+    """Which part of a dataset is asked for; None means the dataset's default."""
 
     path: Path | None = None
     seed: int = 0
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many samples there are to train on, to validate with and to test with."""
+    """Numbers of samples for training, validation and test."""
 
     train: int
     validation: int
@@ -33,12 +33,12 @@ class Counts:
 
 
 def check_request(info: DatasetInfo, request: Request) -> None:
-    """Raise one sentence if the dataset is never like that, wherever its files are."""
+    """Raise DataError if the dataset can never satisfy the request; its files are not needed for this."""
     for key in ("validation", "test", "train_samples"):
         if (getattr(request, key) or 0) < 0:
             _refuse(key, getattr(request, key), "it must be 0 or more")
     if request.train_samples == 0:
-        _refuse("train_samples", 0, "there must be something to train on")
+        _refuse("train_samples", 0, "it must be at least 1")
     _check_classes(info, request.classes)
     if request.shape not in (None, info.shape) and info.name != "synthetic":
         _refuse("shape", request.shape, f"{info.name} has images of {info.shape}")
@@ -60,21 +60,21 @@ def _refuse(key: str, value: object, why: str) -> NoReturn:
 
 
 def published_counts(info: DatasetInfo, request: Request) -> Counts:
-    """Return the sizes of a dataset's parts by what its publisher states: its files need not be here."""
+    """Return the sizes of the sets by the publisher's numbers, without the dataset's files."""
     classes = request.classes or info.classes
     train, test = (part * classes // info.classes for part in (info.train, info.test))
     return cut_counts(info, request, train, test)
 
 
 def synthetic_counts(request: Request) -> Counts:
-    """Return the sizes that are asked for; where none is, usual ones."""
+    """Return the requested sizes, or their defaults."""
     return Counts(_given(request.train_samples, 5000), _given(request.validation, 200), _given(request.test, 800))
 
 
 def cut_counts(info: DatasetInfo, request: Request, train: int, test: int) -> Counts:
-    """Return how many samples each set gets from the `train` and `test` samples that the publisher's parts have.
+    """Return the size of each set, given the sizes of the publisher's `train` and `test` parts.
 
-    The held-out sets are cut from the test part. Digits have one part only: what is not held out is trained on.
+    The held-out sets are cut from the test part. Digits have only one part: the rest of it is for training.
     """
     one_part = info.name == "digits"
     available = train + test if one_part else test
@@ -83,7 +83,7 @@ def cut_counts(info: DatasetInfo, request: Request, train: int, test: int) -> Co
     if validation + held > available:
         raise DataError(
             f"{info.name} has {available} samples to hold out, but {validation} for validation and {held} for test are "
-            "asked for: lower one of them."
+            "requested: lower one of them."
         )
     return Counts(available - validation - held if one_part else train, validation, held)
 

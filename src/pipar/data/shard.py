@@ -1,4 +1,4 @@
-"""What one device trains on: its samples, their order in an epoch, and batches of them."""
+"""The samples of one device: their order in an epoch, their batches, and the noise on them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _PADDING = 4
 
 @dataclass(frozen=True)
 class SamplePrivacy:
-    """What a device does to its own samples: noise on the inputs it trains on, and other labels for the server."""
+    """Protection of a device's samples: noise on the inputs that it trains on, and randomised labels for the server."""
 
     noise_seed: int
-    pixel_scale: float = 0.0  # of PixelDP; 0 without noise
-    label_epsilon: float | None = None  # of randomised response; None: labels are told as they are
-    classes: Callable[[], int] = lambda: 0  # that there are labels of; asked for when it is needed
-    label_seed: int | None = None  # of the labels alone, if a device that starts anew is to tell the same ones
+    pixel_scale: float = 0.0  # of PixelDP's noise; 0 means none
+    label_epsilon: float | None = None  # of randomised response; None: the server gets the true labels
+    classes: Callable[[], int] = lambda: 0  # number of classes; called only if needed
+    label_seed: int | None = None  # of the labels, if a restarted device must send the same ones
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The samples of one device: rows of a set of images that many shards may share without copying it."""
+    """The samples of one device: rows of a set of images that many shards share without copies."""
 
     images: Images
     indices: Indices = field(repr=False)
@@ -44,7 +44,7 @@ class Shard:
     augment: bool = False
     dtype: torch.dtype = torch.float32
     privacy: SamplePrivacy | None = None
-    # The last epoch's draws: an epoch asks for them once a batch.
+    # The augmentation of the last epoch, which every batch of it needs.
     _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Shard:
     def batch(self, epoch: int, positions: Indices) -> tuple[Tensor, Tensor]:
         """Return the samples at these positions, augmented and normalised in `dtype`, and their labels.
 
-        What a sample looks like depends on the epoch and its position, not on the batch that it is part of.
+        The augmentation of a sample depends on the epoch and its position, not on its batch.
         """
         rows = torch.from_numpy(np.asarray(self.indices[positions], np.int64))
         samples = self.images.images.index_select(0, rows)
@@ -73,7 +73,7 @@ class Shard:
         return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
 
     def micro_batches(self, epoch: int, positions: Indices, sizes: list[int]) -> list[MicroBatch]:
-        """Return the batch at these positions, without its noise, cut into micro-batches of these sizes."""
+        """Return the batch at these positions, before noise is added, cut into micro-batches of these sizes."""
         inputs, labels = self.batch(epoch, positions)
         sent = (
             None if self._sent_labels is None else self._sent_labels[torch.from_numpy(np.asarray(positions, np.int64))]
@@ -82,12 +82,12 @@ class Shard:
 
     @property
     def noised_bytes(self) -> int:
-        """The bytes of one sample's input, if noise is added to them; else 0."""
+        """The bytes of one sample's input if noise is added to it, else 0."""
         has_noise = self.privacy is not None and self.privacy.pixel_scale > 0.0
         return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
 
     def with_noise(self, epoch: int, positions: Indices, pieces: list[MicroBatch]) -> list[MicroBatch]:
-        """Return a batch with PixelDP's noise, drawn in one stream for all of it: however it is cut, it is the same."""
+        """Return a batch with PixelDP's noise, drawn from one stream: it does not depend on how the batch is cut."""
         if self.privacy is None or self.privacy.pixel_scale == 0.0:
             return pieces
         scale = self.privacy.pixel_scale
@@ -96,10 +96,10 @@ class Shard:
 
     @cached_property
     def _sent_labels(self) -> Tensor | None:
-        """The label of each position that the server is told; drawn once, as asking again would give it away.
+        """The label sent to the server for each position; drawn once, as repeated draws would reveal the true one.
 
-        Of other labels, or with another epsilon, it is drawn by another key: the same chance for two of them would tell
-        how they differ.
+        The key of the draw includes the labels and epsilon: two draws with the same random numbers would reveal how
+        their labels differ.
         """
         privacy = self.privacy
         if privacy is None or privacy.label_epsilon is None:
@@ -112,11 +112,11 @@ class Shard:
         return torch.from_numpy(randomised_labels(labels, classes=classes, epsilon=epsilon, rng=rng))
 
     def materialised(self) -> Shard:
-        """Return the same shard over a copy of its own rows, so that the rest of the dataset can be let go."""
+        """Return the same shard over a copy of its own rows, so that the rest of the dataset can be freed."""
         return replace(self, images=self.images.take(self.indices), indices=np.arange(len(self)))
 
     def _draws(self, epoch: int) -> NDArray[np.int8]:
-        """Return rows of (down, right, mirrored), one a position, drawn for the whole epoch at once."""
+        """Return (down, right, mirrored) for each position, drawn for the whole epoch at once."""
         drawn = self._drawn.get(epoch)
         if drawn is None:
             rng = random_streams.generator(self.seed, "augment", self.device, epoch)
@@ -127,13 +127,13 @@ class Shard:
 
 
 def _augmented(samples: Tensor, draws: NDArray[np.int8], *, flip: bool) -> Tensor:
-    """Return each image cut at its offset out of itself with 4 black pixels around, and mirrored where drawn."""
+    """Return each image padded with 4 black pixels, cropped at its drawn offset, and mirrored if drawn."""
     count, channels, height, width = samples.shape
     inside = (slice(_PADDING, _PADDING + height), slice(_PADDING, _PADDING + width))
     pixels = samples.numpy()
     padded = np.zeros((count, channels, height + 2 * _PADDING, width + 2 * _PADDING), pixels.dtype)
     padded[:, :, *inside] = pixels
-    # All 81 possible cuts as a view; picking one for each image copies whole rows, four times faster than a gather.
+    # All 81 possible crops as a view: selecting one per image copies whole rows, four times faster than a gather.
     cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
     chosen = cuts[np.arange(count), :, draws[:, 0], draws[:, 1]]
     if flip:

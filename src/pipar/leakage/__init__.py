@@ -1,5 +1,5 @@
-"""What cuts reveal.
+"""What the activations at a cut reveal about the inputs.
 
-Reading order: `measures` (how much activations give away), `attacks` (rebuilding inputs from them), `table` (the
-file of measurements), `limit` (the cuts that it rules out), `picture` (what was rebuilt, as an image).
+Reading order: `measures` (how much activations reveal), `attacks` (rebuilding inputs from activations), `table` (the
+file of measurements), `limit` (the cuts that it rules out), `picture` (the rebuilt images).
 """

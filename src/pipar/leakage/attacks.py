@@ -1,7 +1,7 @@
-"""Attacks that rebuild a device's inputs from its activations, by somebody who has what the server of a training has.
+"""Attacks that rebuild a device's inputs from its activations, with what the server of a training knows.
 
-The server averages the devices' parts, so it knows their weights, and it may have other samples of the same kind. None
-of these attacks is the strongest that there is: what they do not rebuild another one may.
+The server averages the devices' parts, so it knows their weights, and it may have other samples of the same kind. These
+attacks are not the strongest possible: another attack may rebuild what they do not.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ _NARROWEST = 16
 
 @dataclass(frozen=True)
 class Attacker:
-    """What is known to who attacks: the device's layers, other samples, the noise, and what a pixel can be."""
+    """The attacker's knowledge: the device's layers, other samples, the scale of the noise, and the range of pixels."""
 
-    part: nn.Sequential  # with its weights, as it evaluates
-    others: Tensor  # samples of the same kind as the network takes them, none of which is attacked
-    noise: float  # standard deviation of what the device adds to its inputs
-    lowest: Tensor  # value of a pixel, one for each channel, that broadcasts over samples
+    part: nn.Sequential  # with its weights, in eval mode
+    others: Tensor  # samples of the same kind, as network inputs; none of them is attacked
+    noise: float  # standard deviation of the device's noise on its inputs
+    lowest: Tensor  # pixel value per channel; broadcasts over samples
     highest: Tensor
     seed: int
 
     def inside(self, samples: Tensor) -> Tensor:
-        """Return the samples with every pixel within what it can be."""
+        """Return the samples with every pixel clamped to its range."""
         return torch.minimum(torch.maximum(samples, self.lowest), self.highest)
 
 
 class Attack(Protocol):
-    """Something that rebuilds inputs."""
+    """A way to rebuild inputs from activations."""
 
     @property
     def description(self) -> str:
-        """What it does, with its budget."""
+        """What the attack does, with its budget."""
 
     def effort(self, attacked: int, others: int) -> float:
-        """Return how much it computes for so many samples, about, in passes of a sample."""
+        """Return the approximate cost for these numbers of samples, in forward passes of one sample."""
 
     def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
-        """Return what the inputs of these activations may have been, as the network takes them."""
+        """Return estimates of the inputs that gave these activations, as network inputs."""
 
 
-# --- looking for an input that gives the same activations
+# --- optimising an input until it gives the same activations
 
 
 @dataclass(frozen=True)
 class PlainDescent:
-    """argmin over x of ||f(x) - a||^2 by gradient descent from random pixels, black or white: the least one can do.
+    """argmin over x of ||f(x) - a||^2 by gradient descent from random black and white pixels: the simplest attack.
 
-    f are the device's layers and a the activations.
+    f denotes the device's layers and a the activations.
     """
 
     steps: int
@@ -85,7 +85,7 @@ class PlainDescent:
         for step in range(self.steps):
             guess.requires_grad_()
             missed = (attacker.part(guess) - activations).square().sum()
-            # Asked for by name: the weights of the part stay without gradients.
+            # Not backward(): the weights of the part must get no gradients.
             (slope,) = torch.autograd.grad(missed, [guess])
             guess = attacker.inside(guess.detach() - self.rate * slope)
             progress((step + 1) / self.steps)
@@ -96,7 +96,7 @@ class PlainDescent:
 class Descent:
     """argmin over x of ||f(x) - a||^2 / ||a||^2 + `smoothness` TV(x), by Adam from the mean of other samples.
 
-    TV, the mean absolute difference of neighbouring pixels, is for images only. The learning rate goes down to nothing
+    TV, the mean absolute difference of neighbouring pixels, is used for images only. The learning rate decays to 0
     along half a cosine.
     """
 
@@ -130,19 +130,19 @@ class Descent:
 
 
 def total_variation(samples: Tensor) -> Tensor:
-    """Return each image's mean absolute difference of neighbouring pixels; 0 for samples that are no images."""
+    """Return each image's mean absolute difference of neighbouring pixels; 0 for samples that are not images."""
     if samples.ndim != 4:
         return samples.new_zeros(len(samples))
     down, right = samples.diff(dim=2).abs(), samples.diff(dim=3).abs()
     return down.flatten(1).mean(dim=1) + right.flatten(1).mean(dim=1)
 
 
-# --- a network that has learned to go back
+# --- a network trained to invert the layers
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A small network of transposed convolutions, trained to make inputs of activations with `images` other samples."""
+    """A small network of transposed convolutions, trained on `images` other samples to map activations to inputs."""
 
     images: int
     epochs: int
@@ -152,7 +152,7 @@ class Decoder:
     def description(self) -> str:
         return f"a decoder of transposed convolutions, {self.epochs} epochs over up to {self.images:,} other images"
 
-    def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - using what was learned costs nothing
+    def effort(self, attacked: int, others: int) -> float:  # noqa: ARG002 - only training counts
         return self.epochs * min(others, self.images)
 
     def rebuild(self, attacker: Attacker, activations: Tensor, progress: ShareDone) -> Tensor:
@@ -178,7 +178,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Brings activations, whatever their size, to mean 0 and deviation 1."""
+    """Scales activations to mean 0 and standard deviation 1."""
 
     mean: float
     deviation: float
@@ -192,10 +192,10 @@ class _Scale:
 
 
 def build_decoder(seen: tuple[int, ...], wanted: tuple[int, ...]) -> nn.Sequential:
-    """Return an untrained network from activations of one shape to samples of another.
+    """Return an untrained network from activations of shape `seen` to samples of shape `wanted`.
 
-    To an image it goes from a map of features, doubled in size until it is as large as the image. Activations that are
-    no map are made one, of an eighth of the image's sides. To what is no image it goes by two fully connected layers.
+    For images, a feature map is doubled in size until it is as large as the image; activations that are not a map are
+    first mapped to one with an eighth of the image's sides. For other samples there are two fully connected layers.
     """
     if len(wanted) != 3:
         return _to_vector(math.prod(seen), wanted)
@@ -225,7 +225,7 @@ def _to_vector(values: int, wanted: tuple[int, ...]) -> nn.Sequential:
 
 
 def _shape_at_cut(part: nn.Sequential, samples: Tensor) -> tuple[int, ...]:
-    """Return the shape of one sample's activations; if they were flattened at the very end, the shape before that."""
+    """Return the shape of one sample's activations; if the last layer flattens them, the shape before that."""
     *_, last = (module for module in part.modules() if not any(True for _ in module.children()))
     before: list[tuple[int, ...]] = []
     hook = last.register_forward_hook(lambda _, inputs, __: before.append(tuple(inputs[0].shape[1:])))
@@ -238,14 +238,14 @@ def _shape_at_cut(part: nn.Sequential, samples: Tensor) -> tuple[int, ...]:
 
 
 def _seen(attacker: Attacker, samples: Tensor, number: int) -> Tensor:
-    """Return the activations that a device would send of these samples."""
+    """Return the activations that a device would send for these samples."""
     with torch.no_grad():
         activations: Tensor = attacker.part(with_noise(samples, attacker.noise, attacker.seed, "others", number))
     return activations
 
 
 def with_noise(samples: Tensor, scale: float, seed: int, *key: str | int) -> Tensor:
-    """Return the samples under Gaussian noise, looked up by the key."""
+    """Return the samples with Gaussian noise from the random stream of this key."""
     if not scale:
         return samples
     drawn = random_streams.generator(seed, "leakage noise", *key).normal(0.0, scale, tuple(samples.shape))
@@ -261,13 +261,13 @@ def _shuffled(samples: Tensor, seed: int, epoch: int) -> Iterator[Tensor]:
 
 @contextmanager
 def _seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Let torch draw first weights by the key, and leave its generator as it was."""
+    """Seed torch's generator for initial weights, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(random_streams.generator(seed, purpose).integers(2**63)))
         yield
 
 
-#: By name, from the least effort to the most.
+#: By name, from the cheapest to the most expensive.
 ATTACKS: dict[str, Attack] = {
     "small": PlainDescent(steps=25, rate=0.12),
     "long": Descent(steps=300, learning_rate=0.1, smoothness=0.05),

@@ -1,4 +1,4 @@
-"""Which cuts a configuration rules out, because what crosses there gives too much of the inputs away."""
+"""Which cuts a configuration rules out because their activations reveal too much about the inputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipar.errors import ConfigError, PlanError
 from pipar.leakage.table import LeakageTable, Subject
 from pipar.methods import METHODS
 
-#: A limit that holds against a weak attack alone says nothing.
+#: The attack that a limit must be measured with: holding against a weak attack alone means nothing.
 STRONGEST = "decoder"
 
 
 @dataclass(frozen=True)
 class LeakageLimit:
-    """`privacy.max_leakage`, and the table that it is compared with, checked to be of this training."""
+    """`privacy.max_leakage`, and the table of measurements for this training."""
 
     config: Config
     most: float
@@ -25,20 +25,20 @@ class LeakageLimit:
 
     @classmethod
     def of(cls, config: Config, subject: Subject) -> LeakageLimit | None:
-        """Return the limit of a configuration, None without one; raise if its file is of another training."""
+        """Return the limit of a configuration, None without one; raise if its file is for another training."""
         privacy = config.privacy
         if privacy.max_leakage is None or privacy.leakage is None:
             return None
         table = LeakageTable.load(Path(privacy.leakage))
         if table.subject != subject:
             raise ConfigError(
-                f"privacy.leakage = {privacy.leakage} was measured of {table.subject}, but {subject} is to be trained: "
-                "measure that with 'pipar leakage'."
+                f"privacy.leakage = {privacy.leakage} was measured for {table.subject}, but this training is of "
+                f"{subject}: measure it with 'pipar leakage'."
             )
         if STRONGEST not in table.attacks:
             raise ConfigError(
-                f"privacy.leakage = {privacy.leakage} was measured by the attacks {', '.join(table.attacks)} alone, "
-                f"and a limit needs what {STRONGEST}, the strongest, rebuilds: measure with it by 'pipar leakage'."
+                f"privacy.leakage = {privacy.leakage} was measured with {', '.join(table.attacks)} only, but a limit "
+                f"needs the strongest attack, {STRONGEST}: measure with it by 'pipar leakage'."
             )
         if table.pixel_scale > privacy.pixel_scale:
             raise ConfigError(
@@ -48,12 +48,11 @@ class LeakageLimit:
         return cls(config, privacy.max_leakage, table)
 
     def leaky_cuts(self, layers: Sequence[str]) -> dict[int, float]:
-        """Return the split points that nobody may have, each with its leakage; P = Q is never one of them.
+        """Return the forbidden split points with their leakage; P = Q is never one of them.
 
-        A cut that was not measured counts as one that gives everything away.
-        Raise if the network has other layers, if a cut was not measured that might be chosen, or if one is asked for
-        that leaks too much. A given split point is looked at whatever the method: one that ignores it may be compared
-        with one that does not.
+        A cut that was not measured counts as revealing everything. Raise if the network has other layers, if a cut that
+        might be chosen was not measured, or if a configured one leaks too much. A configured split point is checked
+        whatever the method: a method that ignores it may be compared with one that does not.
         """
         self._check_layers(layers)
         asked = {spec.split_point for spec in device_specs(self.config)}
@@ -74,7 +73,7 @@ class LeakageLimit:
     def _check_layers(self, layers: Sequence[str]) -> None:
         if tuple(layers) != self.table.layers:
             raise ConfigError(
-                f"{self._file} was measured of a network with the layers {', '.join(self.table.layers)}, but this one "
+                f"{self._file} was measured for a network with the layers {', '.join(self.table.layers)}, but this one "
                 f"has {', '.join(layers)}: measure it with 'pipar leakage'."
             )
 
@@ -82,7 +81,7 @@ class LeakageLimit:
         missing = [str(p) for p in needed if p not in self.table.leakage]
         if missing:
             raise ConfigError(
-                f"{self._file} says nothing about the split point{'s' if len(missing) > 1 else ''} "
+                f"{self._file} has no measurement for the split point{'s' if len(missing) > 1 else ''} "
                 f"{', '.join(missing)}, which might be chosen: measure all with 'pipar leakage', or give split points "
                 "that were measured."
             )
@@ -93,6 +92,6 @@ class LeakageLimit:
             if p != "auto" and p in leaky:
                 allowed = ", ".join(str(other) for other in range(1, layers + 1) if other not in leaky)
                 raise PlanError(
-                    f"{spec.name} is to have the split point {p}, which leaks {leaky[p]:.3f}, more than "
-                    f"privacy.max_leakage = {self.most:g}: give one of {allowed} or 'auto', or allow more."
+                    f"{spec.name} has the split point {p}, which leaks {leaky[p]:.3f}, more than "
+                    f"privacy.max_leakage = {self.most:g}: choose one of {allowed} or 'auto', or raise the limit."
                 )

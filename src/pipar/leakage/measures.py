@@ -1,7 +1,6 @@
-"""How much of the inputs their activations give away: measures, and all cuts of a network measured.
+"""How much activations reveal about the inputs: the measures, and the measurement of all cuts of a network.
 
-Every measure is 0 for what tells nothing and grows with what is told. None of them is a guarantee: they say what these
-attacks found.
+Each measure is 0 if nothing is revealed, and grows with what is. None is a guarantee: another attack may find more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Progress = Callable[[str, float], None]
 
 #: The bias-corrected distance correlation divides by n - 3.
 MIN_COMPARED = 4
-#: Activations of so many samples are computed at once.
+#: Samples whose activations are computed at once.
 _AT_ONCE = 100
 
 
@@ -31,22 +30,24 @@ _AT_ONCE = 100
 
 
 def distance_correlation(x: Tensor, y: Tensor) -> float:
-    """Return the distance correlation of n pairs (x_i, y_i), bias-corrected: from 0, independent, to 1, similar.
+    """Return the bias-corrected distance correlation of n pairs (x_i, y_i): from 0, independent, to 1, similar.
 
     With a_ij = |x_i - x_j| and, for i != j, the U-centred
         A_ij = a_ij - sum_l a_il / (n - 2) - sum_k a_kj / (n - 2) + sum_kl a_kl / ((n - 1)(n - 2)),  A_ii = 0
     (B of y likewise) and (A . B) = sum_{i != j} A_ij B_ij / (n (n - 3)), it is the square root of
         R = (A . B) / sqrt((A . A)(B . B)),
-    or 0 if R < 0, as it is for half of all independent samples (Szekely and Rizzo, 2013 and 2014). Their classic
-    estimate, without the correction, goes to 1 for whatever pairs as the values of a sample become more than samples,
-    which those of images always are.
+    or 0 if R < 0, which half of all independent samples give (Szekely and Rizzo, 2013 and 2014). Their classic
+    estimate, without the correction, tends to 1 for any pairs when a sample has more values than there are samples, as
+    images do.
     """
     if len(x) != len(y) or len(x) < MIN_COMPARED:
-        raise DataError(f"A distance correlation needs at least {MIN_COMPARED} pairs: {len(x)} and {len(y)} are given.")
+        raise DataError(
+            f"A distance correlation needs at least {MIN_COMPARED} pairs, but {len(x)} and {len(y)} samples are given."
+        )
     a, b = (_u_centred(torch.cdist(flat, flat)) for flat in (x.flatten(1).double(), y.flatten(1).double()))
     both = float((a * a).sum()) * float((b * b).sum())
     if both <= 0:
-        return 0.0  # one of them never changes
+        return 0.0  # one of them is constant
     return math.sqrt(min(1.0, max(0.0, float((a * b).sum()) / math.sqrt(both))))
 
 
@@ -60,7 +61,7 @@ def _u_centred(distances: Tensor) -> Tensor:
 def pixel_correlation(originals: Tensor, rebuilt: Tensor) -> float:
     """Return Pearson's correlation over all pixels and channels of an image, averaged over the images.
 
-    An image, or what was made of it, that is the same everywhere correlates with nothing: 0.
+    The correlation with a constant image is 0.
     """
     x, y = (images.flatten(1).double() for images in (originals, rebuilt))
     x, y = (values - values.mean(dim=1, keepdim=True) for values in (x, y))
@@ -79,7 +80,7 @@ def psnr_db(originals: Tensor, rebuilt: Tensor, peak: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Samples:
-    """What is attacked and what the attacker has, as the network takes it; `lowest` is a pixel of 0, `highest` of 1."""
+    """The attacked samples and the attacker's, as network inputs; `lowest` is a pixel of 0, `highest` of 1."""
 
     attacked: Tensor
     compared: Tensor  # for the distance correlation
@@ -88,18 +89,18 @@ class Samples:
     highest: Tensor
 
     def pixels(self, samples: Tensor) -> Tensor:
-        """Return samples as pictures from 0 to 1."""
+        """Return samples as images with pixels from 0 to 1."""
         return ((samples - self.lowest) / (self.highest - self.lowest)).clamp(0, 1)
 
     def guess(self) -> float:
-        """Return the pixel correlation of the mean of other samples, which tells nothing of the attacked ones."""
+        """Return the pixel correlation of the mean of other samples: a guess without any activation."""
         mean = self.others.mean(dim=0, keepdim=True).expand_as(self.attacked)
         return pixel_correlation(self.pixels(self.attacked), self.pixels(mean))
 
 
 @dataclass(frozen=True)
 class CutMeasurements:
-    """What the cuts give away, and the pictures that each attack has made: by split point and attack."""
+    """The leakage of each cut, and the rebuilt images by split point and attack."""
 
     cuts: tuple[CutLeakage, ...]
     pictures: Mapping[tuple[int, str], Tensor]
@@ -115,9 +116,9 @@ def measure_cuts(
     noise: float = 0.0,
     progress: Progress = lambda _, __: None,
 ) -> CutMeasurements:
-    """Return what activations at each split point tell; `noise` is on the inputs before they enter the device's layers.
+    """Return what the activations at each split point reveal, with `noise` added to the inputs.
 
-    The model evaluates: without dropout, and with the running statistics of batch normalisation.
+    The model is in eval mode: without dropout, and with the running statistics of batch normalisation.
     """
     model.eval()
     cuts, pictures = [], {}

@@ -1,4 +1,4 @@
-"""What attacks have rebuilt as one picture: images in rows, the original and then each cut in columns."""
+"""The rebuilt images as one picture: a row per image, with the original and then one column per cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-#: Rows of images below each other for each attack.
+#: Maximum number of rows per attack.
 MAX_SHOWN = 4
 _LEAST_SIDE = 72
 _GAP = 6
@@ -23,12 +23,12 @@ _INK, _PAPER = (20, 20, 20), (255, 255, 255)
 
 
 def can_be_drawn(table: LeakageTable) -> bool:
-    """Return whether the samples are pictures in grey or in colour."""
+    """Return whether the samples are grey or colour images."""
     return len(table.input_shape) == 3 and table.input_shape[0] in (1, 3)
 
 
 def draw(table: LeakageTable, originals: Tensor, pictures: Mapping[tuple[int, str], Tensor]) -> Image.Image:
-    """Return the picture: for each attack its words and rows of images; under each column its pixel correlation."""
+    """Return the picture: for each attack its description and rows of images, each column with its correlation."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(_TEXT_SIZE)
@@ -52,23 +52,23 @@ def draw(table: LeakageTable, originals: Tensor, pictures: Mapping[tuple[int, st
 
 
 class _Sheet:
-    """Where things go."""
+    """The layout of the picture."""
 
     def __init__(self, table: LeakageTable, rows: int) -> None:
         largest = max(table.input_shape[1:])
-        self.side = largest * -(-_LEAST_SIDE // largest)  # each pixel a whole number of times
+        self.side = largest * -(-_LEAST_SIDE // largest)  # a whole multiple, so that pixels stay square
         self._rows = rows
         self._table = table
 
     def size(self, font: Font) -> tuple[int, int]:
-        """Return width and height: all columns, and the longest line."""
+        """Return width and height; they fit all columns and the longest line of text."""
         table = self._table
         lines = [f"{table.subject}; weights: {table.weights}", *(f"{name}: {w}" for name, w in table.attacks.items())]
         wide = max((1 + len(table.cuts)) * (self.side + _GAP), *(int(font.getlength(line)) for line in lines))
         return wide + 2 * _GAP, self.top(len(table.attacks))
 
     def top(self, block: int) -> int:
-        """Return where the rows of an attack begin."""
+        """Return the top of an attack's rows."""
         return 2 * _GAP + _LINE + block * (2 * _LINE + self._rows * (self.side + _GAP) + _GAP)
 
 
@@ -81,7 +81,7 @@ def _write(drawing: ImageDraw.ImageDraw, font: Font, at: tuple[int, int], words:
 
 
 def _image(pixels: Tensor, side: int) -> Image.Image:
-    """Return pixels from 0 to 1 as a square picture, each as it is."""
+    """Return pixels from 0 to 1 as a square image, enlarged without interpolation."""
     from PIL import Image
 
     values = (pixels.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()

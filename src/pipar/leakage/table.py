@@ -1,6 +1,6 @@
-"""What each cut of a network gives away, as `pipar leakage` measured it: the file, and tables of it for people.
+"""The leakage of each cut of a network, as `pipar leakage` measured it: its file, and tables for reading.
 
-Nothing here needs torch: plans are made from it.
+It needs no torch, because planning uses it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from pipar.errors import ConfigError
 from pipar.json_records import list_of, object_of, only_fields, read_fields
 
 FORMAT = 1
-#: A PSNR of so many dB or more is one of these: a picture that cannot be told from the other.
+#: A larger PSNR is recorded as this: the images cannot be told apart.
 MAX_DB = 100.0
 _MEASURE = "Measure it with 'pipar leakage'."
 
 
 @dataclass(frozen=True)
 class RebuildQuality:
-    """How like the inputs are what an attack has made of their activations, on average over the images.
+    """How similar the rebuilt images are to the inputs, averaged over the images.
 
-    `pixel_correlation` is Pearson's over the pixels of an image; `psnr_db` the ratio of the largest to the mean squared
-    error of a pixel.
+    `pixel_correlation` is Pearson's over the pixels of an image; `psnr_db` is the peak signal-to-noise ratio.
     """
 
     pixel_correlation: float
@@ -37,7 +36,7 @@ class RebuildQuality:
 
 @dataclass(frozen=True)
 class CutLeakage:
-    """What the activations behind layer P tell of the inputs: by themselves, and to each attack."""
+    """What the activations after layer P reveal about the inputs: by their correlation, and to each attack."""
 
     split_point: int
     distance_correlation: float
@@ -45,18 +44,18 @@ class CutLeakage:
 
     @property
     def strongest(self) -> str:
-        """The attack that has rebuilt most."""
+        """The attack with the highest pixel correlation."""
         return max(self.attacks, key=lambda name: self.attacks[name].pixel_correlation)
 
     @property
     def leakage(self) -> float:
-        """The pixel correlation of the strongest attack, which `privacy.max_leakage` is about; never below 0."""
+        """The pixel correlation of the strongest attack, at least 0; `privacy.max_leakage` limits it."""
         return max(0.0, self.attacks[self.strongest].pixel_correlation)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a measurement is about. `norm` is that of a named network, "" for one's own."""
+    """The network and data of a measurement. `norm` is "" for a user's own network."""
 
     model: str
     norm: str
@@ -65,7 +64,7 @@ class Subject:
 
     @classmethod
     def of(cls, config: Config, model: str, dataset: str, input_shape: Sequence[int]) -> Subject:
-        """Return what a training of this network on this data is about."""
+        """Return the subject of a training of this network on this data."""
         return cls(model, config.model.norm if model == config.model.name else "", dataset, tuple(input_shape))
 
     def __str__(self) -> str:
@@ -75,10 +74,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class LeakageTable:
-    """All that was measured of one network, and how.
+    """All measurements of one network, and how they were made.
 
-    `layers` are the names of all Q layers; P = Q has no entry in `cuts`, because no activations leave there. `guess` is
-    the pixel correlation of the mean of other images: what somebody rebuilds who has seen no activation at all.
+    `layers` are the names of all Q layers; P = Q has no entry in `cuts`, because no activations leave the device there.
+    `guess` is the pixel correlation of the mean of other images: a guess without any activation.
     """
 
     model: str
@@ -87,13 +86,13 @@ class LeakageTable:
     input_shape: tuple[int, ...]
     layers: tuple[str, ...]
     seed: int
-    weights: str  # in words: first ones, or those of which file
+    weights: str  # in words: initial weights, or their file
     pixel_scale: float  # standard deviation of the noise on the inputs
-    images: int  # that were attacked
-    compared: int  # of which the distance correlation is
-    others: int  # images of the same kind that the attacker has
+    images: int  # number attacked
+    compared: int  # number of samples for the distance correlation
+    others: int  # number of the attacker's images of the same kind
     guess: float
-    attacks: Mapping[str, str]  # what each does, with its budget, in words
+    attacks: Mapping[str, str]  # description of each attack, with its budget
     cuts: tuple[CutLeakage, ...]
 
     def __post_init__(self) -> None:
@@ -107,16 +106,16 @@ class LeakageTable:
 
     @property
     def leakage(self) -> dict[int, float]:
-        """The leakage of each cut that was measured, by its split point."""
+        """The leakage of each measured cut, by split point."""
         return {cut.split_point: cut.leakage for cut in self.cuts}
 
     def to_json(self) -> str:
-        """Return one JSON object that `from_json` reads back as the same table."""
+        """Return one JSON object that `from_json` reads back."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> LeakageTable:
-        """Return the table of a file, or raise one sentence that names the file."""
+        """Return the table in a file; an error names the file."""
         try:
             return cls.from_json(path.read_text("utf-8"))
         except OSError as error:
@@ -128,14 +127,14 @@ class LeakageTable:
 
     @classmethod
     def from_json(cls, text: str) -> LeakageTable:
-        """Return the table that a JSON object says."""
+        """Return the table that a JSON object describes."""
         values = read_fields(cls, text, FORMAT)
         lists = {key: tuple(list_of(values[key], key)) for key in ("input_shape", "layers")}
         cuts = tuple(_cut(cut) for cut in list_of(values["cuts"], "cuts"))
         return cls(**{**values, **lists, "cuts": cuts, "attacks": object_of(values["attacks"], "attacks")})
 
 
-# --- reading it back
+# --- reading the file
 
 
 def _cut(tree: Any) -> CutLeakage:
@@ -148,13 +147,13 @@ def _cut(tree: Any) -> CutLeakage:
 
 
 def _problem(table: LeakageTable) -> str | None:
-    """Return what is wrong with a table's values, if anything is."""
+    """Return what is wrong with a table's values; None if nothing is."""
     for one in fields(table):
         value = getattr(table, one.name)
         if one.type == "str" and not isinstance(value, str):
             return f"{one.name} is not text"
         if one.type == "int" and not _is_count(value):
-            return f"{one.name} is {value!r}, not a whole number from 0 on"
+            return f"{one.name} is {value!r}, not a whole number of at least 0"
     if not table.layers or not all(isinstance(name, str) for name in table.layers):
         return "layers are not the names of a network's layers"
     if not table.input_shape or not all(_is_count(side) and side >= 1 for side in table.input_shape):
@@ -162,7 +161,7 @@ def _problem(table: LeakageTable) -> str | None:
     if not all(isinstance(words, str) for words in table.attacks.values()):
         return "attacks are not described by text"
     if not _is_within(table.pixel_scale, 0, float("inf")):
-        return f"pixel_scale is {table.pixel_scale!r}, not a number from 0 on"
+        return f"pixel_scale is {table.pixel_scale!r}, not a number of at least 0"
     if not _is_within(table.guess, -1, 1):
         return f"guess is {table.guess!r}, not a number from -1 to 1"
     return _cuts_problem(table)
@@ -184,7 +183,9 @@ def _cuts_problem(table: LeakageTable) -> str | None:
                 given = rebuilt.pixel_correlation
                 return f"pixel_correlation of {name} {where} is {given!r}, not a number from -1 to 1"
             if not _is_within(rebuilt.psnr_db, -MAX_DB, MAX_DB):
-                return f"psnr_db of {name} {where} is {rebuilt.psnr_db!r}, not a number of up to {MAX_DB:g} dB"
+                return (
+                    f"psnr_db of {name} {where} is {rebuilt.psnr_db!r}, not a number from -{MAX_DB:g} to {MAX_DB:g} dB"
+                )
     return None
 
 
@@ -197,11 +198,11 @@ def _is_within(value: Any, low: float, high: float) -> bool:
     return is_number and bool(low <= value <= high) and value != float("inf")
 
 
-# --- for people
+# --- tables for reading
 
 
 def as_rows(table: LeakageTable) -> list[list[str]]:
-    """Return titles and a row for each cut: its layer, the distance correlation, and what each attack rebuilt."""
+    """Return titles and a row for each cut: its layer, distance correlation, and each attack's result."""
     titles = ["P", "layer", "distance correlation"]
     for name in table.attacks:
         titles += [f"{name}: pixel correlation", f"{name}: PSNR dB"]
@@ -223,7 +224,7 @@ def as_csv(table: LeakageTable) -> str:
 
 
 def as_markdown(table: LeakageTable) -> str:
-    """Return the rows as a table of Markdown, with what is to be known of them around it."""
+    """Return the rows as a Markdown table, with the conditions of the measurement."""
     titles, *rows = as_rows(table)
     under = ["---:", "---", *["---:"] * (len(titles) - 2)]
     cells = [f"| {' | '.join(row)} |" for row in (titles, under, *rows)]
@@ -233,7 +234,7 @@ def as_markdown(table: LeakageTable) -> str:
 
 
 def how_lines(table: LeakageTable) -> list[str]:
-    """Return how it was measured: with which weights, on how many images, by which attacks."""
+    """Return the conditions of the measurement: weights, number of images, attacks."""
     noise = f", with noise of {table.pixel_scale:g} on the inputs" if table.pixel_scale else ""
     return [
         f"Weights: {table.weights}{noise}. {table.images} images attacked, seed {table.seed}; the distance correlation "
@@ -244,7 +245,7 @@ def how_lines(table: LeakageTable) -> list[str]:
 
 
 def last_line(table: LeakageTable) -> str:
-    """Return what the numbers do not say."""
+    """Return the caveats of the numbers."""
     return (
         f"At P={len(table.layers)} no activations leave. A low number says that these attacks failed with this budget, "
         "not that a cut is safe."
