@@ -105,7 +105,7 @@ def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_on
         )
         found = []
         for epoch, last in ((0, True), (1, False), (1, True), (1, True)):
-            await checkpointer.keep(epoch, last=last)
+            await checkpointer.save_if_due(epoch, last=last)
             await checkpointer.finish()
             now = latest(tmp_path, identity_of(config), print)
             found.append({} if now is None else dict(now.notes["spent"]))

@@ -173,7 +173,7 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tel
         def __init__(self) -> None:
             self.saved: dict[int, int] = {}
 
-        async def keep(self, epoch: int, *, last: bool) -> None:
+        async def save_if_due(self, epoch: int, *, last: bool) -> None:
             if epoch > max(self.saved, default=0) and (last or epoch % 2 == 0):
                 await asyncio.sleep(1.0)
                 self.saved[epoch] = len(learners[-1].averaged)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all, whatever happens while one is saved."""
+"""Checkpoints: each is complete or absent, whatever happens while it is saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDENTITY = identity_of(config_from({}))
 
 
 def checkpoint(number: int) -> Checkpoint:
-    """A checkpoint whose every part says which round it is of."""
+    """Return a checkpoint in which every part depends on its round."""
     return Checkpoint(
         round=number,
         tensors=Body.of(b"tensors of", bytes([number]) * 300, encoding="safetensors"),
@@ -62,7 +62,7 @@ def names(folder: Path) -> list[str]:
 
 
 def same(one: Checkpoint | None, other: Checkpoint) -> bool:
-    """Equal in everything; the tensors may be cut into other buffers."""
+    """Return whether two checkpoints are equal; their tensors may be divided into different buffers."""
     return one is not None and replace(one, tensors=Body.of(one.tensors.contiguous(), encoding="safetensors")) == (
         replace(other, tensors=Body.of(other.tensors.contiguous(), encoding="safetensors"))
     )
@@ -71,7 +71,7 @@ def same(one: Checkpoint | None, other: Checkpoint) -> bool:
 # --- saving and reading
 
 
-def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_reads_back_equal(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path / "checkpoint").save(checkpoint(12))
     assert path.name == "round-000012.pipar"
     found = newest(tmp_path / "checkpoint")
@@ -80,12 +80,12 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     assert found.trained_samples == 12 * 287
 
 
-def test_a_folder_that_is_not_there_or_empty_has_no_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_or_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere") is None
     assert newest(tmp_path) is None
 
 
-def test_a_loss_that_is_no_number_comes_back(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_reads_back(tmp_path: Path) -> None:
     diverged = [{"epoch": 1, "train_loss": float("inf"), "val_loss": float("nan")}]
     Checkpoints(tmp_path).save(replace(checkpoint(1), metrics=diverged))
     found = newest(tmp_path)
@@ -93,7 +93,7 @@ def test_a_loss_that_is_no_number_comes_back(tmp_path: Path) -> None:
     assert str(list(found.metrics)) == str(diverged)
 
 
-def test_the_last_ones_stay_and_the_newest_is_found_by_its_number(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_the_newest_is_found_by_its_number(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=2)
     for number in (1, 2, 999_999, 1_000_000):
         store.save(checkpoint(number % 100) if number < 100 else replace(checkpoint(0), round=number))
@@ -104,7 +104,7 @@ def test_the_last_ones_stay_and_the_newest_is_found_by_its_number(tmp_path: Path
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_after_going_on_from_an_earlier_round_later_files_do_not_count(tmp_path: Path, keep: int) -> None:
+def test_after_resuming_from_an_earlier_round_later_files_are_removed(tmp_path: Path, keep: int) -> None:
     store = Checkpoints(tmp_path, keep=keep)
     for number in range(1, 6):
         Checkpoints(tmp_path, keep=9).save(checkpoint(number))
@@ -119,7 +119,7 @@ def test_saving_needs_no_event_loop_and_may_run_in_another_thread(tmp_path: Path
     assert same(newest(tmp_path), checkpoint(1))
 
 
-def test_tensors_are_written_from_where_they_lie(tmp_path: Path) -> None:
+def test_tensors_are_written_without_a_copy(tmp_path: Path) -> None:
     written: list[memoryview] = []
 
     class WatchedDisk(Disk):
@@ -132,7 +132,7 @@ def test_tensors_are_written_from_where_they_lie(tmp_path: Path) -> None:
     assert [id(data.obj) for data in written[-2:]] == [id(buffer.obj) for buffer in given.tensors.buffers]
 
 
-def test_a_write_that_the_system_takes_in_pieces_is_whole(tmp_path: Path) -> None:
+def test_a_write_that_the_system_divides_is_complete(tmp_path: Path) -> None:
     class Reluctant(FileIO):
         def write(self, data: Any) -> int:
             return super().write(memoryview(data)[:7])
@@ -145,15 +145,15 @@ def test_a_write_that_the_system_takes_in_pieces_is_whole(tmp_path: Path) -> Non
     assert same(newest(tmp_path), checkpoint(1))
 
 
-def test_a_folder_with_checkpoints_is_not_for_a_training_that_starts_anew(tmp_path: Path) -> None:
+def test_a_new_training_is_refused_in_a_folder_with_checkpoints(tmp_path: Path) -> None:
     refuse_to_overwrite(tmp_path / "nowhere")
     refuse_to_overwrite(tmp_path)
     Checkpoints(tmp_path).save(checkpoint(12))
-    with pytest.raises(InputError, match="has checkpoints up to round 12: go on from them with --resume"):
+    with pytest.raises(InputError, match="has checkpoints up to round 12: resume from them with --resume"):
         refuse_to_overwrite(tmp_path)
 
 
-def test_what_has_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_with_another_name_is_not_a_checkpoint(tmp_path: Path) -> None:
     for name in ("round-1.pipar", "round-000001.pipar.bak", "notes.txt"):
         (tmp_path / name).write_bytes(b"mine")
     Checkpoints(tmp_path, keep=1).save(checkpoint(1))
@@ -164,7 +164,7 @@ def test_what_has_another_name_is_no_checkpoint(tmp_path: Path) -> None:
 # --- damaged files
 
 
-def test_a_damaged_file_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_file_is_skipped_and_the_one_before_is_used(tmp_path: Path) -> None:
     paths = [Checkpoints(tmp_path).save(checkpoint(number)) for number in (1, 2, 3)]
     paths[2].write_bytes(paths[2].read_bytes()[:-1])
     paths[1].write_bytes(b"")
@@ -200,7 +200,7 @@ def test_a_file_that_is_too_short_or_too_long_is_damaged(tmp_path: Path) -> None
             read(path)
 
 
-def test_a_length_that_the_file_does_not_have_is_never_allocated(tmp_path: Path) -> None:
+def test_a_length_beyond_the_file_is_never_allocated(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(checkpoint(2))
     damaged = bytearray(path.read_bytes())
     struct.pack_into("<Q", damaged, 52, 2**62)
@@ -209,7 +209,7 @@ def test_a_length_that_the_file_does_not_have_is_never_allocated(tmp_path: Path)
         read(path)
 
 
-def test_a_file_of_another_version_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_skipped(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(checkpoint(1))
     path = Checkpoints(tmp_path).save(checkpoint(2))
     newer = bytearray(path.read_bytes())
@@ -217,10 +217,10 @@ def test_a_file_of_another_version_is_passed_over(tmp_path: Path) -> None:
     path.write_bytes(newer)
     warnings: list[str] = []
     assert same(newest(tmp_path, warnings.append), checkpoint(1))
-    assert f"is of version {VERSION + 1}; this pipar reads version {VERSION}" in warnings[0]
+    assert f"has format version {VERSION + 1}; this pipar reads version {VERSION}" in warnings[0]
 
 
-def test_a_file_that_cannot_be_opened_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_skipped(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(checkpoint(1))
     (tmp_path / "round-000002.pipar").mkdir()
     warnings: list[str] = []
@@ -228,11 +228,11 @@ def test_a_file_that_cannot_be_opened_is_passed_over(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in warnings[0]
 
 
-def test_content_that_says_something_else_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_content_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"[]", b"{", b"{}", b'{"round": 1}', json.dumps({"plans": {"a": 1}}).encode(), b"\xff"):
         monkeypatch.setattr("pipar.storage.checkpoint._content", lambda _, content=content: content)
         path = Checkpoints(tmp_path).save(checkpoint(1))
-        with pytest.raises(CheckpointError, match="does not say what this version of pipar writes"):
+        with pytest.raises(CheckpointError, match="lacks fields that this version of pipar needs"):
             read(path)
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, tree: dict[
         {"devices": [{"name": "other", "count": 9}]},
     ],
 )
-def test_a_training_may_go_on_for_longer_and_with_others(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_resumed_training_may_last_longer_and_have_other_devices(tmp_path: Path, tree: dict[str, Any]) -> None:
     Checkpoints(tmp_path).save(checkpoint(1))
     assert same(latest(tmp_path, identity_of(config_from(tree)), refuse_warnings), checkpoint(1))
 
@@ -282,7 +282,7 @@ def test_identity_survives_json_and_a_key_of_a_later_version(tmp_path: Path) -> 
     assert latest(tmp_path, {**identity, "model.flavour": "new"}, refuse_warnings) is not None
 
 
-def test_rounds_of_a_version_without_noise_are_not_gone_on_with_as_if_they_had_some(tmp_path: Path) -> None:
+def test_a_training_with_noise_does_not_resume_from_a_version_without_it(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 1.0}})
     before = {key: value for key, value in IDENTITY.items() if not key.startswith("noise")}
     Checkpoints(tmp_path).save(replace(checkpoint(1), identity=before))
@@ -295,7 +295,7 @@ def test_rounds_of_a_version_without_noise_are_not_gone_on_with_as_if_they_had_s
 
 
 class FullDisk(Disk):
-    """Has no room from the n-th of one kind of operation on."""
+    """A disk that is full from the n-th operation of one kind on."""
 
     def __init__(self, step: str, number: int = 1) -> None:
         self._step, self._left = step, number
@@ -320,11 +320,11 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("step", "number"), STEPS, ids=lambda value: str(value))
-def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, step: str, number: int) -> None:
+def test_a_full_disk_leaves_earlier_checkpoints_intact(tmp_path: Path, step: str, number: int) -> None:
     for earlier in (1, 2, 3):
         Checkpoints(tmp_path, keep=3).save(checkpoint(earlier))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(CheckpointError, match=r"round 4 could not be saved in .*: No space left on device\. Those"):
+    with pytest.raises(CheckpointError, match=r"round 4 could not be saved in .*: No space left on device\. Earlier"):
         Checkpoints(tmp_path, keep=3, disk=FullDisk(step, number)).save(checkpoint(4))
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name: after.get(name) for name in before} == before
@@ -333,7 +333,7 @@ def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, step: str, num
     assert same(newest(tmp_path), checkpoint(5))
 
 
-def test_an_old_file_that_cannot_be_removed_does_not_hurt(tmp_path: Path) -> None:
+def test_an_old_file_that_cannot_be_removed_is_ignored(tmp_path: Path) -> None:
     for number in (1, 2):
         Checkpoints(tmp_path, keep=1, disk=FullDisk("remove")).save(checkpoint(number))
     assert len(names(tmp_path)) == 2
@@ -345,12 +345,14 @@ def test_an_old_file_that_cannot_be_removed_does_not_hurt(tmp_path: Path) -> Non
 
 
 class PowerLossError(BaseException):
-    """Nothing runs after this: not what cleans up, either."""
+    """Raised instead of a loss of power: no code may run after it, not even a clean-up."""
 
 
 class FailingDisk(Disk):
-    """Loses power after some operations. What was written and not synced is then lost from some byte on, and the last
-    changes of names in a folder that was not synced have not happened.
+    """A disk that loses power after some operations.
+
+    Of bytes that were not synced, those from a random position on are lost; so are the last changes of names in a
+    folder that was not synced.
     """
 
     def __init__(self, operations: int, chance: random.Random) -> None:
@@ -426,7 +428,7 @@ class FailingDisk(Disk):
 
 
 def save_until_power_is_lost(store: Checkpoints, disk: FailingDisk, number: int) -> bool:
-    """Save one more checkpoint and lose power on the way or behind it; say if it was saved before that."""
+    """Save one more checkpoint and lose power before, during or after it; return whether it was saved before that."""
     saved = False
     try:
         store.save(checkpoint(number))
@@ -438,7 +440,7 @@ def save_until_power_is_lost(store: Checkpoints, disk: FailingDisk, number: int)
 
 
 class SlipshodDisk(Disk):
-    """Does not wait for the disk: power is not lost while it saves, and hundreds of syncs take a while."""
+    """A disk that does not wait for syncs: power is not lost while it saves, and hundreds of syncs are slow."""
 
     def sync(self, file: FileIO) -> None:
         pass
@@ -447,12 +449,14 @@ class SlipshodDisk(Disk):
         pass
 
 
-#: From before the first to behind the last: folder, file, four buffers, sync, rename, folder, one removed file.
+#: From before the first to after the last: folder, file, four buffers, sync, rename, folder, one removed file.
 OPERATIONS = range(12)
 
 
 @pytest.mark.parametrize("operations", OPERATIONS)
-def test_after_a_loss_of_power_the_last_or_the_one_before_is_whole(tmp_path: Path, operations: int) -> None:
+def test_after_a_loss_of_power_the_last_checkpoint_or_the_one_before_is_complete(
+    tmp_path: Path, operations: int
+) -> None:
     for seed in range(20):
         chance = random.Random(100 * operations + seed)
         folder, keep, before = tmp_path / f"{seed}", chance.randint(1, 3), chance.randint(0, 4)
@@ -462,7 +466,7 @@ def test_after_a_loss_of_power_the_last_or_the_one_before_is_whole(tmp_path: Pat
         saved = save_until_power_is_lost(Checkpoints(folder, keep, disk), disk, before + 1)
         assert saved is (operations >= (10 if before >= keep else 9))
 
-        found = newest(folder)  # without a warning: what has a checkpoint's name is whole
+        found = newest(folder)  # without a warning: what has a checkpoint's name is complete
         if found is None:
             assert (saved, before) == (False, 0)
         else:
@@ -479,7 +483,7 @@ def test_after_a_loss_of_power_the_last_or_the_one_before_is_whole(tmp_path: Pat
 # --- the configuration
 
 
-def test_a_checkpoint_is_due_every_so_many_rounds() -> None:
+def test_a_checkpoint_is_due_every_n_rounds() -> None:
     assert [number for number in range(1, 10) if is_due(number, 3)] == [3, 6, 9]
     assert [number for number in range(1, 10) if is_due(number, 0)] == []
     assert all(is_due(number, config_from({}).server.checkpoint_every) for number in range(1, 10))

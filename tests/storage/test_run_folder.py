@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path, job(), world="virtual", command="pipar run --virtual")
 
 
-def test_a_name_that_is_taken_gets_a_number_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_is_appended_to_a_name_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "deep" / "runs"))
     assert [new_folder("vgg5").name for _ in range(3)] == ["vgg5", "vgg5-2", "vgg5-3"]
     assert sorted(path.name for path in (tmp_path / "deep" / "runs").iterdir()) == ["vgg5", "vgg5-2", "vgg5-3"]
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path, monkeypa
         new_folder("x")
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     write_atomically(path, b"old")
 
@@ -104,7 +104,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_two_processes_that_write_one_file_do_not_write_into_each_others(
+def test_two_processes_writing_one_file_do_not_mix_their_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, sync = tmp_path / "result.json", os.fsync
@@ -122,13 +122,13 @@ def test_two_processes_that_write_one_file_do_not_write_into_each_others(
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_what_a_crash_has_left_of_a_file_is_removed_by_the_next_program(tmp_path: Path) -> None:
+def test_partial_files_of_a_crashed_process_are_removed_by_the_next_one(tmp_path: Path) -> None:
     (tmp_path / ".trace.json.4711.partial").write_bytes(b"half")
     RunFolder(tmp_path, job(), world="real", command="pipar server --resume")
     assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_ctrl_c_waits_for_the_end_of_what_is_being_saved(tmp_path: Path) -> None:
+def test_ctrl_c_is_deferred_until_saving_has_ended(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)
 
     def save() -> None:
@@ -149,7 +149,7 @@ def test_the_configuration_reads_back_equal(folder: RunFolder) -> None:
     assert {(spec.split_point, spec.micro_batches) for spec in device_specs(again)} == {(1, 2)}
 
 
-def test_an_epoch_stands_in_the_metrics_as_soon_as_it_is_over(folder: RunFolder) -> None:
+def test_an_epoch_is_in_the_metrics_as_soon_as_it_has_ended(folder: RunFolder) -> None:
     metrics = folder.path / "metrics.jsonl"
     assert not metrics.exists()
     for number in (1, 2):
@@ -195,7 +195,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
     assert set(versions()) == {"pipar", "torch", "numpy", "grpcio"}
 
 
-def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
+def test_new_plans_are_in_the_result_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
     seen: list[Event] = []
     watch = folder.event_recorder(seen.append)
     plans = {
@@ -216,7 +216,7 @@ def test_new_plans_are_told_of_if_an_epoch_was_trained_by_them(folder: RunFolder
     assert {plan["split_point"] for plan in result["plans"]} == {1}
 
 
-def test_a_finished_run_leaves_its_files_and_nothing_half_done(folder: RunFolder) -> None:
+def test_a_finished_run_leaves_its_files_and_no_partial_ones(folder: RunFolder) -> None:
     folder.add_epoch(EPOCH, [SPAN])
     folder.finish(weights=Body.of(b"wei", b"ghts"))
     assert sorted(path.name for path in folder.path.iterdir()) == [
@@ -256,7 +256,7 @@ def train_rounds(folder: RunFolder, *numbers: int, saved: int) -> None:
         folder.add_epoch(replace(EPOCH, epoch=number), [])
 
 
-def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Path) -> None:
+def test_after_a_crash_the_files_have_no_round_twice_and_none_that_is_lost(tmp_path: Path) -> None:
     before = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     train_rounds(before, 1, 2, 3, 4, saved=2)  # and a crash before 3 or 4 is saved
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2]
@@ -265,7 +265,7 @@ def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Pa
     found = Checkpoint(2, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], log, {"partly": partly})
     after = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     after.resume(found)
-    assert after.trained_again == 0  # as far as anybody was told
+    assert after.trained_again == 0  # the files had none of the lost rounds
     train_rounds(after, 3, 4, saved=3)
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2, 3]
     result = after.finish()
@@ -276,17 +276,17 @@ def test_after_a_crash_no_round_is_told_twice_and_none_that_is_lost(tmp_path: Pa
     assert once_more.trained_again == 2
 
 
-def test_a_crash_behind_the_last_round_leaves_a_result_to_be_written(tmp_path: Path) -> None:
+def test_after_a_crash_at_the_end_of_the_last_round_the_result_is_still_to_be_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     train_rounds(folder, 1, saved=1)
     assert not folder.has_result()
     folder.finish()
     assert folder.has_result()
-    train_rounds(folder, 2, saved=2)  # the training went on, and result.json is that of an earlier stop
+    train_rounds(folder, 2, saved=2)  # training continued, and result.json is from an earlier stop
     assert not folder.has_result()
 
 
-def test_a_training_that_begins_anew_does_not_tell_of_one_that_was_lost(tmp_path: Path) -> None:
+def test_a_training_that_starts_over_has_no_rows_of_one_that_was_lost(tmp_path: Path) -> None:
     train_rounds(RunFolder(tmp_path, job(), world="real", command=""), 1, 2, saved=0)
     again = RunFolder(tmp_path, job(), world="real", command="", has_checkpoints=True)
     again.start_over()
@@ -303,7 +303,9 @@ def test_a_training_that_begins_anew_does_not_tell_of_one_that_was_lost(tmp_path
         ({"run": {"method": "fl"}}, "my.nets:small", "my_nets_small-digits-fl"),
     ],
 )
-def test_a_run_is_called_after_what_it_trains(tree: dict[str, dict[str, str]], model: str, name: str) -> None:
+def test_a_run_is_named_after_network_dataset_and_method(
+    tree: dict[str, dict[str, str]], model: str, name: str
+) -> None:
     assert run_name(config_from(tree), model, "digits") == name
 
 
@@ -319,7 +321,7 @@ def test_a_loss_that_has_diverged_is_null_and_the_files_stay_strict_json(folder:
 
 
 @pytest.mark.parametrize(("pictures", "spans", "told"), [(True, [SPAN], 1), (True, [], 0), (False, [SPAN], 0)])
-def test_who_asks_for_pictures_is_told_of_the_lanes_if_they_were_traced(
+def test_an_observer_that_asks_for_pictures_gets_the_lanes_if_they_were_traced(
     folder: RunFolder, pictures: bool, spans: list[Span], told: int
 ) -> None:
     heard: list[Event] = []
@@ -327,7 +329,7 @@ def test_who_asks_for_pictures_is_told_of_the_lanes_if_they_were_traced(
     assert heard == [EPOCH, *[Pictured(1, (SPAN,), is_whole=True)] * told]
 
 
-def test_of_many_spans_a_picture_has_some(folder: RunFolder) -> None:
+def test_a_picture_has_an_excerpt_of_many_spans(folder: RunFolder) -> None:
     heard: list[Event] = []
     spans = [replace(SPAN, kind="step", iteration=1 + number // 10) for number in range(5000)]
     folder.epoch_recorder(heard.append, pictures=True)(EPOCH, spans)

@@ -108,7 +108,7 @@ class Training:
 class Checkpointer(Protocol):
     """Saves the training, so that another server can go on with it."""
 
-    async def keep(self, epoch: int, *, last: bool) -> None:
+    async def save_if_due(self, epoch: int, *, last: bool) -> None:
         """Save the state behind a round; returns when it is copied."""
 
     async def finish(self) -> None:
@@ -239,7 +239,7 @@ class Server:
         # In the middle of a round the replicas have moved on, and with them what is kept of them.
         keeps_replicas = any(orders.keep_momentum for orders in self._orders.values())
         if self._checkpointer is not None and not keeps_replicas and not self._training.method.shares_server_model:
-            await self._checkpointer.keep(self.done, last=True)
+            await self._checkpointer.save_if_due(self.done, last=True)
 
     # --- the training
 
@@ -294,7 +294,7 @@ class Server:
             epoch += 1
         if self._checkpointer is not None:
             # Before the devices leave: after a crash nobody could train the last rounds again.
-            await self._checkpointer.keep(epoch, last=True)
+            await self._checkpointer.save_if_due(epoch, last=True)
             await self._checkpointer.finish()
         self._membership.stop(epoch)
         await self._wait_for_results(epoch)
@@ -401,7 +401,7 @@ class Server:
             return False
         self._results.check()
         if self._checkpointer is not None:
-            await self._checkpointer.keep(epoch, last=False)
+            await self._checkpointer.save_if_due(epoch, last=False)
         return True
 
     async def _close_round(self, epoch: int, in_model: list[_Counted], began: float) -> bool:

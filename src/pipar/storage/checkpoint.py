@@ -1,7 +1,7 @@
-"""Checkpoints: a training as it was when a round was over, to go on from. One file each, whole or not there at all.
+"""The format of checkpoints: the state of a training at the end of a round, one file each, complete or absent.
 
-A file is a header, JSON and the bytes of a safetensors file; `docs/checkpoints.md` describes them. Nothing here knows
-of torch or of an event loop: saving may run in any thread, one checkpoint of a folder at a time.
+A file is a header, JSON and the bytes of a safetensors file; `docs/checkpoints.md` describes them. This module uses
+neither torch nor an event loop: saving may run in any thread, one checkpoint of a folder at a time.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from pipar.wire.messages import Body
 MAGIC = b"PIPARCKP"
 VERSION = 1
 
-#: Magic, version, SHA-256 of all that follows it: the lengths of JSON and tensors, then these themselves.
+#: Magic, version, SHA-256 of everything after it: the lengths of the JSON and of the tensors, then both of them.
 _START = struct.Struct("<8sI32s")
 _LENGTHS = struct.Struct("<QQ")
 _HEADER_BYTES = _START.size + _LENGTHS.size
 _NAME = re.compile(r"round-(\d{6,})\.pipar")
 _PARTIAL = ".partial"
 _NOISE = "noise on updates, by [privacy],"
-#: What a checkpoint means that says nothing of it: it is of a version in which there was nothing else.
+#: Values for keys that a checkpoint of an earlier version lacks: what that version did.
 _BEFORE = {_NOISE: False}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training right behind a round: all that the server needs to go on with the next one."""
+    """The state of a training after a round: everything that the server needs to continue with the next one."""
 
-    round: int  # the last one that is complete
-    tensors: Body  # safetensors: what a learner's `snapshot` gives and its `restore` takes
+    round: int  # the last complete one
+    tensors: Body  # safetensors: from a learner's `snapshot`, for its `restore`
     identity: Mapping[str, Any]  # of the training, by `identity_of`
-    plans: Mapping[str, Plan]  # that are in force, by device
-    samples: Mapping[str, int]  # that each device has
-    metrics: Sequence[Mapping[str, Any]] = ()  # the results of the epochs that were complete, in order
-    round_log: Sequence[Mapping[str, int]] = ()  # of each round: who counted, with how many samples
-    notes: Mapping[str, Any] = field(default_factory=dict)  # what else is to be found again; JSON
+    plans: Mapping[str, Plan]  # in use, by device
+    samples: Mapping[str, int]  # number of them, by device
+    metrics: Sequence[Mapping[str, Any]] = ()  # the results of the complete epochs, in order
+    round_log: Sequence[Mapping[str, int]] = ()  # for each round: samples by device that counted
+    notes: Mapping[str, Any] = field(default_factory=dict)  # further state of the server; JSON
 
     @property
     def trained_samples(self) -> int:
-        """How many samples have gone into the global model."""
+        """Number of samples that the global model was trained on."""
         return sum(sum(counted.values()) for counted in self.round_log)
 
 
 def is_due(number: int, every: int) -> bool:
-    """Say if a checkpoint is to be saved behind this round; `every` = 0 is never."""
+    """Return whether a checkpoint is saved after this round; `every` = 0 means never."""
     return every > 0 and number % every == 0
 
 
 def identity_of(config: Config) -> dict[str, Any]:
-    """Return what a training must have in common with a checkpoint to go on from it, by "section.key".
+    """Return the settings that a training must share with a checkpoint to resume from it, by "section.key".
 
-    Other devices, links, plans, learning rates or more epochs are the same training; another network, method, seed or
-    other data is not: what is held out now may have been trained on.
+    Devices, links, plans, learning rates and the number of epochs may differ. The network, method, seed and data may
+    not: with other data, samples that are held out now may have been trained on.
     """
     sections = {
         "run": config.run.model_dump(mode="json", include={"method", "seed"}),
@@ -74,7 +74,7 @@ def identity_of(config: Config) -> dict[str, Any]:
         "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
     }
     identity = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    # Rounds without noise cannot be taken back, and no epsilon is true of them; how much there is of it may change.
+    # Rounds without noise cannot be undone and have no finite epsilon. The amount of noise may change.
     return {**identity, _NOISE: config.privacy.clips}
 
 
@@ -82,10 +82,10 @@ def identity_of(config: Config) -> dict[str, Any]:
 
 
 class Disk:
-    """What saving asks of the file system, a method for each operation: where tests let it fail."""
+    """The file system operations of saving, one method each, so that tests can make each one fail."""
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder that stays, if it is not there."""
+        """Make a folder if it is missing, so that it survives a loss of power."""
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             self.sync_folder(folder.parent)
@@ -94,11 +94,11 @@ class Disk:
         return FileIO(path, "w")
 
     def write(self, file: FileIO, data: memoryview) -> None:
-        while len(data):  # the system takes 2 GiB at a time
+        while len(data):  # one call writes at most 2 GiB
             data = data[file.write(data) :]
 
     def sync(self, file: FileIO) -> None:
-        """Return when what was written has reached the disk."""
+        """Return when the written bytes have reached the disk."""
         os.fsync(file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
@@ -106,7 +106,7 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         """Return when the names in a folder have reached the disk."""
-        if os.name == "nt":  # folders cannot be opened there
+        if os.name == "nt":  # Windows cannot open folders
             return
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -119,10 +119,10 @@ class Disk:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own; the last `keep` of them stay.
+    """The checkpoints of one run, in a folder of their own; only the last `keep` of them are kept.
 
-    Making one removes what a crash in the middle of saving has left behind, so only one process at a time may save to
-    a folder. Reading, by `latest`, changes nothing and may happen at any time.
+    The constructor removes partial files that a crash has left, so only one process at a time may save to a folder.
+    Reading, by `latest`, changes nothing and may happen at any time.
     """
 
     def __init__(self, folder: Path, keep: int = 3, disk: Disk | None = None) -> None:
@@ -131,14 +131,14 @@ class Checkpoints:
         self._keep = keep
         self._disk = disk or Disk()
         for partial in folder.glob(f".*{_PARTIAL}"):
-            with contextlib.suppress(OSError):  # it is in nobody's way
+            with contextlib.suppress(OSError):  # a partial file that stays does no harm
                 self._disk.remove(partial)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Save a checkpoint and return its file. When this returns, it outlives a loss of power.
+        """Save a checkpoint and return its file. When this returns, it survives a loss of power.
 
-        A CheckpointError says that it could not be saved, as on a full disk: what was saved before is still there.
-        Files of later rounds are removed: they could not be read, or the training did not go on from them.
+        Raises CheckpointError if it cannot be saved, for example on a full disk; earlier checkpoints are kept then.
+        Files of later rounds are removed: they were unreadable, or the training did not resume from them.
         """
         content = _content(checkpoint)
         path = self.folder / f"round-{checkpoint.round:06d}.pipar"
@@ -149,17 +149,17 @@ class Checkpoints:
             self._disk.rename(partial, path)
             self._disk.sync_folder(self.folder)
         except OSError as error:
-            with contextlib.suppress(OSError):  # not there, or no longer under this name
+            with contextlib.suppress(OSError):  # it was not created, or is renamed already
                 self._disk.remove(partial)
             raise CheckpointError(
                 f"The checkpoint of round {checkpoint.round} could not be saved in {self.folder}: {_reason(error)}. "
-                "Those before it are as they were."
+                "Earlier checkpoints are kept. Make sure that the folder can be written and has enough space."
             ) from error
         self._remove_others(checkpoint.round)
         return path
 
     def _write(self, partial: Path, buffers: list[memoryview], content_bytes: int) -> None:
-        """Write a whole file, tensor by tensor from where they lie: a second copy of a model may not fit."""
+        """Write a whole file, tensor by tensor without copying: a second copy of a model may not fit into memory."""
         lengths = _LENGTHS.pack(content_bytes, sum(buffer.nbytes for buffer in buffers) - content_bytes)
         digest = hashlib.sha256(lengths)
         for buffer in buffers:
@@ -171,11 +171,11 @@ class Checkpoints:
             self._disk.sync(file)
 
     def _remove_others(self, saved: int) -> None:
-        """Remove what is too old, and what is later than the round that was saved now."""
+        """Remove checkpoints that are too old, and those of rounds after the one just saved."""
         try:
             rounds = sorted(_files(self.folder).items())
         except InputError:
-            return  # it is saved; the next one tries again
+            return  # the checkpoint itself is saved; the next one removes these
         earlier = [path for number, path in rounds if number <= saved]
         later = [path for number, path in rounds if number > saved]
         for path in (*earlier[: -self._keep], *later):
@@ -184,7 +184,7 @@ class Checkpoints:
 
 
 def _content(checkpoint: Checkpoint) -> bytes:
-    """Return everything but the tensors as JSON. A loss that is no number stays what it is, as Python writes it."""
+    """Return everything but the tensors as JSON. A loss that is not finite is written as Python writes it (NaN)."""
     content = {
         "round": checkpoint.round,
         "identity": dict(checkpoint.identity),
@@ -201,16 +201,16 @@ def _content(checkpoint: Checkpoint) -> bytes:
 
 
 def latest(folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint of a folder that is whole; None if there is none.
+    """Return the newest undamaged checkpoint of a folder; None if there is none.
 
-    One that is damaged is passed over, and `warn` gets a sentence that says so. One of another training than `identity`
-    says is an InputError: going on from it is not what was meant.
+    Damaged ones are skipped, and `warn` gets a sentence about each. Raises InputError if the newest one belongs to a
+    training with another `identity`.
     """
     for _, path in sorted(_files(folder).items(), reverse=True):
         try:
             checkpoint = read(path)
         except CheckpointError as error:
-            warn(f"{error} It is passed over for the one before it.")
+            warn(f"{error} It is skipped, and the one before it is used.")
             continue
         _refuse_another_training(path, checkpoint.identity, identity)
         return checkpoint
@@ -218,23 +218,26 @@ def latest(folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None
 
 
 def refuse_to_overwrite(folder: Path) -> None:
-    """Raise if a folder has checkpoints: a training that starts anew would take their places."""
+    """Raise InputError if a folder has checkpoints, which a new training would overwrite."""
     files = _files(folder)
     if files:
         raise InputError(
-            f"{folder} has checkpoints up to round {max(files)}: go on from them with --resume, give another run.name, "
-            "or remove the folder."
+            f"{folder} has checkpoints up to round {max(files)}: resume from them with --resume, give another "
+            "run.name, or remove the folder."
         )
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint of a file; a CheckpointError says what is wrong with it."""
+    """Return the checkpoint of a file; raise CheckpointError if the file is damaged or cannot be read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER_BYTES)
             content_bytes, tensor_bytes = _lengths(path, header, size)
-            content, tensors = file.read(content_bytes), bytearray(tensor_bytes)  # tensors are to lie on it
+            content, tensors = (
+                file.read(content_bytes),
+                bytearray(tensor_bytes),
+            )  # writable: the tensors use it without a copy
             file.readinto(tensors)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.") from None
@@ -242,22 +245,25 @@ def read(path: Path) -> Checkpoint:
     digest.update(content)
     digest.update(tensors)
     if digest.digest() != _START.unpack_from(header)[2]:
-        raise CheckpointError(f"The checkpoint {path} is damaged: its checksum is not that of its content.")
+        raise CheckpointError(f"The checkpoint {path} is damaged: its checksum does not match its content.")
     try:
         return _checkpoint(json.loads(content), tensors)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"The checkpoint {path} does not say what this version of pipar writes.") from None
+        raise CheckpointError(f"The checkpoint {path} lacks fields that this version of pipar needs.") from None
 
 
 def _lengths(path: Path, header: bytes, size: int) -> tuple[int, int]:
-    """Return the lengths that a header says, if the file is as long as that: nothing longer is ever read."""
+    """Return the lengths of JSON and tensors from a header, if they match the file's size, so that no more is read."""
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
-        raise CheckpointError(f"The checkpoint {path} is damaged: it does not start like one.")
+        raise CheckpointError(f"The checkpoint {path} is damaged: it does not start like a checkpoint.")
     if len(header) < _HEADER_BYTES:
         raise CheckpointError(f"The checkpoint {path} is damaged: it ends after {size} bytes.")
     _, version, _ = _START.unpack_from(header)
     if version != VERSION:
-        raise CheckpointError(f"The checkpoint {path} is of version {version}; this pipar reads version {VERSION}.")
+        raise CheckpointError(
+            f"The checkpoint {path} has format version {version}; this pipar reads version {VERSION}. Resume with the "
+            "version of pipar that wrote it."
+        )
     content_bytes, tensor_bytes = _LENGTHS.unpack_from(header, _START.size)
     whole = _HEADER_BYTES + content_bytes + tensor_bytes
     if whole != size:
@@ -280,13 +286,13 @@ def _checkpoint(content: Mapping[str, Any], tensors: bytearray) -> Checkpoint:
 
 def _refuse_another_training(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     theirs = {**_BEFORE, **theirs}
-    # Any other key that the file does not know came with a later version, where its default is what was before.
+    # Other keys that the file lacks came with a later version; their defaults do what the earlier version did.
     other = next((key for key in ours if key in theirs and theirs[key] != ours[key]), None)
     if other is not None:
         raise InputError(
-            f"The checkpoint {path} is of another training: there {other} was {_written(theirs[other])}, and the "
-            f"configuration says {_written(ours[other])}. Resume with the configuration that it was made with, or "
-            "start anew without --resume."
+            f"The checkpoint {path} belongs to another training: there {other} was {_written(theirs[other])}, and the "
+            f"configuration says {_written(ours[other])}. Resume with the configuration that it was made with, or give "
+            "another run.name and start without --resume."
         )
 
 
@@ -295,7 +301,7 @@ def _written(value: Any) -> str:
 
 
 def _files(folder: Path) -> dict[int, Path]:
-    """Return the checkpoint files of a folder by round; a folder that is not there has none."""
+    """Return the checkpoint files of a folder by round; none if the folder is missing."""
     try:
         named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Saving a training behind its rounds, and finding it again: what a server needs to go on after a crash."""
+"""Saving checkpoints during training, so that a server can resume after a crash."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pipar.wire.messages import Body
 
 
 class SupportsSnapshot(Protocol):
-    """A learner whose state can be copied."""
+    """A learner that can copy its state."""
 
     def snapshot(self) -> Body: ...
 
 
 class CheckpointWriter:
-    """Saves a checkpoint every few rounds. The copy is taken between two rounds, and written beside the next one."""
+    """Saves a checkpoint every few rounds: copies the state between two rounds and writes it during the next one."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class CheckpointWriter:
         self._lane = lane
         self._observe = observe
         self._saving: asyncio.Task[None] | None = None
-        self._kept = done  # the last round that was copied
-        self._kept_spent = folder.accountant.as_notes()
+        self._copied = done  # the last round whose state was copied
+        self._copied_spent = folder.accountant.as_notes()
 
-    async def keep(self, epoch: int, *, last: bool) -> None:
-        """Save the state behind a round if that is due; returns when it is copied."""
-        if last:  # a copy that cannot be saved is no reason not to try again
+    async def save_if_due(self, epoch: int, *, last: bool) -> None:
+        """Save the state after a round if a checkpoint is due; return when the state is copied."""
+        if last:  # if the copy before cannot be saved, this one is tried
             await self.finish()
         every, spent = self._config.server.checkpoint_every, self._folder.accountant.as_notes()
-        # Of a round that is not over, what devices have sent of it is to be known nevertheless.
-        is_new = epoch > self._kept or (epoch == self._kept > 0 and spent != self._kept_spent)
+        # Privacy that devices have spent in an unfinished round is saved too.
+        is_new = epoch > self._copied or (epoch == self._copied > 0 and spent != self._copied_spent)
         if not is_new or (not is_due(epoch, every) and not (last and every)):
             return
-        self._kept, self._kept_spent = epoch, spent
+        self._copied, self._copied_spent = epoch, spent
         await self.finish()
         tensors = await self._lane.run((Work("save", epoch), self._learner.snapshot))
         job = self._job()
@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))
 
     async def finish(self) -> None:
-        """Return when what was copied is saved."""
+        """Return when the last copy is saved, or could not be."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
@@ -87,8 +87,8 @@ class CheckpointWriter:
         work = Work("save", checkpoint.round, size_bytes=checkpoint.tensors.size_bytes)
         try:
             path: Path = await self._lane.run((work, lambda: self._checkpoints.save(checkpoint)))
-        except CheckpointError as error:  # the training is worth more than its checkpoint
-            self._kept = min(self._kept, checkpoint.round - 1)  # whoever asks again may find room
+        except CheckpointError as error:  # the training continues without this checkpoint
+            self._copied = min(self._copied, checkpoint.round - 1)  # there may be space when it is saved again
             self._observe(SaveFailed(checkpoint.round, str(error)))
         else:
             self._observe(Saved(checkpoint.round, str(path)))

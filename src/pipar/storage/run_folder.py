@@ -1,4 +1,4 @@
-"""A run's folder: what was run, what came out, and the trace; written so that nothing half-done is left behind."""
+"""The folder of a run: its configuration, results and trace. Each file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 
 
 def runs_folder() -> Path:
-    """Return where runs go: $PIPAR_RUNS, or `runs` in the current directory."""
+    """Return the folder of all runs: $PIPAR_RUNS, or `runs` in the current directory."""
     return Path(os.environ.get("PIPAR_RUNS", "runs"))
 
 
 def new_folder(name: str) -> Path:
-    """Make and return a folder of this name for a new run; a name that is taken gets a number behind it."""
+    """Make and return a folder of this name for a new run; a number is appended if the name is taken."""
     parent, number = runs_folder(), 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -46,19 +46,26 @@ def new_folder(name: str) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise InputError(f"Cannot make the run's folder {folder}: {error.strerror}.") from None
+            raise cannot_make_folder(folder, error) from None
         else:
             return folder
 
 
+def cannot_make_folder(folder: Path, error: OSError) -> InputError:
+    """Return the error to raise when a run's folder cannot be made."""
+    return InputError(
+        f"Cannot make the run's folder {folder}: {error.strerror}. Set PIPAR_RUNS to a folder that can be written."
+    )
+
+
 def remove_if_no_epochs(folder: Path) -> None:
-    """Remove the folder of a run that came to nothing: not one epoch was finished."""
+    """Remove the folder of a run that has not finished a single epoch."""
     if not (folder / "metrics.jsonl").exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, *content: bytes | memoryview) -> None:
-    """Write a file so that it is there whole or not at all, also if two processes write it at once."""
+    """Write a file completely or not at all, even if two processes write it at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
         with temporary.open("wb") as file:
@@ -68,36 +75,36 @@ def write_atomically(path: Path, *content: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        with suppress(OSError):  # what went wrong before is what counts
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
         raise
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Remove what a crash of an earlier program has left of files that it was writing; one that lives still writes."""
+    """Remove partial files that a crashed process has left; those of running processes stay."""
     for partial in folder.glob(f".*{_PARTIAL}"):
         number = partial.suffixes[-2].removeprefix(".") if len(partial.suffixes) > 1 else ""
         if not (number.isdigit() and Path("/proc", number).exists()):
-            with suppress(OSError):  # it is in nobody's way
+            with suppress(OSError):  # a partial file that stays does no harm
                 partial.unlink()
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is over, so that what is being saved is saved whole."""
-    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+    """Defer Ctrl-C and SIGTERM until the end of the block, so that files are saved completely."""
+    if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
         yield
         return
-    held: list[int] = []
+    received: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        signal.signal(number, lambda number, _: held.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for first in held[:1]:
+        for first in received[:1]:
             signal.raise_signal(first)
 
 
@@ -106,9 +113,9 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """Takes the epochs of a run as they come and writes its files.
+    """Writes the files of a run while it trains.
 
-    A run that `has_checkpoints` writes a round down when it is saved: the files tell of none that a crash can undo.
+    With `has_checkpoints`, a round is written after its checkpoint is saved, so that no crash can undo a written round.
     """
 
     def __init__(self, path: Path, job: Job, *, world: str, command: str, has_checkpoints: bool = False) -> None:
@@ -117,46 +124,46 @@ class RunFolder:
         self._world = world
         self._command = command
         self.epochs: list[EpochResult] = []
-        self.round_log: list[dict[str, int]] = []  # of each round: who counted, with how many samples
-        self.partly: dict[int, dict[str, int]] = {}  # by round: who did not count, but taught a shared model
-        self.plans: Mapping[str, Plan] = job.plans  # that are in force
-        self.accountant = PrivacyAccountant(job.update_noise)  # where the server counts what the devices send
+        self.round_log: list[dict[str, int]] = []  # for each round: samples by device that counted
+        self.partly: dict[int, dict[str, int]] = {}  # by round: devices that only trained the shared model
+        self.plans: Mapping[str, Plan] = job.plans  # in use now
+        self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self._stopped: str | None = None
         self._spans: list[Span] = []
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
-        self.trained_again = 0  # rounds behind the checkpoint that the files told of
-        self._safe_round = 0 if has_checkpoints else math.inf  # nothing undoes the rounds up to this one
-        self._held: list[tuple[int, str, dict[str, Any]]] = []  # rows of rounds that are not safe yet, with their files
+        self.trained_again = 0  # rounds in the files that came after the checkpoint
+        self._safe_round = 0 if has_checkpoints else math.inf  # no crash can undo the rounds up to this one
+        self._pending: list[tuple[int, str, dict[str, Any]]] = []  # round, file and row of rounds that are not safe yet
         _remove_partial_files(path)
         write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
-        """Append an epoch to metrics.jsonl as it happens; keep its spans for the trace."""
+        """Append an epoch to metrics.jsonl, and keep its spans for the trace."""
         self.epochs.append(result)
         self._spans += spans
-        self._tell(result.epoch, "metrics.jsonl", strict_json(result.to_dict()))
+        self._append_row(result.epoch, "metrics.jsonl", strict_json(result.to_dict()))
 
-    def _tell(self, epoch: int, name: str, row: dict[str, Any]) -> None:
-        """Add a line about a round to a file, at once or when the round is safe."""
-        self._held.append((epoch, name, row))
+    def _append_row(self, epoch: int, name: str, row: dict[str, Any]) -> None:
+        """Append a row about a round to a file, immediately or when the round is safe."""
+        self._pending.append((epoch, name, row))
         self._write_safe_rows()
 
     def _write_safe_rows(self) -> None:
-        safe = [held for held in self._held if held[0] <= self._safe_round]
-        self._held = [held for held in self._held if held[0] > self._safe_round]
+        safe = [entry for entry in self._pending if entry[0] <= self._safe_round]
+        self._pending = [entry for entry in self._pending if entry[0] > self._safe_round]
         for _, name, row in safe:
-            # On a full disk the training goes on without it, and result.json has it in the end.
+            # On a full disk, training continues without the row; result.json contains it at the end.
             with suppress(OSError), (self.path / name).open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     def start_over(self) -> None:
-        """Begin anew, maybe in a folder whose files tell of a training of which nothing was saved."""
+        """Remove the rows of an earlier training in this folder, which left no checkpoint."""
         for name in ("metrics.jsonl", "rounds.jsonl"):
             (self.path / name).unlink(missing_ok=True)
 
     def resume(self, found: Checkpoint) -> None:
-        """Take up a run behind the round of a checkpoint; whatever the files say of later ones is trained again."""
+        """Resume a run after the round of a checkpoint; later rounds in the files are trained again."""
         done = found.round
         self.trained_again = sum(row["epoch"] > done for row in read_rows(self.path / "rounds.jsonl"))
         rows = (*found.metrics, *read_rows(self.path / "metrics.jsonl"))
@@ -180,26 +187,26 @@ class RunFolder:
         return row if number not in self.partly else {**row, "partly": self.partly[number]}
 
     def has_result(self) -> bool:
-        """Return whether result.json tells of all rounds: a crash may have come between the last one and its end."""
+        """Return whether result.json has all rounds; after a crash at the end of a training it may lack some."""
         try:
-            told = json.loads((self.path / "result.json").read_text("utf-8"))
+            result = json.loads((self.path / "result.json").read_text("utf-8"))
         except (OSError, ValueError):
             return False
-        return len(told.get("rounds", ())) >= len(self.round_log)
+        return len(result.get("rounds", ())) >= len(self.round_log)
 
     def update_job(self, job: Job) -> None:
-        """The fleet has grown."""
+        """Replace the job: a device has joined."""
         self._job = job
 
     @property
     def job(self) -> Job:
-        """The training as far as it is known: the fleet of a deployment grows."""
+        """The training as known now; in a deployment, its fleet grows."""
         return self._job
 
     def epoch_recorder(self, observe: Observer, *, pictures: bool = False) -> Callable[[EpochResult, list[Span]], None]:
-        """Return what takes an epoch's result and spans: they are kept, and the result is passed on.
+        """Return a function that records an epoch's result and spans, and passes the result on to `observe`.
 
-        With `pictures` some of the spans are, too, if any are kept.
+        With `pictures` it also passes on an excerpt of the spans, if spans are kept.
         """
 
         def emit(result: EpochResult, spans: list[Span]) -> None:
@@ -212,7 +219,7 @@ class RunFolder:
         return emit
 
     def event_recorder(self, observe: Observer) -> Observer:
-        """Return an observer that passes everything on and keeps what the result tells of."""
+        """Return an observer that records the events that results are made of, and passes all events on."""
 
         def watch(event: Event) -> None:
             if isinstance(event, Replanned):
@@ -222,7 +229,7 @@ class RunFolder:
                 self.round_log.append(event.counted)
                 if event.partly:
                     self.partly[event.epoch] = event.partly
-                self._tell(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
+                self._append_row(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
             elif isinstance(event, BudgetSpent):
                 self._stopped = event.reason
             elif isinstance(event, Saved):
@@ -233,8 +240,8 @@ class RunFolder:
         return watch
 
     def finish(self, *, weights: Body | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
-        """Write model.safetensors, trace.json and, last, result.json, not tested yet; return the result."""
-        self._safe_round = math.inf  # what is not in a checkpoint is in the model that is written now
+        """Write model.safetensors, trace.json and, last, result.json without a test accuracy; return the result."""
+        self._safe_round = math.inf  # the model that is written now contains all rounds
         self._write_safe_rows()
         if weights is not None:
             write_atomically(self.path / "model.safetensors", *weights.buffers)
@@ -243,7 +250,7 @@ class RunFolder:
         return self._write_result(self._result(weights_sha256))
 
     def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:
-        """Write result.json again, with what the finished model's test gave; return the result."""
+        """Write result.json again with the test accuracy of the finished model; return the result."""
         return self._write_result({**self._written, "test_accuracy": accuracy})
 
     def _write_result(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +260,7 @@ class RunFolder:
         return written
 
     def _replans(self) -> list[dict[str, Any]]:
-        # Plans that no epoch was finished by are not told of: the training may have ended right behind their choice.
+        # Plans that no finished epoch has used are left out: the training may have ended right after they were chosen.
         return [replan_as_json(event) for event in self._replanned if event.epoch <= len(self.epochs)]
 
     def _result(self, weights_sha256: str | None) -> dict[str, Any]:
@@ -281,13 +288,13 @@ class RunFolder:
 
 
 def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, int]) -> EpochResult:
-    """Return an epoch from its row; from what the round log knows if a crash came before its row."""
+    """Return an epoch's result from its row, or from the round log if a crash came before the row was written."""
     known = {one.name for one in fields(EpochResult)}
     nothing: dict[str, Any] = {one.name: math.nan for one in fields(EpochResult) if one.type == "float"}
     nothing |= {"train_loss": None, "val_loss": None, "val_accuracy": None, "bytes_up": 0, "bytes_down": 0}
     nothing |= {"epoch": number, "samples": sum(counted.values()), "devices": len(counted)}
-    said = {key: value for key, value in (row or {}).items() if key in known and value is not None}
-    return EpochResult(**{**nothing, **said})
+    given = {key: value for key, value in (row or {}).items() if key in known and value is not None}
+    return EpochResult(**{**nothing, **given})
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -295,7 +302,7 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl or rounds.jsonl, which grow: the last one may be cut off."""
+    """Return the rows of metrics.jsonl or rounds.jsonl, without a last one that is still being written."""
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -308,7 +315,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def plan_from_json(entry: Mapping[str, Any]) -> Plan:
-    """Return the plan of an entry of `plans`; what an older result does not say is as by default."""
+    """Return the plan of an entry of `plans`; fields that an older result lacks have their defaults."""
     return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
 
 
@@ -319,7 +326,7 @@ def replan_as_json(event: Replanned) -> dict[str, Any]:
 
 
 def strict_json(value: Any) -> Any:
-    """Return the value with null for what JSON has no number for: a loss that has diverged is infinite or no number."""
+    """Return the value with null for infinite numbers and NaN, which JSON lacks: a diverged loss is one of them."""
     if isinstance(value, dict):
         return {key: strict_json(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -332,12 +339,12 @@ def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: 
 
 
 def run_name(config: Config, model: str, dataset: str) -> str:
-    """Return the name of a run: the given one, or what it trains by which method."""
+    """Return the name of a run: as configured, or made of network, dataset and method."""
     return config.run.name or f"{_plain(model)}-{_plain(dataset)}-{config.run.method}"
 
 
 def comparison_name(config: Config, model: str, dataset: str) -> str:
-    """Return the name of the folder with the page of several methods' runs."""
+    """Return the name of the folder for the report that compares several methods."""
     return f"{config.run.name or f'{_plain(model)}-{_plain(dataset)}'}-comparison"
 
 
