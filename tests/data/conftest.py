@@ -14,7 +14,7 @@ BESIDE_THE_PROJECT = Path(__file__).parents[2].parent / "shared" / "data"
 
 @pytest.fixture
 def real_data() -> Path:
-    """The folder of real datasets: $PIPAR_DATA, else the one beside the project, else skip."""
+    """The folder of real datasets: $PIPAR_DATA, else the one beside the project; else the test is skipped."""
     folder = Path(os.environ.get("PIPAR_DATA", BESIDE_THE_PROJECT))
     if not folder.is_dir():
         pytest.skip(f"no datasets in {folder}: set PIPAR_DATA to run this test")
@@ -23,7 +23,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def real_dataset(request: pytest.FixtureRequest, real_data: Path) -> str:
-    """The name of a dataset (given by indirect parametrisation) that is there, else skip."""
+    """The name of a dataset (by indirect parametrisation) that is installed; else the test is skipped."""
     name = str(request.param)
     if find(dataset_info(name), real_data) is None:
         pytest.skip(f"{name} is not in {real_data}")

@@ -1,4 +1,4 @@
-"""What `pipar data list` shows."""
+"""The catalog of datasets, and where they are found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_every_file_has_its_own_checksums_and_comes_over_https() -> None:
     assert len({file.md5 for file in files}) == len({file.sha256 for file in files}) == len(files) == 11
 
 
-def test_every_entry_fits_itself() -> None:
+def test_every_entry_is_consistent() -> None:
     for info in CATALOG:
         assert len(info.mean) == len(info.std) == info.shape[0]
         assert bool(info.files) == bool(info.layout) == bool(info.needs)
@@ -32,7 +32,7 @@ def test_a_complete_dataset_is_found_and_an_incomplete_one_is_not(tmp_path: Path
     assert {info.name: info.found for info in known_datasets(tmp_path) if info.found} == {"cifar100": folder}
 
 
-def test_the_data_folder_is_the_given_one_then_the_environments_then_the_cache(
+def test_the_data_folder_is_the_given_one_else_the_environments_else_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPAR_DATA", str(tmp_path))

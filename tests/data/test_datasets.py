@@ -1,4 +1,4 @@
-"""Datasets by name, from real files and from made ones, and the user's own."""
+"""Datasets by name, from real and from generated files, and the user's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_idx(path: Path, array: np.ndarray, *, packed: bool = True) -> None:
 
 
 def write_idx_dataset(folder: Path, train: int = 50, test: int = 20) -> None:
-    """Write numbered images: image i is all i, label i % 10."""
+    """Write numbered images: all pixels of image i are i, its label is i % 10."""
     for part, count in (("train", train), ("t10k", test)):
         number = np.arange(count, dtype=np.uint8)
         images = np.broadcast_to(number[:, None, None], (count, 28, 28))
@@ -72,7 +72,7 @@ def test_digits_do_not_import_scikit_learn() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_more_held_out_than_there_is_gets_a_sentence() -> None:
+def test_holding_out_more_samples_than_exist_is_refused() -> None:
     with pytest.raises(
         DataError, match="digits has 1797 samples to hold out, but 1000 for validation and 900 for test"
     ):
@@ -82,7 +82,7 @@ def test_more_held_out_than_there_is_gets_a_sentence() -> None:
 # ---- synthetic ----
 
 
-def test_synthetic_has_the_asked_sizes_shape_and_classes() -> None:
+def test_synthetic_has_the_requested_sizes_shape_and_classes() -> None:
     made = load_dataset("synthetic", train_samples=1030, validation=7, test=0, classes=5, shape=(1, 9, 6))
     assert [len(part) for part in (made.train, made.validation, made.test)] == [1030, 7, 0]
     assert (made.input_shape, made.classes) == ((1, 9, 6), 5)
@@ -107,7 +107,7 @@ def test_synthetic_can_be_learnt_from_its_training_set_and_is_centred() -> None:
     assert 0.7 < float(x.std()) < 1.3
 
 
-# ---- made files in the published layouts ----
+# ---- generated files in the published layouts ----
 
 
 @pytest.mark.parametrize(("name", "top"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
@@ -120,7 +120,7 @@ def test_idx_datasets_are_found_at_any_level_of_their_layout(tmp_path: Path, nam
     assert made.train.labels[17] == 7
 
 
-def test_mnist_files_are_not_taken_for_fashion(tmp_path: Path) -> None:
+def test_mnist_files_are_not_mistaken_for_fashion(tmp_path: Path) -> None:
     write_idx_dataset(tmp_path / "MNIST" / "raw")
     with pytest.raises(DataError, match="fashion_mnist is not complete"):
         load_dataset("fashion_mnist", path=tmp_path / "MNIST" / "raw")
@@ -133,7 +133,7 @@ def test_idx_images_of_another_size_are_refused(tmp_path: Path) -> None:
         load_dataset("mnist", path=tmp_path)
 
 
-def test_files_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     write_idx_dataset(tmp_path / "MNIST" / "raw")
     labels = tmp_path / "MNIST/raw/t10k-labels-idx1-ubyte"
     labels.unlink()
@@ -142,13 +142,13 @@ def test_files_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
         load_dataset("mnist", path=tmp_path)
 
 
-def test_pipar_data_is_where_datasets_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_are_found_in_pipar_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_idx_dataset(tmp_path / "MNIST" / "raw")
     monkeypatch.setenv("PIPAR_DATA", str(tmp_path))
     assert len(load_dataset("mnist").train) == 50
 
 
-def test_a_missing_dataset_says_where_it_was_looked_for_and_how_to_get_it(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_dataset_says_where_it_was_expected_and_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_dataset("cifar10", path=tmp_path)
     message = str(caught.value)
@@ -157,7 +157,7 @@ def test_a_missing_dataset_says_where_it_was_looked_for_and_how_to_get_it(tmp_pa
     assert "PIPAR_DATA" in message
 
 
-def test_train_samples_are_chosen_by_the_seed_and_checked(tmp_path: Path) -> None:
+def test_train_samples_are_selected_by_the_seed_and_checked(tmp_path: Path) -> None:
     write_idx_dataset(tmp_path / "MNIST" / "raw")
 
     def chosen(**asked: Any) -> Dataset:
@@ -201,13 +201,13 @@ def test_held_out_sizes_beyond_the_test_part_are_refused(tmp_path: Path) -> None
         ("synthetic", {"shape": (3, 0, 32)}, "three positive numbers"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, asked: dict[str, Any], sentence: str) -> None:
+def test_impossible_requests_are_refused(name: str, asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         load_dataset(name, **asked)
 
 
 def write_tiny_imagenet(root: Path) -> None:
-    """Write wnids c, a, b (b without a folder), two training pictures each, one of them grey, and three val ones."""
+    """Write wnids c, a, b (b without a folder), two training images each, one grey, and three validation images."""
     folder = root / "tiny-imagenet-200"
     (folder / "val/images").mkdir(parents=True)
     (folder / "wnids.txt").write_text("c\nb\na\n")
@@ -223,7 +223,7 @@ def write_tiny_imagenet(root: Path) -> None:
         Image.new("L", (64, 64), level).save(folder / f"val/images/val_{at}.JPEG")
 
 
-def test_tiny_imagenet_labels_follow_wnids_over_the_folders_that_are_there(tmp_path: Path) -> None:
+def test_tiny_imagenet_labels_follow_wnids_over_the_existing_folders(tmp_path: Path) -> None:
     write_tiny_imagenet(tmp_path)
     made = load_dataset("tiny_imagenet", path=tmp_path, classes=2, validation=1, test=1)
     assert made.train.labels.tolist() == [0, 0, 1, 1]
@@ -246,7 +246,7 @@ def test_tiny_imagenet_with_too_few_classes_is_refused(tmp_path: Path) -> None:
     [("mnist", (1, 28, 28), 10), ("cifar10", (3, 32, 32), 10), ("cifar100", (3, 32, 32), 100)],
     indirect=["real_dataset"],
 )
-def test_real_datasets_are_whole_and_about_normal(
+def test_real_datasets_are_complete_and_normalised(
     real_dataset: str, real_data: Path, shape: tuple[int, ...], classes: int
 ) -> None:
     loaded = load_dataset(real_dataset, path=real_data)
@@ -275,14 +275,14 @@ def test_a_nearest_mean_reads_most_real_mnist_digits(real_dataset: str, real_dat
     loaded = load_dataset(real_dataset, path=real_data, train_samples=5000)
     (x, y), (tx, ty) = (next(part.batches(8000, torch.float32)) for part in (loaded.train, loaded.test))
     means = torch.stack([x[y == label].mean(0) for label in range(10)]).flatten(1)
-    # 82 % is what the method is known to reach; labels that slipped by one row would give 10 %.
+    # The method is known to reach 82 %; labels shifted by one row would give 10 %.
     assert (torch.cdist(tx.flatten(1), means).argmin(1) == ty).float().mean() > 0.78
 
 
 # ---- the user's own ----
 
 
-def test_float_tensors_are_kept_as_they_are() -> None:
+def test_float_tensors_are_not_changed() -> None:
     x = torch.rand(5, 2, 3, 3, dtype=torch.float64)
     images = dataset_images(TensorDataset(x, torch.arange(5)))
     assert torch.equal(images.images, x)
@@ -290,7 +290,7 @@ def test_float_tensors_are_kept_as_they_are() -> None:
     assert images.labels.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_pictures_and_arrays_become_channels_first_bytes() -> None:
+def test_images_and_arrays_become_channels_first_bytes() -> None:
     picture = Image.new("RGB", (4, 2), (10, 20, 30))
     for sample in (picture, np.array(picture)):
         images = dataset_images([(sample, np.int64(3))])
@@ -299,13 +299,13 @@ def test_pictures_and_arrays_become_channels_first_bytes() -> None:
     assert dataset_images([(Image.new("L", (4, 2)), 0)]).images.shape == (1, 1, 2, 4)
 
 
-def test_bytes_are_centred_alike_on_every_device() -> None:
+def test_bytes_are_normalised_the_same_on_every_device() -> None:
     images = dataset_images([(torch.tensor([[[0, 255]]], dtype=torch.uint8), 0)])
     x, _ = next(images.batches(1, torch.float64))
     assert x.flatten().tolist() == [-1, 1]
 
 
-def test_an_iterable_dataset_and_bfloat16_are_taken_too() -> None:
+def test_an_iterable_dataset_and_bfloat16_are_accepted() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter([(torch.ones(2, dtype=torch.bfloat16), 1)] * 3)

@@ -1,4 +1,4 @@
-"""Downloading from a server on this machine: whole, damaged, cut short and hostile."""
+"""Downloads from a local server: complete, damaged, truncated and hostile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address under which it is served."""
+    """A folder and the URL at which it is served."""
     folder = tmp_path / "served"
     folder.mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
@@ -106,14 +106,14 @@ def idx_dataset(folder: Path) -> DatasetInfo:
     return replace(dataset_info("mnist"), files=tuple(files))
 
 
-def test_single_files_are_put_into_their_layout(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_single_files_are_installed_in_their_layout(served: tuple[Path, str], tmp_path: Path) -> None:
     info = idx_dataset(served[0])
     place = fetch_files(info, tmp_path / "data", base_url=served[1])
     assert place == tmp_path / "data" / "MNIST" / "raw"
     assert everything_in(place) == sorted(f"{need}.gz" for need in info.needs)
 
 
-def test_what_is_there_is_not_downloaded_again(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_existing_files_are_not_downloaded_again(served: tuple[Path, str], tmp_path: Path) -> None:
     info = idx_dataset(served[0])
     first = fetch_files(info, tmp_path / "data", base_url=served[1])
     for path in served[0].iterdir():
@@ -121,7 +121,7 @@ def test_what_is_there_is_not_downloaded_again(served: tuple[Path, str], tmp_pat
     assert fetch_files(info, tmp_path / "data", base_url=served[1]) == first
 
 
-def test_what_arrived_before_a_failure_is_kept_and_not_asked_for_again(
+def test_files_from_before_a_failure_are_kept_and_not_downloaded_again(
     served: tuple[Path, str], tmp_path: Path
 ) -> None:
     info = idx_dataset(served[0])
@@ -136,7 +136,7 @@ def test_what_arrived_before_a_failure_is_kept_and_not_asked_for_again(
     assert fetch_files(info, tmp_path / "data", base_url=served[1]) is not None
 
 
-def test_a_damaged_file_in_its_place_is_replaced_by_a_whole_one(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_damaged_installed_file_is_replaced(served: tuple[Path, str], tmp_path: Path) -> None:
     info = idx_dataset(served[0])
     broken = tmp_path / "data" / "MNIST" / "raw" / info.files[0].name
     broken.parent.mkdir(parents=True)
@@ -155,9 +155,7 @@ def test_a_damaged_file_in_its_place_is_replaced_by_a_whole_one(served: tuple[Pa
         (None, "the server answers 404"),
     ],
 )
-def test_a_bad_download_leaves_nothing_behind(
-    served: tuple[Path, str], tmp_path: Path, serve: object, sentence: str
-) -> None:
+def test_a_bad_download_leaves_no_files(served: tuple[Path, str], tmp_path: Path, serve: object, sentence: str) -> None:
     good = tar_of(CIFAR)
     if callable(serve):
         (served[0] / "cifar-100-binary.tar.gz").write_bytes(serve(good))
@@ -166,7 +164,7 @@ def test_a_bad_download_leaves_nothing_behind(
     assert everything_in(tmp_path / "data") == []
 
 
-def test_a_server_that_promises_more_than_it_sends_is_noticed(tmp_path: Path) -> None:
+def test_a_truncated_response_is_noticed(tmp_path: Path) -> None:
     class Short(Quiet):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -185,7 +183,7 @@ def test_a_server_that_promises_more_than_it_sends_is_noticed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "nonsense", "http://"])
-def test_an_unreachable_server_is_one_sentence(tmp_path: Path, url: str) -> None:
+def test_an_unreachable_server_is_reported_in_one_sentence(tmp_path: Path, url: str) -> None:
     with pytest.raises(DataError, match="cannot be downloaded"):
         fetch("mnist", tmp_path, base_url=url)
 
@@ -220,7 +218,7 @@ def test_a_damaged_archive_is_refused(tmp_path: Path, name: str) -> None:
             unpack(tmp_path / name, tmp_path / str(at))
 
 
-def test_an_archive_of_something_else_is_refused(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_archive_of_another_dataset_is_refused(served: tuple[Path, str], tmp_path: Path) -> None:
     for files in ({"readme": b"hello"}, {"cifar-100-binary/readme": b"hello"}):
         content = tar_of(files)
         (served[0] / "cifar-100-binary.tar.gz").write_bytes(content)
@@ -229,7 +227,7 @@ def test_an_archive_of_something_else_is_refused(served: tuple[Path, str], tmp_p
         assert everything_in(tmp_path / "data") == []
 
 
-def test_an_incomplete_folder_is_not_written_over(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_not_overwritten(served: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "cifar-100-binary").mkdir()
     (tmp_path / "cifar-100-binary" / "train.bin").write_bytes(b"mine")
     with pytest.raises(DataError, match="move it away"):
@@ -237,7 +235,7 @@ def test_an_incomplete_folder_is_not_written_over(served: tuple[Path, str], tmp_
     assert (tmp_path / "cifar-100-binary" / "train.bin").read_bytes() == b"mine"
 
 
-def test_an_interrupted_download_leaves_nothing_behind(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_interrupted_download_leaves_no_files(served: tuple[Path, str], tmp_path: Path) -> None:
     content = tar_of(CIFAR)
     (served[0] / "cifar-100-binary.tar.gz").write_bytes(content)
 
@@ -249,7 +247,7 @@ def test_an_interrupted_download_leaves_nothing_behind(served: tuple[Path, str],
     assert everything_in(tmp_path / "data") == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(served: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported_in_one_sentence(served: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="could not be written"):
         fetch_files(cifar100(tar_of(CIFAR)), tmp_path / "file" / "data", base_url=served[1])

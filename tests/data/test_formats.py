@@ -1,4 +1,4 @@
-"""Reading files, whole and damaged."""
+"""Reading intact and damaged files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def test_a_damaged_idx_file_is_refused(tmp_path: Path, raw: bytes, sentence: str
 @pytest.mark.parametrize(
     "raw",
     [b"not gzip", gzip.compress(idx(PIXELS))[:-9], gzip.compress(b"x" * 99)[:20] + b"y" * 30],
-    ids=["not gzip", "cut off", "overwritten"],  # the bytes have the time in them, and workers must agree on names
+    ids=[
+        "not gzip",
+        "cut off",
+        "overwritten",
+    ],  # gzip bytes contain the time, but parallel workers must agree on test names
 )
 def test_a_damaged_gz_file_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "x.gz").write_bytes(raw)
@@ -68,7 +72,7 @@ def test_idx_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label_bytes", [1, 2])
-def test_cifar_records_of_several_files_come_in_order_with_the_last_label(tmp_path: Path, label_bytes: int) -> None:
+def test_cifar_records_of_several_files_keep_their_order_and_last_label(tmp_path: Path, label_bytes: int) -> None:
     rng = np.random.default_rng(0)
     records = rng.integers(0, 10, (5, label_bytes + 3072), np.uint8)
     (tmp_path / "a").write_bytes(records[:2].tobytes())
@@ -89,7 +93,7 @@ def test_a_damaged_cifar_file_is_refused(tmp_path: Path) -> None:
         read_cifar([path], label_bytes=1, classes=10)
 
 
-def test_pictures_become_rgb_planes_and_grey_ones_too(tmp_path: Path) -> None:
+def test_images_become_rgb_planes_and_grey_ones_too(tmp_path: Path) -> None:
     Image.new("RGB", (4, 2), (10, 20, 30)).save(tmp_path / "c.png")
     Image.new("L", (4, 2), 7).save(tmp_path / "g.png")
     pixels = read_pictures([tmp_path / "c.png", tmp_path / "g.png"], (2, 4))
@@ -97,7 +101,7 @@ def test_pictures_become_rgb_planes_and_grey_ones_too(tmp_path: Path) -> None:
     assert pixels[:, :, 0, 0].tolist() == [[10, 20, 30], [7, 7, 7]]
 
 
-def test_a_picture_of_another_size_or_none_at_all_is_refused(tmp_path: Path) -> None:
+def test_an_image_of_another_size_and_a_file_that_is_no_image_are_refused(tmp_path: Path) -> None:
     Image.new("L", (4, 2), 7).save(tmp_path / "g.png")
     with pytest.raises(DataError, match="4x2 pixels, but should be 2x2"):
         read_pictures([tmp_path / "g.png"], (2, 2))

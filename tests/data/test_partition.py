@@ -1,4 +1,4 @@
-"""Who gets which samples."""
+"""Which device gets which samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
 
 
 @given(cases(), st.sampled_from(SCHEMES), st.integers(0, 2**32), st.floats(1e-6, 1e6), st.integers(1, 5))
-def test_every_scheme_deals_disjoint_parts_of_exactly_the_asked_sizes_and_repeats_itself(
+def test_every_scheme_gives_disjoint_parts_of_exact_sizes_and_is_deterministic(
     case: tuple[np.ndarray, list[int]],
     scheme: Scheme,
     seed: int,
@@ -46,7 +46,7 @@ def test_even_sizes_add_up_and_differ_by_at_most_one(total: int, devices: int) -
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_another_seed_deals_other_parts(scheme: Scheme) -> None:
+def test_another_seed_gives_other_parts(scheme: Scheme) -> None:
     labels = np.arange(1000) % 10
     one, other = (partition(labels, [100] * 10, scheme=scheme, seed=seed) for seed in (0, 1))
     assert any(set(a) != set(b) for a, b in zip(one, other, strict=True))
@@ -56,14 +56,14 @@ def shares(labels: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
     return np.array([np.bincount(labels[part], minlength=10) / len(part) for part in parts])
 
 
-def test_a_small_alpha_gives_devices_few_labels_and_a_large_one_all_alike() -> None:
+def test_a_small_alpha_gives_devices_few_labels_and_a_large_one_all_equally() -> None:
     labels = np.arange(20_000) % 10
     few, many = (
         shares(labels, partition(labels, [500] * 20, scheme="dirichlet", seed=0, alpha=alpha)).max(axis=1).mean()
         for alpha in (0.05, 1000.0)
     )
     assert few > 0.6
-    assert many < 0.16  # 500 draws of a tenth each: three deviations above 0.1 is 0.14
+    assert many < 0.16  # 500 draws with probability 0.1: three deviations above it is 0.14
 
 
 def test_shards_of_one_label_each_leave_a_device_with_at_most_that_many_labels() -> None:
@@ -83,7 +83,7 @@ def test_iid_parts_have_all_labels_in_about_equal_shares() -> None:
     assert shares(labels, partition(labels, [1000] * 10, scheme="iid", seed=0)).max() < 0.15
 
 
-def test_too_many_samples_are_refused_in_a_sentence_that_says_how_many_there_are() -> None:
+def test_too_many_samples_are_refused_with_the_number_available() -> None:
     with pytest.raises(DataError, match="there are 10 training samples, but 3 devices need 12"):
         partition(np.zeros(10, np.int64), [4, 4, 4], scheme="iid", seed=0)
 

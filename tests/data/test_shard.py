@@ -1,4 +1,4 @@
-"""One device's batches: cut anywhere, the samples look the same."""
+"""One device's batches: samples are the same however the epoch is cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_order_is_a_permutation_that_changes_with_epoch_device_and_seed() -> Non
     assert np.array_equal(orders[0], shard(images).order(0))
 
 
-def test_only_inputs_that_noise_is_added_to_are_counted_for_it() -> None:
+def test_noised_bytes_count_only_inputs_with_noise() -> None:
     plain = shard(photographs())
     assert plain.noised_bytes == replace(plain, privacy=SamplePrivacy(1, label_epsilon=1.0)).noised_bytes == 0
     assert replace(plain, privacy=SamplePrivacy(1, pixel_scale=0.2)).noised_bytes == 3 * 8 * 8 * 8  # float64
@@ -52,7 +52,7 @@ def test_a_sample_looks_the_same_however_the_epoch_is_cut() -> None:
         assert torch.equal(torch.cat([y for _, y in pieces]), labels)
 
 
-def test_epochs_may_be_asked_for_in_any_turn() -> None:
+def test_epochs_may_be_requested_in_any_order() -> None:
     one, positions = shard(photographs()), np.arange(5)
     first, _ = one.batch(0, positions)
     other, _ = one.batch(1, positions)
@@ -93,7 +93,7 @@ def test_augmentation_is_one_of_the_81_crops_and_mirrors_photographs_only(flip: 
     assert (5 < mirrored < 25) if flip else mirrored == 0
 
 
-def test_a_materialised_shard_gives_the_same_batches_and_holds_its_own_rows_only() -> None:
+def test_a_materialised_shard_gives_the_same_batches_and_holds_only_its_own_rows() -> None:
     images = photographs()
     shared, own = shard(images), shard(images).materialised()
     order = shared.order(0)
@@ -115,7 +115,7 @@ def test_shards_share_the_images_without_copying_and_batches_do_not_change_them(
     assert torch.equal(floats.images, before.double())
 
 
-def test_augmenting_what_is_no_image_is_refused() -> None:
+def test_augmenting_samples_that_are_not_images_is_refused() -> None:
     with pytest.raises(DataError, match="cannot be cropped"):
         shard(Images(torch.zeros(30, 5), torch.zeros(30, dtype=torch.int64)))
 
@@ -132,7 +132,7 @@ def test_a_batch_of_100_colour_images_takes_less_than_5_ms_on_one_core() -> None
         taken = [_seconds(one, at) for at in range(0, 400, 20)]
     finally:
         torch.set_num_threads(threads)
-    # The best of twenty: the question is what the code costs, not what else the machine does.
+    # The best of twenty: it measures the code, not other load on the machine.
     assert min(taken) < 0.005
 
 

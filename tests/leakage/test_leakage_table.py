@@ -1,4 +1,4 @@
-"""A leakage file is read back as it was written, or refused in one sentence; a limit rules cuts out by it."""
+"""A leakage file is read back unchanged or refused in one sentence, and a limit rules out cuts by it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_table_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert LeakageTable.load(written(tmp_path)) == table()
 
 
-def test_a_cut_leaks_what_its_strongest_attack_rebuilds_and_never_less_than_nothing() -> None:
+def test_the_leakage_of_a_cut_is_that_of_its_strongest_attack_and_never_below_0() -> None:
     assert (cut(1, 0.9).strongest, cut(1, 0.9).leakage) == ("decoder", 0.9)
     assert (cut(1, -0.2).strongest, cut(1, -0.2).leakage) == ("small", 0.0)
     assert table().leakage == LEAKS
@@ -61,7 +61,7 @@ def with_cut(**changes: Any) -> str:
         (with_cut(attacks={name: {"pixel_correlation": 1, "psnr_db": 1e9} for name in table().attacks}), "100 dB"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "leakage.json"
     path.write_text(text, "utf-8")
     with pytest.raises(ConfigError) as raised:
@@ -71,7 +71,7 @@ def test_a_file_that_is_none_is_refused_in_one_sentence(text: str, says: str, tm
     assert str(raised.value).endswith("Measure it with 'pipar leakage'.")
 
 
-def test_tables_for_people_have_every_cut_and_call_none_safe() -> None:
+def test_readable_tables_have_every_cut_and_call_none_safe() -> None:
     assert as_csv(table()).splitlines()[1] == "1,conv1,0.700,0.450,10.0,0.900,20.0"
     text = as_markdown(table())
     assert "| 4 | fc4 | 0.700 | 0.100 | 10.0 | 0.200 | 20.0 |" in text
@@ -98,21 +98,21 @@ def leaky(config: Config, of: Subject | None = None, layers: tuple[str, ...] = L
     return limit.leaky_cuts(layers)
 
 
-def test_a_limit_rules_out_what_leaks_more_and_not_what_leaks_as_much(tmp_path: Path) -> None:
+def test_a_limit_rules_out_cuts_that_leak_more_but_not_those_that_leak_as_much(tmp_path: Path) -> None:
     assert leaky(limited(tmp_path, 0.5)) == {1: 0.9, 2: 0.6}
     assert leaky(limited(tmp_path, 0.0)) == LEAKS
     assert leaky(limited(tmp_path, 1.0)) == {}
     assert LeakageLimit.of(Config(), subject()) is None
 
 
-def test_what_was_not_measured_counts_as_leaking_everything_if_nobody_asks_for_it(tmp_path: Path) -> None:
+def test_a_cut_without_a_measurement_counts_as_leaking_everything_if_it_cannot_be_chosen(tmp_path: Path) -> None:
     given = limited(tmp_path, 0.7, file={"leaks": {2: 0.6}}, plan={"split_point": 2})
     assert leaky(given) == {1: 1.0, 3: 1.0, 4: 1.0}
     alone = limited(tmp_path, 0.7, file={"leaks": {}}, run={"method": "fl"})
     assert leaky(alone) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
 
 
-def test_a_limit_needs_what_the_strongest_attack_rebuilds(tmp_path: Path) -> None:
+def test_a_limit_needs_a_measurement_with_the_strongest_attack(tmp_path: Path) -> None:
     weak = tuple(CutLeakage(p, 0.7, {"small": RebuildQuality(0.1, 10.0)}) for p in LEAKS)
     with pytest.raises(ConfigError, match=r"with small only, but a limit needs the strongest attack, decoder"):
         leaky(limited(tmp_path, file={"attacks": {"small": "a few steps"}, "cuts": weak}))
@@ -137,7 +137,7 @@ def test_more_noise_than_was_measured_with_is_allowed_and_less_is_not(tmp_path: 
         ({"input_shape": (3, 32, 32)}, "with samples of 3x32x32"),
     ],
 )
-def test_a_file_of_another_training_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_file_for_another_training_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         leaky(limited(tmp_path), subject(**changes))
     assert says in str(raised.value)
@@ -154,7 +154,7 @@ def test_a_file_of_another_training_is_refused(changes: dict[str, Any], says: st
         ({"devices": [{"name": "phone", "split_point": 2}, {"name": "board"}]}, PlanError, "phone has"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_to_a_limit_is_refused(
+def test_a_training_that_cannot_keep_the_limit_is_refused(
     tree: dict[str, Any], error: type[InputError], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as raised:
@@ -162,10 +162,10 @@ def test_what_cannot_be_held_to_a_limit_is_refused(
     assert says in str(raised.value)
 
 
-def test_the_whole_network_on_the_device_may_always_be_asked_for(tmp_path: Path) -> None:
+def test_the_whole_network_on_the_device_is_always_allowed(tmp_path: Path) -> None:
     assert leaky(limited(tmp_path, 0.0, plan={"split_point": 5})) == LEAKS
 
 
-def test_a_network_with_other_layers_is_another_one(tmp_path: Path) -> None:
+def test_a_file_for_a_network_with_other_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"with the layers conv1, conv2, conv3, fc4, fc5, but this one has a, b"):
         leaky(limited(tmp_path), layers=("a", "b"))

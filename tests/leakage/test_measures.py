@@ -1,4 +1,4 @@
-"""What is measured of leaks is what its definition says, and attacks rebuild what can be rebuilt."""
+"""Measures of leakage follow their definitions, and attacks rebuild what can be rebuilt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipar.leakage.attacks import (
 )
 from pipar.leakage.measures import Samples, distance_correlation, measure_cuts, pixel_correlation, psnr_db
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # two are slower than one for so little
+pytestmark = pytest.mark.usefixtures("one_thread")  # two threads are slower for such small networks
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -31,7 +31,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 # --- distance correlation
 
 
-def test_distance_correlation_is_what_is_worked_out_by_hand() -> None:
+def test_distance_correlation_equals_the_one_computed_by_hand() -> None:
     # Distances of x are 1 2 3 1 2 1 for the pairs 12 13 14 23 24 34, U-centred -2/3 1/3 1/3 1/3 1/3 -2/3; of y, the
     # corners of a rectangle, 3 4 5 5 4 3, U-centred -1 0 1 1 0 -1. Over these pairs A.B = 2, A.A = 4/3, B.B = 4.
     x = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
@@ -39,7 +39,7 @@ def test_distance_correlation_is_what_is_worked_out_by_hand() -> None:
     assert distance_correlation(x, y) == pytest.approx(math.sqrt(2 / math.sqrt(4 / 3 * 4)), abs=1e-12)
 
 
-def test_what_is_only_turned_moved_and_scaled_has_a_distance_correlation_of_one() -> None:
+def test_rotated_shifted_and_scaled_samples_have_a_distance_correlation_of_one() -> None:
     x = drawn(20, 6)
     turned, _ = torch.linalg.qr(drawn(6, 6, seed=1))
     assert distance_correlation(x, x) == pytest.approx(1.0)
@@ -52,7 +52,7 @@ def test_independent_samples_have_little_distance_correlation_even_with_many_mor
     assert distance_correlation(x, x + 0.5 * y) > 0.8
 
 
-def test_what_never_changes_tells_nothing_and_too_few_pairs_are_refused() -> None:
+def test_constant_samples_have_no_distance_correlation_and_too_few_pairs_are_refused() -> None:
     assert distance_correlation(drawn(5, 2), torch.ones(5, 3)) == 0.0
     for x, y in ((3, 3), (5, 4)):
         with pytest.raises(DataError, match="4 pairs"):
@@ -81,7 +81,7 @@ def test_psnr_is_the_mean_over_images_in_decibel() -> None:
     assert psnr_db(black, black) == math.inf
 
 
-def test_total_variation_is_of_neighbours_and_of_images_only() -> None:
+def test_total_variation_is_between_neighbours_and_for_images_only() -> None:
     stripes = torch.tensor([0.0, 1.0]).repeat(4, 2).view(1, 1, 4, 4)
     assert float(total_variation(stripes)) == pytest.approx(1.0)
     assert float(total_variation(torch.ones(1, 7))) == 0.0
@@ -96,7 +96,7 @@ def attacker(part: nn.Sequential, others: Tensor, noise: float = 0.0) -> Attacke
 
 
 def pictures(count: int, seed: int = 0) -> Tensor:
-    """Return small pictures of grey tiles."""
+    """Return small images of grey tiles."""
     tiles = torch.rand(count, 1, 2, 2, generator=torch.Generator().manual_seed(seed))
     return tiles.repeat_interleave(4, 2).repeat_interleave(4, 3)
 
@@ -121,7 +121,7 @@ def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted(attack: Pl
     assert linear.weight.grad is None
 
 
-def test_a_decoder_learns_to_go_back_from_other_images_and_not_where_nothing_is_left() -> None:
+def test_a_decoder_learns_from_other_images_to_invert_layers_unless_they_keep_nothing() -> None:
     torch.manual_seed(0)
     part = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
     nothing = nn.Sequential(*part, nn.Threshold(1e9, 0))
@@ -146,11 +146,11 @@ def test_a_decoder_learns_to_go_back_from_other_images_and_not_where_nothing_is_
         ((4, 3, 3), (2, 5)),
     ],
 )
-def test_a_decoder_goes_from_any_shape_to_any_other(seen: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+def test_a_decoder_maps_any_shape_to_any_other(seen: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     assert build_decoder(seen, wanted)(torch.zeros(2, *seen)).shape == (2, *wanted)
 
 
-def test_noise_depends_on_its_key_alone_and_there_is_none_at_zero() -> None:
+def test_noise_depends_only_on_its_key_and_is_none_at_scale_0() -> None:
     samples = torch.zeros(3, 5)
     assert with_noise(samples, 0.0, 0, "a") is samples
     assert torch.equal(with_noise(samples, 2.0, 0, "a", 1), with_noise(samples, 2.0, 0, "a", 1))
@@ -170,18 +170,20 @@ def samples() -> Samples:
 
 
 def test_all_cuts_are_measured_by_all_attacks_and_the_effort_adds_up() -> None:
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     attacks = {"small": PlainDescent(20, 0.1), "decoder": Decoder(100, 2)}
-    found = measure_cuts(network(), samples(), [1, 2], attacks, progress=lambda what, share: told.append((what, share)))
+    found = measure_cuts(
+        network(), samples(), [1, 2], attacks, progress=lambda what, share: reported.append((what, share))
+    )
     assert [cut.split_point for cut in found.cuts] == [1, 2]
     assert all(set(cut.attacks) == {"small", "decoder"} for cut in found.cuts)
     assert set(found.pictures) == {(p, name) for p in (1, 2) for name in attacks}
     assert all(made.shape == (6, 1, 8, 8) and 0 <= made.min() <= made.max() <= 1 for made in found.pictures.values())
-    assert [share for _, share in told] == sorted(share for _, share in told)
-    assert told[-1] == ("Attacking P=2: decoder", pytest.approx(1.0))
+    assert [share for _, share in reported] == sorted(share for _, share in reported)
+    assert reported[-1] == ("Attacking P=2: decoder", pytest.approx(1.0))
 
 
-def test_measuring_twice_gives_the_same_and_noise_on_the_inputs_hides_them() -> None:
+def test_measuring_twice_gives_the_same_result_and_noise_on_the_inputs_hides_them() -> None:
     attacks = {"decoder": Decoder(100, 4)}
     one, same = (measure_cuts(network(), samples(), [1], attacks) for _ in range(2))
     noisy = measure_cuts(network(), samples(), [1], attacks, noise=3.0)
@@ -190,7 +192,7 @@ def test_measuring_twice_gives_the_same_and_noise_on_the_inputs_hides_them() -> 
     assert noisy.cuts[0].leakage < one.cuts[0].leakage
 
 
-def test_the_attacks_say_what_they_may_spend() -> None:
+def test_descriptions_of_attacks_state_their_budget() -> None:
     assert list(ATTACKS) == ["small", "long", "decoder"]
     assert all(any(letter.isdigit() for letter in one.description) for one in ATTACKS.values())
     assert ATTACKS["small"].effort(16, 5000) < ATTACKS["long"].effort(16, 5000)

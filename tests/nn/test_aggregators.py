@@ -1,4 +1,4 @@
-"""Each aggregator is what its paper says, whoever came first; devices that bring back anything are borne."""
+"""Each aggregator follows its paper for any order of arrival; robust ones tolerate arbitrary models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(seed: int, dtype: torch.dtype = torch.float64) -> State:
 
 
 def fleet(count: int, round_: int = 0, dtype: torch.dtype = torch.float64) -> list[DeviceModel]:
-    """As many devices in name order, with samples that differ."""
+    """This many devices in name order, with different numbers of samples."""
     return [DeviceModel(f"pi-{n}", state(1 + n + 100 * round_, dtype), 7 + 5 * n) for n in range(count)]
 
 
@@ -72,7 +72,7 @@ def made(name: str, **given: float) -> Aggregator:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_mean_by_samples_is_bit_for_bit_what_it_always_was(name: str, dtype: torch.dtype) -> None:
+def test_the_mean_by_samples_is_bit_for_bit_the_federated_average(name: str, dtype: torch.dtype) -> None:
     models = fleet(5, dtype=dtype)
     sums = {key: torch.zeros(tensor.shape, dtype=torch.float64) for key, tensor in models[0].state.items()}
     for model in models:
@@ -173,7 +173,7 @@ def test_a_float32_step_is_taken_in_float64_and_rounded_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_goes_on_from_its_kept_state_to_the_bit(name: str) -> None:
+def test_an_optimiser_resumes_from_its_saved_state_bit_for_bit(name: str) -> None:
     one, other, x = made(name), made(name), state(0)
     for number in range(3):
         x = one.aggregate(x, fleet(3, number), WEIGHTS)
@@ -185,10 +185,10 @@ def test_an_optimiser_goes_on_from_its_kept_state_to_the_bit(name: str) -> None:
     went_on = one.aggregate(x, fleet(3, 3), WEIGHTS)
     assert weights_sha256(went_on) == weights_sha256(other.aggregate(x, fleet(3, 3), WEIGHTS))
     assert weights_sha256(went_on) != weights_sha256(made(name).aggregate(x, fleet(3, 3), WEIGHTS))
-    assert weights_sha256(kept) == hash_  # what was given away is not changed by later rounds
+    assert weights_sha256(kept) == hash_  # later rounds do not change returned tensors
 
 
-def test_only_server_optimisers_keep_something_and_none_takes_what_another_kept() -> None:
+def test_only_server_optimisers_keep_state_and_none_loads_that_of_another() -> None:
     kept = {}
     for name in AGGREGATORS:
         given = {"byzantine": 0} if name == "krum" else {}
@@ -211,13 +211,13 @@ def test_only_server_optimisers_keep_something_and_none_takes_what_another_kept(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_median_is_that_of_every_coordinate(count: int, dtype: torch.dtype) -> None:
+def test_the_median_is_taken_for_each_coordinate(count: int, dtype: torch.dtype) -> None:
     models = fleet(count, dtype=dtype)
     new = made("median").aggregate(state(0, dtype), models, WEIGHTS)
     for key in ("w", "b", "running"):
         wanted = np.median(rows(models, key).astype("float64"), axis=0)
         assert torch.equal(new[key], torch.from_numpy(np.asarray(wanted)).to(dtype))
-    assert new["count"].item() == 10 + (count + 1) // 2  # of two in the middle the smaller: a counter is no mean
+    assert new["count"].item() == 10 + (count + 1) // 2  # the smaller of the middle two: a counter is not averaged
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_trimmed_mean_leaves_out_a_share_at_each_end(count: int, trim: float
         assert error(new[key], kept.sum(axis=0) / (count - 2 * left_out)) < CLOSE
 
 
-def test_a_share_is_what_was_written_and_not_its_nearest_binary_fraction() -> None:
+def test_a_share_is_its_decimal_value_and_not_its_nearest_binary_fraction() -> None:
     assert [trimmed_at_each_end(0.07, 100), trimmed_at_each_end(0.1, 30), trimmed_at_each_end(1e-3, 10)] == [7, 3, 1]
 
 
@@ -252,7 +252,7 @@ def test_krum_takes_the_models_nearest_to_their_neighbours(byzantine: int, selec
 
 
 def honest(n: int) -> State:
-    """A model close to all other honest ones."""
+    """A model close to all other honest models."""
     return {key: tensor + (1e-3 * state(n)[key] if key != "count" else 0) for key, tensor in state(0).items()}
 
 
@@ -287,7 +287,7 @@ def attacked(attack: str, liars: tuple[int, ...], count: int = 7) -> list[Device
         ("krum", {"byzantine": 2, "selected": 5}),
     ],
 )
-def test_what_robust_aggregators_make_stays_among_the_honest(
+def test_robust_results_stay_within_the_range_of_honest_models(
     name: str, given: dict[str, float], liars: tuple[int, ...], attack: str
 ) -> None:
     models = attacked(attack, liars)
@@ -295,14 +295,14 @@ def test_what_robust_aggregators_make_stays_among_the_honest(
     new = made(name, **given).aggregate(state(0), models, WEIGHTS)
     for key in new:
         values = torch.stack([one[key] for one in true]).double()
-        slack = 1e-12 if key != "count" else 0.0  # a mean may be rounded out of its bounds by a bit
+        slack = 1e-12 if key != "count" else 0.0  # rounding may move a mean out of its bounds by a bit
         assert (new[key].double() >= values.amin(0) - slack).all()
         assert (new[key].double() <= values.amax(0) + slack).all()
     mean = made("fedavg").aggregate(state(0), models, WEIGHTS)
-    assert not torch.allclose(mean["w"], new["w"], atol=1e-2)  # the attack is one
+    assert not torch.allclose(mean["w"], new["w"], atol=1e-2)  # the attack works against the mean
 
 
-def test_krum_scores_hold_liars_far_from_everyone_even_if_they_agree() -> None:
+def test_krum_scores_of_liars_are_high_even_if_they_agree() -> None:
     models = [model.state for model in attacked("far", (2, 5))]
     best = krum_scores(models, 2).argsort().tolist()
     assert set(best[-2:]) == {2, 5}
@@ -321,7 +321,7 @@ def test_blocks_of_coordinates_change_nothing(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_what_an_aggregator_is_given_stays_as_it_is(name: str) -> None:
+def test_an_aggregator_does_not_change_its_arguments(name: str) -> None:
     x, models, aggregator = state(0), fleet(5), made(name)
     hashes = [weights_sha256(given) for given in (x, *(model.state for model in models))]
     for _ in range(2):
@@ -386,7 +386,7 @@ SPLIT_POINTS = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 2}
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_whole_models_are_aggregated_wherever_they_are_cut_and_whoever_came_first(name: str) -> None:
+def test_whole_models_are_aggregated_for_any_cuts_and_any_order_of_arrival(name: str) -> None:
     models = [DeviceModel(device, trained(seed), 10 * seed) for seed, device in enumerate(SPLIT_POINTS, start=1)]
     weights = {key for key, _ in network().named_parameters()}
     wanted = made(name).aggregate(network().state_dict(), models, weights)
@@ -425,7 +425,7 @@ def test_batch_statistics_are_averaged_where_weights_are_stepped() -> None:
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_a_model_that_cannot_be_read_changes_neither_the_global_model_nor_what_is_kept(name: str) -> None:
+def test_an_unreadable_model_changes_neither_the_global_model_nor_the_kept_state(name: str) -> None:
     one = learner(made(name), SPLIT_POINTS)
 
     def backs() -> list[TrainedPart]:
@@ -503,7 +503,7 @@ OWN = '''
 import torch
 
 class Strongest:
-    """The model of the device with the most samples, and a little of the one before."""
+    """The model of the device with the most samples, and a little of the previous global model."""
 
     def __init__(self, inertia=0.5):
         self.inertia = inertia
@@ -608,7 +608,7 @@ def test_an_own_aggregator_may_keep_nothing_and_cannot_change_the_global_model_i
         ("Rounding", {}, "must return for 'count' a tensor of shape () and a dtype like torch.int64."),
     ],
 )
-def test_what_is_wrong_with_an_own_aggregator_is_one_sentence(
+def test_an_error_of_an_own_aggregator_is_one_sentence(
     own: str, function: str, given: dict[str, Any], sentence: str
 ) -> None:
     x = state(0)
@@ -620,7 +620,7 @@ def test_what_is_wrong_with_an_own_aggregator_is_one_sentence(
     assert weights_sha256(x) == hash_
 
 
-def test_the_documents_example_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_documents_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "aggregators.md").read_text("utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "documented_aggregator.py").write_text(block, "utf-8")
@@ -632,7 +632,7 @@ def test_the_documents_example_is_what_it_says(tmp_path: Path, monkeypatch: pyte
     assert error(new["w"], 0.25 * x["w"].numpy() + 0.75 * mean) < CLOSE
 
 
-def test_a_breach_of_the_protocol_is_not_taken_for_the_aggregators_mistake(own: str) -> None:
+def test_a_protocol_error_is_not_blamed_on_the_aggregator(own: str) -> None:
     class Broken:
         def __len__(self) -> int:
             return 2

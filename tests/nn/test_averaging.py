@@ -1,4 +1,4 @@
-"""The average is the weighted mean, whatever the arrival; the hash tells one bit."""
+"""The average is the weighted mean for any order of arrival; the hash changes with every bit."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_the_average_is_the_weighted_mean_to_the_last_bits_of_float64(given_: li
 
 
 def test_a_float32_average_is_summed_in_float64_and_rounded_once() -> None:
-    # In float32, 16777216 + 1 is 16777216: the two small ones would be lost one after the other.
+    # In float32, 16777216 + 1 is 16777216: both small values would be lost.
     states = [({"w": torch.tensor([value], dtype=torch.float32)}, 1) for value in (16777216.0, 1.0, 1.0, 2.0)]
     average = federated_average(states)["w"]
     assert average.dtype == torch.float32
     assert average.item() == 16777220.0 / 4
 
 
-def test_samples_weigh() -> None:
+def test_models_are_weighted_by_samples() -> None:
     low, high = {"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}
     assert federated_average([(low, 3), (high, 1)])["w"].item() == 1.0
 
 
-def test_in_name_order_the_average_is_the_same_to_the_bit_whoever_came_first() -> None:
+def test_in_name_order_the_average_is_the_same_bits_for_any_order_of_arrival() -> None:
     generator = torch.Generator().manual_seed(0)
     arrived = {f"pi-{n}": ({"w": torch.randn(100, generator=generator)}, n + 1) for n in range(7)}
     hashes = set()
@@ -65,7 +65,7 @@ def test_a_large_counter_is_not_rounded_and_a_negative_one_not_raised() -> None:
     assert federated_average(states)["n"].tolist() == [2**60 + 1, -5]
 
 
-def test_the_models_that_come_in_stay_as_they_are() -> None:
+def test_averaging_does_not_change_the_models() -> None:
     one, other = {"w": torch.ones(2), "n": torch.tensor([1])}, {"w": torch.zeros(2), "n": torch.tensor([4])}
     federated_average([(one, 1), (other, 1)])
     assert one["w"].tolist() == [1.0, 1.0]
@@ -95,7 +95,7 @@ def test_the_hash_changes_with(change: str) -> None:
     assert weights_sha256({**state(), **CHANGES[change]}) != weights_sha256(state())
 
 
-def test_the_hash_is_over_values_and_not_over_how_they_lie_in_memory() -> None:
+def test_the_hash_depends_on_values_and_not_on_memory_layout() -> None:
     values_ = torch.arange(6.0).reshape(2, 3)
     assert weights_sha256({"w": values_.t()}) == weights_sha256({"w": values_.t().contiguous()})
 

@@ -1,4 +1,4 @@
-"""The same bits, whatever the encoding: both parts of a network, with everything between them as it travels."""
+"""Every exact encoding gives the same bits: both parts of a network, and all messages between them as on a link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = (3, 32, 32)
 
 
 def travel(kind: Kind, piece: MicroBatch, body: Body) -> Message:
-    """Return a message as it arrives over a link, its chunks encoded one behind the other."""
+    """Return a message as it arrives over a link, its chunks encoded one after another."""
     if body.chunks is not None:
         while len(body.chunks.ready) < body.chunks.count:
             body.chunks.add(body.chunks.encode_next())
@@ -67,7 +67,7 @@ def batches(count: int) -> Iterator[list[MicroBatch]]:
 
 
 def cuts(name: str, layers: int) -> list[int]:
-    """Return all cuts of a small network; of a large one, whose blocks are those of a small one again, every third."""
+    """Return all cuts of a small network, and every third cut of a large one, which repeats the same blocks."""
     return list(range(1, layers)) if name not in LARGE else sorted({*range(1, layers, 3), layers - 1})
 
 
@@ -78,11 +78,11 @@ def test_weights_after_an_epoch_are_the_same_bits_with_every_exact_encoding(name
     model = build_model(name, input_shape=SHAPE, classes=10, norm=norm, seed=3)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rectified = rectified_cuts(model, SHAPE)
-    data = list(batches(1 if name == "resnet101" else 2))  # it alone would take a minute more
+    data = list(batches(1 if name == "resnet101" else 2))  # with two it would take another minute
     coded = [encoding for encoding in encodings.EXACT if encoding != "raw"]
     hashes = {}
     for place, split_point in enumerate(cuts(name, len(model))):
-        # Raw ones are once enough: where the network is cut does not matter. Large networks take the others in turns.
+        # Raw is trained only once: the cut does not change the weights. Large networks try one other encoding per cut.
         in_turn = [coded[place % len(coded)]] if name in LARGE else coded
         for encoding in encodings.EXACT if split_point == 1 else in_turn:
             here = encoding if split_point in rectified else encodings.dense(encoding)

@@ -1,4 +1,4 @@
-"""A device that brings back changes which no model has is dismissed by name; the server goes on."""
+"""A device that returns invalid changes is dismissed by name, and the server continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def changes(payload: bytes) -> Body:
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(1), b"\0\0more", b"\x02\0", b"\x01\x01", b"\x09\0"])
-def test_device_that_brings_back_what_is_no_model_is_named(payload: bytes) -> None:
+def test_a_device_that_returns_no_valid_model_is_named(payload: bytes) -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     learner = TorchLearner(model, {"pi": 1}, Optimizer(), classes=2, shares_server_model=False, keep_momentum=False)
     before = learner.sha256()
@@ -29,6 +29,6 @@ def test_device_that_brings_back_what_is_no_model_is_named(payload: bytes) -> No
 
 
 def test_changes_of_a_model_that_numpy_cannot_hold_are_refused() -> None:
-    """Changes are never sent of one, but a device may say that it does."""
+    """Changes of such a model are never sent, but a device may claim to send them."""
     with pytest.raises(ProtocolError):
         read_state(changes(b"\0"), {"scale": torch.ones(2, dtype=torch.bfloat16)})

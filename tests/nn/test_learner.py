@@ -42,7 +42,7 @@ def learner(
 
 
 def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Another state with the same names: weights moved, counters counted on."""
+    """Another state with the same names: other weights, larger counters."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
@@ -55,7 +55,7 @@ def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 def bring_back(
     one: TorchLearner, name: str, split_point: int, seed: int, samples: int
 ) -> tuple[TrainedPart, dict[str, torch.Tensor]]:
-    """A device's whole model as if it had been trained: its part is returned, the rest is in its replica."""
+    """Simulate training of a device's whole model: its part is returned, the rest is in its replica."""
     whole = changed(network().state_dict(), seed)
     near, far = split_model(network(), split_point)
     one.replica(name).module.load_state_dict({key: whole[key] for key in far.state_dict()})
@@ -81,7 +81,7 @@ def test_models_that_were_cut_in_different_places_average_as_whole_models() -> N
 def test_every_replica_and_every_device_gets_its_part_of_the_new_model() -> None:
     split_points = {"a": 1, "b": 2, "c": LAYERS}
     one = learner(split_points)
-    one.pack("a")  # packed before, so a stale copy would be found
+    one.pack("a")  # packed earlier, so that a stale copy would be noticed
     one.aggregate([bring_back(one, name, p, 5, 1)[0] for name, p in split_points.items()])
     for name in split_points:
         whole = {**read_state(one.pack(name)), **one.replica(name).state()}
@@ -116,10 +116,10 @@ def test_devices_share_one_server_side_model_where_the_method_says_so() -> None:
     one.aggregate([back_a, back_b])
     wanted = federated_average([(whole_a, 1), (whole_b, 1)])
     assert torch.equal(one.state()["0.weight"], wanted["0.weight"])
-    assert torch.equal(one.state()["2.weight"], whole_b["2.weight"])  # what the shared model was last
+    assert torch.equal(one.state()["2.weight"], whole_b["2.weight"])  # the latest shared model
 
 
-def test_without_sharing_each_device_has_a_replica_of_its_own() -> None:
+def test_without_sharing_each_device_has_its_own_replica() -> None:
     one = learner({"a": 1, "b": 1})
     assert one.replica("a") is one.replica("a")
     assert one.replica("a") is not one.replica("b")
@@ -129,7 +129,7 @@ def test_without_sharing_each_device_has_a_replica_of_its_own() -> None:
     assert one.state()["2.weight"].abs().sum() > 0
 
 
-def test_what_a_device_that_is_lost_has_trained_is_forgotten() -> None:
+def test_the_progress_of_a_lost_device_is_discarded() -> None:
     one = learner({"a": 1, "b": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)
     step_with(one.replica("b"), 1.0)
@@ -139,10 +139,10 @@ def test_what_a_device_that_is_lost_has_trained_is_forgotten() -> None:
     assert same(one.replica("b").state(), of_b)
     before = copy.deepcopy(one.replica("a").state())
     step_with(one.replica("a"), 0.0)
-    assert same(one.replica("a").state(), before)  # its momentum, too
+    assert same(one.replica("a").state(), before)  # its momentum too
 
 
-def test_a_shared_model_keeps_whole_batches_of_a_device_that_is_lost_and_no_half_ones() -> None:
+def test_a_shared_model_keeps_completed_batches_of_a_lost_device_but_no_unfinished_one() -> None:
     one = learner({"a": 1, "b": 1}, shared=True)
     step_with(one.replica("a"), 1.0)
     after_a_batch = copy.deepcopy(one.replica("b").state())
@@ -153,7 +153,7 @@ def test_a_shared_model_keeps_whole_batches_of_a_device_that_is_lost_and_no_half
     assert all(parameter.grad is None for parameter in one.replica("b").module.parameters())
 
 
-def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
+def test_a_shared_model_rewinds_to_the_last_aggregation() -> None:
     one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     for each in (one, untouched):
         step_with(each.replica("a"), 1.0)
@@ -163,11 +163,11 @@ def test_a_shared_model_goes_back_to_what_the_last_aggregation_left() -> None:
     one.rewind_shared_model()
     assert same(one.replica("b").state(), untouched.replica("b").state())
     for each in (one, untouched):
-        step_with(each.replica("b"), 0.0)  # what momentum alone does
+        step_with(each.replica("b"), 0.0)  # only momentum moves the weights
     assert same(one.replica("b").state(), untouched.replica("b").state())
 
 
-def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None:
+def test_a_shared_model_resumed_from_a_checkpoint_rewinds_to_it() -> None:
     before, one = (learner({"a": 1}, shared=True) for _ in range(2))
     step_with(before.replica("a"), 1.0)
     before.aggregate([TrainedPart("a", before.pack("a"), 1)])
@@ -178,7 +178,7 @@ def test_a_shared_model_that_goes_on_from_a_checkpoint_goes_back_to_it() -> None
     assert same(one.replica("a").state(), before.replica("a").state())
 
 
-def test_a_global_model_that_is_held_is_put_back_whatever_was_aggregated_meanwhile() -> None:
+def test_a_restore_point_restores_the_global_model_after_any_aggregation() -> None:
     one, untouched = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     put_back = one.restore_point()
     for seed, device in enumerate(("a", "b")):
@@ -188,16 +188,16 @@ def test_a_global_model_that_is_held_is_put_back_whatever_was_aggregated_meanwhi
     assert same(one.state(), untouched.state())
 
 
-def test_a_device_that_has_left_nothing_behind_takes_no_momentum_to_another_cut() -> None:
+def test_a_device_whose_progress_was_discarded_takes_no_momentum_to_another_cut() -> None:
     one = learner({"a": 1, "b": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)
     one.discard_progress("a")
     leaving = one.move_cuts({"a": 2, "b": 2})
     assert {name: read_state(body) for name, body in leaving.items()} == {"a": {}, "b": {}}
-    one.replica("a").receive_momentum(state_body({}))  # as a device answers that has forgotten its own
+    one.replica("a").receive_momentum(state_body({}))  # the answer of a device that has discarded its own
 
 
-def test_another_device_may_come_to_a_shared_model_at_the_same_cut() -> None:
+def test_another_device_may_join_a_shared_model_at_the_same_cut() -> None:
     one = learner({"a": 1}, shared=True)
     replica = one.replica("a")
     one.move_cuts({"b": 1})
@@ -222,11 +222,11 @@ def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> 
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_replica_is_pulled_to_the_global_model_of_its_round(shared: bool) -> None:
+def test_a_replica_is_pulled_towards_the_global_model_of_its_round(shared: bool) -> None:
     one = learner({"a": 1, "b": 1}, shared=shared, proximal=0.5)
 
     def pull() -> torch.Tensor:
-        """Return the gradient that a step without a loss has, of a weight that is 2 off the global one."""
+        """Return the gradient of a step without a loss, for a weight that differs from the global one by 2."""
         replica = one.replica("a")
         weight = replica.module[-1].weight
         with torch.no_grad():
@@ -246,14 +246,14 @@ def test_a_replica_is_pulled_to_the_global_model_of_its_round(shared: bool) -> N
 
 
 def step_with(part: Part, value: float) -> None:
-    """One step with the same gradient everywhere."""
+    """Take one step with the same gradient everywhere."""
     for parameter in part.module.parameters():
         parameter.grad = torch.full_like(parameter, value)
     part.step()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, LAYERS), (LAYERS, 1), (2, LAYERS)])
-def test_a_network_that_is_cut_elsewhere_goes_on_as_the_new_global_model(before: int, after: int) -> None:
+def test_a_replica_at_a_new_cut_starts_from_the_global_model(before: int, after: int) -> None:
     one = learner({"a": before, "b": 1})
     one.aggregate([bring_back(one, name, p, 5, 1)[0] for name, p in (("a", before), ("b", 1))])
     other = one.replica("b")
@@ -265,7 +265,7 @@ def test_a_network_that_is_cut_elsewhere_goes_on_as_the_new_global_model(before:
     assert same(one.state(), changed(network().state_dict(), 6))
 
 
-def test_momentum_goes_where_its_layer_goes() -> None:
+def test_momentum_moves_with_its_layer() -> None:
     one = learner({"a": 1}, keep_momentum=True)
     step_with(one.replica("a"), 1.0)
     leaving = read_state(one.move_cuts({"a": 2})["a"])
@@ -306,7 +306,7 @@ def test_momentum_that_does_not_fit_the_layers_that_moved_is_refused(state: dict
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing", "bytes"])
-def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_name(change: str) -> None:
+def test_a_model_that_does_not_match_the_devices_part_is_refused_with_its_name(change: str) -> None:
     one = learner({"a": 1, "b": 1})
     back, _ = bring_back(one, "a", 1, 1, 1)
     state = read_state(back.body)
@@ -326,7 +326,7 @@ def test_a_model_that_is_not_the_part_a_device_was_given_is_refused_with_its_nam
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_model_that_is_not_finite_is_refused_with_its_device_and_averaged_with_nobodys(value: float) -> None:
+def test_a_model_that_is_not_finite_is_refused_with_its_device_and_not_averaged(value: float) -> None:
     one = learner({"a": 1, "b": 1})
     state = read_state(bring_back(one, "a", 1, 1, 1)[0].body)
     state["0.bias"][0] = value
@@ -358,7 +358,7 @@ def test_sizes_are_those_of_the_tensors() -> None:
     assert one.model_bytes() == (25 + 20 + 1 + 18) * 8
 
 
-def test_the_evaluator_keeps_the_model_of_its_moment_and_leaves_the_global_one_alone() -> None:
+def test_the_evaluator_keeps_the_model_it_was_made_for_and_does_not_change_the_global_one() -> None:
     one = learner({"a": 1})
     inputs = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -372,8 +372,8 @@ def test_the_evaluator_keeps_the_model_of_its_moment_and_leaves_the_global_one_a
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_was_packed_or_saved_stays_that_of_its_moment(shared: bool) -> None:
-    """Nothing of it is copied: the global model gets other tensors, those that were given away stay as they are."""
+def test_packed_and_saved_models_do_not_change_later(shared: bool) -> None:
+    """Nothing is copied: the global model gets new tensors, and those returned earlier do not change."""
     one = learner({"a": 1, "b": 1}, shared=shared)
     given = [one.pack("a"), one.packed_state(), one.snapshot()]
     before = [bytes(body.contiguous()) for body in given]
@@ -394,7 +394,7 @@ def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None
     assert one.model[3].weight is one.model[0].weight
 
 
-def test_a_batch_is_evaluated_to_its_summed_loss_and_its_right_answers() -> None:
+def test_a_batch_is_evaluated_to_its_summed_loss_and_correct_predictions() -> None:
     model = nn.Identity()
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
     labels = torch.tensor([0, 1, 1])
@@ -408,7 +408,7 @@ def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
     assert same(read_state(one.packed_state()), one.state())
 
 
-def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_them_only() -> None:
+def test_changes_restore_every_bit_and_the_previous_model_is_kept_only_for_them() -> None:
     one = learner({"a": 2})
     part = TorchDevicePart(split_model(network(), 2)[0], Optimizer(), has_loss=False, keeps_base=True)
     part.unpack_and_install(one.pack("a"), keep_momentum=False)
@@ -422,20 +422,20 @@ def test_changes_of_a_model_give_back_every_bit_and_the_one_before_is_kept_for_t
 
     one.aggregate([TrainedPart("a", EMPTY, 1, one.decode("a", back))], keep_before=True)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
-    told = one.pack("a", changes=True)
-    assert told.encoding == "changes"
-    part.unpack_and_install(told, keep_momentum=False)
+    changes = one.pack("a", changes=True)
+    assert changes.encoding == "changes"
+    part.unpack_and_install(changes, keep_momentum=False)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
 
     one.aggregate([TrainedPart("a", part.pack(), 1)])
-    assert one.pack("a", changes=True).encoding == "safetensors"  # nothing is left to tell changes from
+    assert one.pack("a", changes=True).encoding == "safetensors"  # no previous model is left to compare with
 
 
-# --- what a lossy encoding has lost
+# --- residuals of lossy encodings
 
 
 def sent_gradients(one: TorchLearner, encoding: str, *order: str) -> dict[str, list[bytes]]:
-    """Return the bytes of the gradients that each device is sent, one after another in this order."""
+    """Return the bytes of the gradients sent to each device, in this order."""
     sent: dict[str, list[bytes]] = {device: [] for device in order}
     for device in order:
         number = len(sent[device]) + 1
@@ -448,17 +448,17 @@ def sent_gradients(one: TorchLearner, encoding: str, *order: str) -> dict[str, l
 
 
 @pytest.mark.parametrize("encoding", ["int8", "topk"])
-def test_who_shares_a_model_is_made_up_for_what_it_has_lost_itself(encoding: str) -> None:
+def test_devices_that_share_a_model_get_only_their_own_residuals(encoding: str) -> None:
     alone, together = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     own = sent_gradients(alone, encoding, "a", "a", "a")
     assert sent_gradients(together, encoding, "a", "b", "a", "b", "a")["a"] == own["a"]
     lost = together.replica("a").take_encoding_error()
     assert lost is not None
     assert lost[0] > 0
-    assert together.replica("b").take_encoding_error() == (0.0, 0.0)  # one replica: all was taken
+    assert together.replica("b").take_encoding_error() == (0.0, 0.0)  # one replica: the error was already taken
 
 
-def test_a_shared_model_does_not_make_up_for_what_those_have_lost_who_are_gone() -> None:
+def test_a_shared_model_drops_the_residuals_of_devices_that_are_gone() -> None:
     one, again = (learner({"a": 1, "b": 1}, shared=True) for _ in range(2))
     sent_gradients(one, "topk", "a", "b")
     one.keep_replicas_of({"b"})

@@ -1,4 +1,4 @@
-"""The six networks: their layers, sizes and starting weights, and what is refused."""
+"""The six networks: their layers, sizes, initial weights, and refused arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def on_meta(
     name: str, input_shape: tuple[int, int, int] = CIFAR, classes: int = 10, norm: str = "group"
 ) -> nn.Sequential:
-    """Return the network without memory for its weights: enough for shapes and counts."""
+    """Return the network on the meta device, enough for shapes and counts."""
     return built_on_meta(name, input_shape, classes, norm)
 
 
@@ -50,7 +50,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def shape_behind(model: nn.Sequential, layers: int, input_shape: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the shape of one sample behind so many layers."""
+    """Return the shape of one sample after this number of layers."""
     output: Tensor = model[:layers](torch.empty((2, *input_shape), device="meta"))
     return tuple(output.shape[1:])
 
@@ -131,7 +131,7 @@ def test_cut_has_the_expected_shape(
     assert shape_behind(on_meta(name, input_shape), split_point, input_shape) == cut
 
 
-def test_vgg5_sends_32_kib_per_sample_behind_the_first_layer() -> None:
+def test_vgg5_sends_32_kib_per_sample_after_the_first_layer() -> None:
     model = build_model("vgg5", input_shape=CIFAR, classes=10)
     cut: Tensor = model[:1](torch.zeros(1, *CIFAR))
     assert cut.nbytes == 32 * 1024
@@ -180,7 +180,7 @@ def test_large_network_starts_with_a_finite_loss(name: str, input_shape: tuple[i
 
 
 def check_start(name: str, input_shape: tuple[int, int, int], *, classes: int, norm: str) -> None:
-    """A network that knows nothing has a loss of log(classes); a good start is not far above, nor dead."""
+    """An untrained network should have a loss near log(classes) and outputs that depend on its inputs."""
     model = build_model(name, input_shape=input_shape, classes=classes, norm=norm)
     random = torch.Generator().manual_seed(1)
     inputs = torch.randn((8, *input_shape), generator=random)
@@ -291,7 +291,7 @@ def test_model_that_does_not_fit_the_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_check_leaves_modes_statistics_and_gradients_alone(dtype: torch.dtype) -> None:
+def test_check_changes_no_mode_statistic_or_gradient(dtype: torch.dtype) -> None:
     model = build_model("vgg5", input_shape=CIFAR, classes=10, norm="batch", dtype=dtype)
     model[1].eval()
     modes = [module.training for module in model.modules()]
@@ -327,7 +327,7 @@ def test_batch_statistics_are_those_of_batch_normalisation_only() -> None:
 
 @pytest.fixture
 def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory of a user, and an import path that is put back afterwards."""
+    """A user's current directory; the import path is restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Both parts of a cut network compute the gradients of the whole one, however the batch is cut."""
+"""Both parts of a cut network compute the gradients of the whole network, for any micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS = 5
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny networks on many threads only wait for each other."""
+    """One thread: with more, tiny networks mostly wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def message(body: Body, n: int, piece: MicroBatch, kind: Kind = Kind.ACTIVATION)
 
 
 def accumulate(device: TorchDevicePart, server: TorchServerPart, pieces: list[MicroBatch]) -> None:
-    """All forwards, then all backwards, over message bodies as in a real iteration."""
+    """Run all forwards, then all backwards, through message bodies as in a real iteration."""
     gradients = []
     for n, piece in enumerate(pieces, start=1):
         activation = message(device.encode(device.forward(n, piece), piece, "raw"), n, piece)
@@ -96,12 +96,12 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, LAYERS - 1), st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_uneven_pieces_accumulate_to_the_gradient_of_the_whole_batch(split_point: int, sizes: list[int]) -> None:
+def test_uneven_micro_batches_accumulate_to_the_gradient_of_the_whole_batch(split_point: int, sizes: list[int]) -> None:
     model = network()
     device, server = parts(model, split_point)
     accumulate(device, server, cut_micro_batches(*batch(sum(sizes)), sizes))
     wanted, loss = whole_batch_gradients(sum(sizes))
-    # float64 adds up some ten terms: 1e-14 of the largest gradient is a few dozen roundings.
+    # Sums of about ten terms in float64: 1e-14 of the largest gradient is a few dozen rounding errors.
     assert_close(gradients(model), wanted, 1e-14)
     assert server.take_loss() / sum(sizes) == pytest.approx(loss, rel=1e-13)
     assert server.take_loss() == 0.0
@@ -121,7 +121,7 @@ def test_a_device_with_the_whole_network_has_the_same_gradient_and_keeps_the_los
 
 
 @pytest.mark.parametrize("split_point", range(1, LAYERS))
-def test_some_iterations_train_the_weights_that_plain_training_has(split_point: int) -> None:
+def test_some_iterations_give_the_weights_of_plain_training(split_point: int) -> None:
     plain, cut = network(), network()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     device, server = parts(cut, split_point)
@@ -136,7 +136,7 @@ def test_some_iterations_train_the_weights_that_plain_training_has(split_point: 
     assert_close(cut.state_dict(), plain.state_dict(), 1e-13)
 
 
-def test_a_step_forgets_the_gradients_that_it_applied() -> None:
+def test_a_step_clears_the_gradients_that_it_applied() -> None:
     model = network()
     device, server = parts(model, 2)
     accumulate(device, server, cut_micro_batches(*batch(4), [4]))
@@ -145,7 +145,7 @@ def test_a_step_forgets_the_gradients_that_it_applied() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_part_without_weights_can_be_trained_over() -> None:
+def test_gradients_pass_through_a_part_without_weights() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)).double()
     device, server = parts(model, 1)
     accumulate(device, server, cut_micro_batches(*batch(6), [3, 3]))
@@ -154,7 +154,7 @@ def test_a_part_without_weights_can_be_trained_over() -> None:
     assert read_state(device.pack()) == {}
 
 
-def test_pieces_are_views_of_their_batch_in_order() -> None:
+def test_micro_batches_are_views_of_their_batch_in_order() -> None:
     inputs, labels = batch(7)
     pieces = cut_micro_batches(inputs, labels, [3, 2, 2])
     assert [piece.samples for piece in pieces] == [3, 2, 2]
@@ -167,7 +167,7 @@ def test_pieces_are_views_of_their_batch_in_order() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_momentum_is_kept_or_starts_anew_when_a_model_is_installed(keep: bool) -> None:
+def test_momentum_is_kept_or_reset_when_a_model_is_installed(keep: bool) -> None:
     def train_twice(*, install: bool) -> torch.Tensor:
         model = network()
         device, _ = parts(model, LAYERS)
@@ -205,7 +205,7 @@ def test_a_model_that_does_not_fit_is_refused(change: str) -> None:
         device.unpack_and_install(state_body(state), keep_momentum=False)
 
 
-# --- what a peer may send
+# --- messages that a peer may send
 
 
 def activation_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, labels: int | None = None) -> Message:
@@ -230,7 +230,7 @@ def test_activations_that_the_layers_do_not_take_are_refused(shape: tuple[int, .
     _, server = parts(network(), 3)  # takes (samples, 12) in float64
     with pytest.raises(ProtocolError, match="do not take activations of"):
         server.forward(server.decode(activation_of(shape, dtype), "raw"))
-    server.forward(server.decode(activation_of((2, 12)), "raw"))  # the replica is as good as before
+    server.forward(server.decode(activation_of((2, 12)), "raw"))  # the replica still works
 
 
 def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
@@ -243,15 +243,15 @@ def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 3), (2, 3, 1, 4), (2, 12), (2, 6, 2, 2)], ids=str)
-def test_activations_of_another_shape_than_before_are_refused(shape: tuple[int, ...]) -> None:
+def test_activations_with_a_changed_shape_are_refused(shape: tuple[int, ...]) -> None:
     _, server = parts(network(), 1)
     server.forward(server.decode(activation_of((5, 3, 2, 2)), "raw"))
-    server.forward(server.decode(activation_of((1, 3, 2, 2)), "raw"))  # another number of samples is another piece
+    server.forward(server.decode(activation_of((1, 3, 2, 2)), "raw"))  # the number of samples may change
     with pytest.raises(ProtocolError, match="a different shape or dtype"):
         server.decode(activation_of(shape), "raw")
 
 
-def test_a_failure_that_is_not_the_peers_comes_out_as_it_is() -> None:
+def test_a_failure_that_the_peer_did_not_cause_is_raised_unchanged() -> None:
     _, server = parts(network(), 3)
     server.forward(server.decode(activation_of((2, 12)), "raw"))
     server.module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
@@ -267,7 +267,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         device.backward(1, torch.zeros(2, 13, dtype=torch.float64))
 
 
-def test_labels_that_are_no_classes_are_refused() -> None:
+def test_labels_outside_the_classes_are_refused() -> None:
     device, server = parts(network(), 3)
     (piece,) = cut_micro_batches(*batch(2), [2])
     wrong = replace(piece, labels=torch.tensor([0, 4]))
@@ -284,13 +284,13 @@ def test_labels_that_are_no_classes_are_refused() -> None:
         Body(2 * 12 * 8 + 8, dtype="float64", shape=(1, 24), encoding="planes"),
     ],
 )
-def test_what_is_no_tensor_is_refused_before_its_answer_is_cut_into_chunks(body: Body) -> None:
+def test_a_body_that_is_no_tensor_is_refused_before_its_gradient_is_cut_into_chunks(body: Body) -> None:
     server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), Optimizer(), classes=3)
     with pytest.raises(ProtocolError):
         server.chunk_bytes(Message(Kind.ACTIVATION, 1, 1, 1, 2, 2, body), "planes")
 
 
-def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
+def test_rounding_depends_on_the_place_of_a_micro_batch() -> None:
     rounding = partial(random_streams.generator, 1, "rounding")
     part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, rounding=rounding)
     piece = MicroBatch(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
@@ -298,7 +298,7 @@ def test_rounding_belongs_to_the_place_of_a_micro_batch() -> None:
 
     def coded(place: tuple[int, ...]) -> bytes:
         body = part.encode(output, piece, "int8", place)
-        part._encoding_errors._lossy.clear()  # without what is made up for
+        part._encoding_errors._lossy.clear()  # without residuals
         assert body.chunks is not None
         return b"".join(body.chunks.ready[0].buffers)
 

@@ -1,4 +1,4 @@
-"""Cuts behind a ReLU: found for every network, and there the gradient at a zero reaches no weight."""
+"""Cuts that follow a ReLU are found for every network, and the gradient at a zero reaches no weight there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CIFAR = (3, 32, 32)
 EXPECTED = {
     "vgg5": range(1, 5),  # all but the last linear layer
     "vgg16": range(1, 16),
-    "resnet18": range(1, 9),  # the last block averages its map behind the ReLU
+    "resnet18": range(1, 9),  # the last block averages its map after the ReLU
     "resnet101": range(1, 34),
     "mobilenetv3_small": (),  # hard-swish, or a projection without an activation
     "mobilenetv3_large": (),
 }
 
 
-# The large networks are made of the blocks of the small ones: one norm is enough for them.
+# The large networks consist of the same blocks as the small ones: one norm is enough for them.
 CASES = [
     pytest.param(name, norm, marks=() if name == "vgg5" else pytest.mark.slow)
     for name in LAYERS
@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "norm"), CASES)
-def test_cuts_of_each_network_are_those_in_front_of_which_its_tables_have_a_relu(name: str, norm: str) -> None:
+def test_rectified_cuts_of_each_network_are_those_after_a_relu_in_its_tables(name: str, norm: str) -> None:
     model = build_model(name, input_shape=CIFAR, classes=10, norm=norm)
     assert rectified_cuts(model, CIFAR) == set(EXPECTED[name])
 
@@ -49,7 +49,7 @@ def ends_in_relu(part: nn.Sequential, input_shape: tuple[int, ...]) -> bool:
 def gradients(part: nn.Module, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
     """Return the gradients of all weights and of the inputs for a gradient of the output."""
     inputs = inputs.clone().requires_grad_()
-    torch.default_generator.manual_seed(3)  # of dropout
+    torch.default_generator.manual_seed(3)  # for dropout
     output: Tensor = part(inputs.clone())
     wanted = [inputs, *(weight for weight in part.parameters() if weight.requires_grad)]
     return list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
@@ -60,7 +60,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_without_gradient_at_zeros(part: nn.Module, inputs: Tensor) -> bool:
-    """Return True if no bit of any gradient changes when those at zeros of the output are not sent.
+    """Return True if no bit of any gradient changes when gradients at zeros of the output are not sent.
 
     Some of them are infinite or not a number: they are selected away, not multiplied by 0.
     """
@@ -76,13 +76,13 @@ def same_without_gradient_at_zeros(part: nn.Module, inputs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("name", "norm"), [case for case in CASES if EXPECTED[str(case.values[0])]])
-def test_no_weight_in_front_of_such_a_cut_sees_the_gradient_at_a_zero(name: str, norm: str) -> None:
+def test_no_weight_before_a_rectified_cut_sees_the_gradient_at_a_zero(name: str, norm: str) -> None:
     model = build_model(name, input_shape=CIFAR, classes=10, norm=norm)
     inputs = torch.randn((2, *CIFAR), generator=torch.Generator().manual_seed(1))
-    # One layer at a time: what it hands down has the same bits, so the layers in front of it have the same gradients.
+    # One layer at a time: it passes on the same bits, so the layers before it have the same gradients.
     for place, layer in enumerate(model, start=1):
         if place in EXPECTED[name]:
-            assert same_without_gradient_at_zeros(layer, inputs), f"behind layer {place}"
+            assert same_without_gradient_at_zeros(layer, inputs), f"after layer {place}"
         inputs = layer(inputs).detach()
 
 
@@ -95,7 +95,7 @@ def test_a_whole_part_has_the_same_gradients_without_those_at_zeros() -> None:
 
 
 class Written(nn.Module):
-    """A user's layer: a linear one and what a function makes of it; it may start at zero, as branches of ResNets do."""
+    """A user's layer: a function of a linear layer, whose weights may start at zero like branches of ResNets."""
 
     def __init__(self, function: object, *, zero: bool) -> None:
         super().__init__()
@@ -167,17 +167,17 @@ RECTIFIED = {
     "method in place": Tensor.relu_,
     "flattened": nn.Sequential(nn.ReLU(), nn.Unflatten(1, (4, 4)), nn.Identity(), nn.Flatten()),
     "reshaped": lambda x: F.relu(x).view(x.size(0), 4, -1).transpose(1, 2).reshape(x.shape[0], -1).unsqueeze(1),
-    "laid out anew": lambda x: picture(F.relu(x)).permute(0, 2, 3, 1).contiguous(),
+    "made contiguous": lambda x: picture(F.relu(x)).permute(0, 2, 3, 1).contiguous(),
     "pooled": lambda x: F.max_pool2d(picture(F.relu(x)), 2),
     "pooled with overlap and padding": lambda x: F.max_pool2d(picture(F.relu(x)), 3, stride=1, padding=1),
     "pooled twice": lambda x: F.max_pool2d(F.max_pool2d(picture(F.relu(x)), 2, 1), 2, 1),
     "adaptively pooled": lambda x: F.adaptive_max_pool2d(picture(F.relu(x)), 3),
     "pooled lines": lambda x: F.max_pool1d(F.relu(x).unsqueeze(1), 3, 2, 1),
     "pooled volumes": lambda x: F.max_pool3d(F.relu(x).view(-1, 1, 4, 2, 2), 2),
-    "sum in front": lambda x: torch.relu_(x.mul(2).add_(x)),
+    "sum before": lambda x: torch.relu_(x.mul(2).add_(x)),
     "twice": nn.Sequential(*[nn.ReLU()] * 2),
 }
-# Each has a slope at its zeros, or other zeros than a ReLU's.
+# Each has a slope at its zeros, or zeros that are not a ReLU's.
 OTHERS = {
     "hard-swish": F.hardswish,
     "gelu": F.gelu,
@@ -191,14 +191,14 @@ OTHERS = {
     "linear": lambda x: x,
     "norm": nn.GroupNorm(2, 16),
     "pooled without a relu": lambda x: F.max_pool2d(picture(x), 2),
-    "sum behind": lambda x: F.relu(x) + x,
+    "sum after": lambda x: F.relu(x) + x,
     "residual block": Residual(nn.Sequential(nn.Linear(16, 16), nn.ReLU())),
     "overwritten": overwritten,
     "looks at its data": looks_at_its_data,
     "depends on chance": depends_on_chance,
 }
-# These have the zeros of a ReLU that gives something, and their own.
-CHANGED_BEHIND = {
+# These have the zeros of a ReLU, and others of their own.
+CHANGED_AFTER = {
     "dropout": nn.Sequential(nn.ReLU(), nn.Dropout()),
     "overwritten unseen": overwritten_unseen,
     "overwritten data": overwritten_data,
@@ -209,7 +209,7 @@ SIXTEEN = torch.randn((6, 16), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("name", RECTIFIED)
-def test_relu_of_a_users_layer_is_found_and_its_gradients_stay(name: str, zero: bool) -> None:
+def test_relu_of_a_users_layer_is_found_and_its_gradients_stay_the_same(name: str, zero: bool) -> None:
     part = nn.Sequential(Written(RECTIFIED[name], zero=zero))
     assert ends_in_relu(part, (16,))
     assert is_rectified(part(SIXTEEN))
@@ -217,23 +217,23 @@ def test_relu_of_a_users_layer_is_found_and_its_gradients_stay(name: str, zero: 
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_slope_at_a_zero_is_not_taken_for_a_relu_and_its_gradients_would_change(name: str) -> None:
+def test_slope_at_a_zero_is_not_mistaken_for_a_relu_and_its_gradients_would_change(name: str) -> None:
     part = nn.Sequential(Written(OTHERS[name], zero=True))
     assert not ends_in_relu(part, (16,))
     assert not same_without_gradient_at_zeros(part, SIXTEEN)
 
 
-@pytest.mark.parametrize("name", CHANGED_BEHIND)
-def test_relu_with_other_zeros_behind_it_does_not_count_and_its_gradients_would_change(name: str) -> None:
-    part = nn.Sequential(Written(CHANGED_BEHIND[name], zero=False))
+@pytest.mark.parametrize("name", CHANGED_AFTER)
+def test_relu_followed_by_other_zeros_does_not_count_and_its_gradients_would_change(name: str) -> None:
+    part = nn.Sequential(Written(CHANGED_AFTER[name], zero=False))
     assert not ends_in_relu(part, (16,))
     assert not same_without_gradient_at_zeros(part, SIXTEEN)
 
 
-def test_average_that_underflows_to_zero_hands_its_gradient_to_a_weight() -> None:
+def test_average_that_underflows_to_zero_passes_its_gradient_to_a_weight() -> None:
     layer = Written(lambda x: F.avg_pool2d(picture(F.relu(x)), 2), zero=True)
     with torch.no_grad():
-        layer.linear.bias[0] = 1e-45  # the least number above 0; a quarter of it is 0
+        layer.linear.bias[0] = 1e-45  # the smallest number above 0; a quarter of it is 0
     assert not ends_in_relu(nn.Sequential(layer), (16,))
     assert not same_without_gradient_at_zeros(layer, SIXTEEN)
 
@@ -258,14 +258,14 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [Several(), Failing(), nn.MaxPool2d(2, return_indices=True), nn.Linear(3, 3)])
-def test_layer_that_does_not_run_or_gives_several_tensors_ends_what_is_known(layer: nn.Module) -> None:
+def test_layer_that_fails_or_returns_several_tensors_ends_the_search(layer: nn.Module) -> None:
     assert rectified_cuts(nn.Sequential(nn.ReLU(), layer, nn.ReLU()), (1, 4, 4)) == {1}
 
 
 @pytest.mark.parametrize(
     "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
-def test_layer_with_hooks_is_not_run_and_ends_what_is_known(register: str) -> None:
+def test_layer_with_hooks_is_not_run_and_ends_the_search(register: str) -> None:
     seen: list[object] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.ReLU()), nn.ReLU())
     getattr(model[2][0], register)(lambda *given: seen.append(given))
@@ -279,7 +279,7 @@ def test_layer_with_hooks_is_not_run_and_ends_what_is_known(register: str) -> No
 
 
 class Keeping(nn.Module):
-    """A user's layer that keeps what it saw, counts, and is a ReLU only in training."""
+    """A user's layer that stores its inputs, counts calls, and is a ReLU only in train mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class Keeping(nn.Module):
         return F.relu(x) if self.training else x
 
 
-def test_question_leaves_the_model_its_mode_and_the_random_numbers_as_they_are() -> None:
+def test_search_changes_neither_the_model_nor_its_mode_nor_the_random_state() -> None:
     layer = Keeping().eval()
     model = nn.Sequential(nn.Linear(2, 2), layer)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What training goes on from: after a break it is the same to the bit as without one."""
+"""Training that resumes from a snapshot is the same, bit for bit, as without an interruption."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def same_random_numbers(one_thread: None) -> Iterator[None]:  # noqa: ARG001
 
 
 def network(width: int = 6) -> nn.Sequential:
-    behind = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.BatchNorm1d(width))
-    return nn.Sequential(nn.Linear(4, width), behind, nn.Dropout(0.5), nn.Linear(width, 3)).double()
+    rest = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3), nn.BatchNorm1d(width))
+    return nn.Sequential(nn.Linear(4, width), rest, nn.Dropout(0.5), nn.Linear(width, 3)).double()
 
 
 class World:
-    """A learner and its devices' parts, which outlive a break of the server."""
+    """A learner and its devices' parts, which survive a restart of the server."""
 
     def __init__(self, split_points: dict[str, int], *, shared: bool = False, keep: bool = False) -> None:
         self.settings = {"shares_server_model": shared, "keep_momentum": keep}
@@ -80,10 +80,10 @@ class World:
         part.step()
 
     def after_a_break(self, body: Body) -> World:
-        """The same devices with a server that was started again."""
+        """The same devices with a restarted server."""
         again = copy.copy(self)
         again.parts = copy.deepcopy(self.parts)
-        torch.manual_seed(12345)  # as if nothing were known of the random numbers before
+        torch.manual_seed(12345)  # as in a new process, without the earlier random state
         again.learner = self.new_learner()
         again.learner.restore(body)
         return again
@@ -95,7 +95,7 @@ class World:
     [(SPLIT_POINTS, False), (DIFFERENT_SPLIT_POINTS, False), (SPLIT_POINTS, True)],
     ids=["replicas", "different-cuts", "shared"],
 )
-def test_training_after_a_break_is_the_same_to_the_bit(split_points: dict[str, int], shared: bool, keep: bool) -> None:
+def test_resumed_training_is_the_same_bit_for_bit(split_points: dict[str, int], shared: bool, keep: bool) -> None:
     world = World(split_points, shared=shared, keep=keep)
     world.train(range(2))
     body, parts = world.learner.snapshot(), copy.deepcopy(world.parts)
@@ -108,7 +108,7 @@ def test_training_after_a_break_is_the_same_to_the_bit(split_points: dict[str, i
     ("missing", "keep", "shared"),
     [("momentum", True, False), ("momentum", False, True), ("random", False, False), ("model", False, False)],
 )
-def test_each_part_of_a_snapshot_counts(missing: str, keep: bool, shared: bool) -> None:
+def test_each_part_of_a_snapshot_matters(missing: str, keep: bool, shared: bool) -> None:
     world = World(SPLIT_POINTS, shared=shared, keep=keep)
     world.train(range(2))
     snapshot, parts = Snapshot.read(world.learner.snapshot()), copy.deepcopy(world.parts)
@@ -119,7 +119,7 @@ def test_each_part_of_a_snapshot_counts(missing: str, keep: bool, shared: bool) 
     assert world.after_a_break(poorer.pack()).train(range(2, 4)) != without_a_break
 
 
-def test_replicas_from_before_a_restore_are_forgotten() -> None:
+def test_replicas_from_before_a_restore_are_discarded() -> None:
     world = World(SPLIT_POINTS, keep=True)
     world.train(range(1))
     body, before = world.learner.snapshot(), copy.deepcopy(world.learner.replica("a").state())
@@ -147,7 +147,7 @@ def test_taking_a_snapshot_changes_nothing_and_draws_no_random_number() -> None:
     assert len(hashes) == 1
 
 
-def test_a_snapshot_does_not_change_while_training_goes_on() -> None:
+def test_a_snapshot_does_not_change_while_training_continues() -> None:
     world = World(SPLIT_POINTS, keep=True)
     world.train(range(1))
     body = world.learner.snapshot()
@@ -156,7 +156,7 @@ def test_a_snapshot_does_not_change_while_training_goes_on() -> None:
     assert hashlib.sha256(body.contiguous()).hexdigest() == before
 
 
-def test_what_aggregation_remembers_has_its_place() -> None:
+def test_a_snapshot_holds_the_state_of_the_aggregator() -> None:
     given = Snapshot({"w": torch.ones(2)}, torch.get_rng_state(), aggregator={"step": torch.tensor(3)})
     assert torch.equal(Snapshot.read(given.pack()).aggregator["step"], torch.tensor(3))
 
@@ -192,7 +192,7 @@ def test_a_snapshot_of_another_network_is_refused_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("body", [Body.of(b"torn"), state_body({}), state_body({"random.torch": torch.ones(3)})])
-def test_what_is_no_snapshot_is_one_sentence(body: Body) -> None:
+def test_a_body_that_is_no_snapshot_is_refused_in_one_sentence(body: Body) -> None:
     with pytest.raises(InputError) as raised:
         World(SPLIT_POINTS).learner.restore(body)
     assert "\n" not in str(raised.value)

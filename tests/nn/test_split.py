@@ -1,4 +1,4 @@
-"""A network that is cut computes what the uncut one does, bit by bit, under the same names."""
+"""A cut network computes the same as the uncut one, bit for bit, under the same names."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def case(name: str, *values: object, slow: bool) -> object:
-    """Return a case of a parametrized test, left out of the quick run if slow or of a large network."""
+    """Return a case of a parametrized test, marked slow if it is slow or of a large network."""
     return pytest.param(name, *values, marks=pytest.mark.slow if slow or name not in SMALL else ())
 
 
 def awake_model(name: str, input_shape: InputShape, norm: str, dtype: torch.dtype) -> nn.Sequential:
-    """Return the network with its residual branches at work: some start at zero, and so would their gradients."""
+    """Return the network with active residual branches: some start at zero, and so would their gradients."""
     model = build_model(name, input_shape=input_shape, classes=CLASSES, norm=norm, dtype=dtype)
     for weight in model.parameters():
         if not weight.any():
@@ -63,13 +63,13 @@ def train_in_parts(parts: list[nn.Sequential], inputs: Tensor, labels: Tensor) -
     logits = received[-1]
     torch.autograd.backward(cross_entropy(logits, labels))
     for output, copy in zip(reversed(sent), reversed(received), strict=False):
-        if output.requires_grad:  # an empty part hands on what it got
+        if output.requires_grad:  # an empty part returns its input
             torch.autograd.backward(output, copy.grad)
     return logits.detach(), take_gradients(parts)
 
 
 def take_gradients(parts: list[nn.Sequential]) -> dict[str, Tensor]:
-    """Return every gradient by name, and leave none behind."""
+    """Return every gradient by name, and clear them."""
     gradients = {}
     for name, parameter in (item for part in parts for item in part.named_parameters()):
         assert parameter.grad is not None, name
@@ -100,12 +100,12 @@ def test_cut_at_any_split_point_gives_the_logits_and_gradients_of_the_uncut_netw
 
 
 def split_points(name: str, layers: int) -> list[int]:
-    """Return all split points of a small network; of a large one some, because the next test cuts it at all of them."""
+    """Return all split points of a small network, and some of a large one: the next test cuts it at all of them."""
     return list(range(1, layers + 1)) if name in SMALL else [1, layers // 2, layers - 1, layers]
 
 
 def all_at_once() -> Iterator[object]:
-    """Yield all there is of small networks; of large ones every norm, and another dtype and image once each."""
+    """Yield all cases of small networks; of large ones each norm, and another dtype and image size once each."""
     for name, shapes in INPUTS.items():
         if name in SMALL:
             for shape, dtype, norm in itertools.product(shapes, DTYPES, NORMS):
@@ -117,7 +117,7 @@ def all_at_once() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "input_shape", "dtype", "norm"), list(all_at_once()))
-def test_cut_behind_all_layers_at_once_gives_the_logits_and_gradients_of_the_uncut_network(
+def test_cut_after_all_layers_at_once_gives_the_logits_and_gradients_of_the_uncut_network(
     name: str, input_shape: InputShape, dtype: torch.dtype, norm: str
 ) -> None:
     model = awake_model(name, input_shape, norm, dtype)
@@ -126,7 +126,7 @@ def test_cut_behind_all_layers_at_once_gives_the_logits_and_gradients_of_the_unc
 
 
 def single_layers(model: nn.Sequential) -> list[nn.Sequential]:
-    """Return the network cut behind its first layer, the rest behind its first layer, and so on."""
+    """Return the network cut after its first layer, the rest after its first layer, and so on."""
     parts, rest = [], model
     while len(rest) > 0:
         layer, rest = split_model(rest, 1)
@@ -147,7 +147,7 @@ def test_names_do_not_depend_on_the_split_point_and_nothing_is_copied(name: str)
         assert list(join_states(device_part.state_dict(), server_part.state_dict())) == list(model.state_dict())
 
 
-def test_unnamed_layers_keep_their_numbers_behind_the_cut() -> None:
+def test_unnamed_layers_keep_their_numbers_after_the_cut() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
     _, server_part = split_model(model, 2)
     assert list(server_part.state_dict()) == ["2.weight", "2.bias"]

@@ -1,4 +1,4 @@
-"""Tensors, labels and states come back bit for bit; what does not fit its header is refused."""
+"""Tensors, labels and states come back bit for bit; bytes that contradict their header are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = list(TORCH_DTYPES.values())
 
 
 def over_the_wire(message: Message) -> Message:
-    """The message as its receiver has it, cut into small chunks on the way."""
+    """Return the message as its receiver gets it, cut into small chunks on the way."""
     assembler, received = Assembler(), None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "CHUNK_BYTES", 64)
@@ -57,7 +57,7 @@ def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_comes_back_too(dtype: torch.dtype) -> None:
+def test_nan_and_infinities_come_back_too(dtype: torch.dtype) -> None:
     values = torch.tensor([[float("nan"), float("inf"), -0.0, 5e-324]], dtype=dtype)
     assert same_bits(read_tensor(over_the_wire(activation(values, torch.tensor([0])))), values)
 
@@ -65,7 +65,7 @@ def test_what_is_no_number_comes_back_too(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 500, 999])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_value_that_is_not_finite_is_found_wherever_it_is(value: float, place: int, dtype: torch.dtype) -> None:
+def test_a_value_that_is_not_finite_is_found_anywhere(value: float, place: int, dtype: torch.dtype) -> None:
     values = torch.zeros(10, 100, dtype=dtype)
     check_finite([values], "it")
     values.view(-1)[place] = value
@@ -85,7 +85,7 @@ def test_a_tensor_that_is_not_contiguous_is_sent_in_its_own_order() -> None:
     assert torch.equal(read_tensor(over_the_wire(activation(values, torch.zeros(3, dtype=torch.int64)))), values)
 
 
-def test_a_body_is_the_tensors_own_memory_and_what_is_read_is_memory_of_its_own() -> None:
+def test_a_body_is_the_tensors_own_memory_and_a_read_tensor_has_its_own() -> None:
     values = torch.zeros(2, 2)
     message = activation(values, torch.tensor([0, 1]))
     values[0, 0] = 7.0
@@ -96,13 +96,13 @@ def test_a_body_is_the_tensors_own_memory_and_what_is_read_is_memory_of_its_own(
 
 
 @pytest.mark.parametrize("label", [-1, 10, 2**31 - 1])
-def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+def test_a_label_outside_the_classes_is_refused(label: int) -> None:
     message = activation(torch.zeros(2, 3), torch.tensor([0, label]))
     with pytest.raises(ProtocolError, match=r"label outside 0\.\.9"):
         read_labels(message, classes=10)
 
 
-def test_a_tensor_that_is_not_what_its_header_says_is_refused() -> None:
+def test_a_tensor_that_contradicts_its_header_is_refused() -> None:
     message = activation(torch.zeros(2, 3), torch.tensor([0, 1]))
     for damaged in (replace(message, samples=3), replace(message, body=replace(message.body, shape=(2, 4)))):
         with pytest.raises(ProtocolError):
@@ -123,7 +123,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("encoding", CODED)
-def test_no_memory_is_taken_for_a_large_tensor_whose_first_chunk_is_none(encoding: str) -> None:
+def test_no_memory_is_allocated_for_a_large_tensor_with_an_invalid_first_chunk(encoding: str) -> None:
     values = torch.randn(32, 32, 32, 32)
     good = tensor_body(values, encoding=encoding, lossy=Lossy())
     assert good.chunks is not None
@@ -155,7 +155,7 @@ def test_a_state_has_the_bytes_that_safetensors_writes() -> None:
     assert bytes(state_body({}).contiguous()) == safetensors.torch.save({})
 
 
-def test_a_state_is_sent_from_where_it_lies_and_read_where_it_arrived() -> None:
+def test_a_state_is_sent_and_read_without_a_copy() -> None:
     weight = torch.arange(6.0)
     body = state_body({"w": weight})
     weight[0] = 7.0
@@ -169,7 +169,7 @@ def test_a_state_is_sent_from_where_it_lies_and_read_where_it_arrived() -> None:
     assert read.tolist() == [7.0, 1.0, 2.0, 3.0, 4.0, 0.0]
 
 
-def test_tensors_that_do_not_lie_on_their_border_are_read_all_the_same() -> None:
+def test_tensors_that_are_not_aligned_are_read_too() -> None:
     packed = bytes(state_body({"w": torch.arange(3.0)}).contiguous())
     length = int.from_bytes(packed[:8], "little")
     shifted = (length + 1).to_bytes(8, "little") + packed[8 : 8 + length] + b" " + packed[8 + length :]
@@ -191,8 +191,8 @@ WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         None,
         {"w": []},
         {"w": {}},
-        {"w": WEIGHT, "v": WEIGHT},  # two in one place
-        {"w": WEIGHT | {"data_offsets": [8, 16]}},  # a hole before it
+        {"w": WEIGHT, "v": WEIGHT},  # two at the same offsets
+        {"w": WEIGHT | {"data_offsets": [8, 16]}},  # a gap before it
         {"w": WEIGHT | {"data_offsets": [0, 4]}},
         {"w": WEIGHT | {"data_offsets": [-8, 0]}},
         {"w": WEIGHT | {"data_offsets": [0, 8, 8]}},
@@ -204,7 +204,7 @@ WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         {"w": WEIGHT | {"dtype": "F128"}},
         {"w": WEIGHT | {"dtype": []}},
         {"w": WEIGHT, "e": {"dtype": "F32", "shape": [0, 2**80], "data_offsets": [8, 8]}},
-        {"e": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},  # bytes that nobody claims
+        {"e": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},  # bytes that belong to no tensor
     ],
     ids=lambda header: json.dumps(header)[:60],
 )

@@ -193,7 +193,7 @@ def test_what_a_cell_depends_on_makes_its_name_and_its_labels_do_not() -> None:
     assert len({one.hash, *(other.hash for other in others)}) == 4
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(runs: Runs, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported_in_one_sentence(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with pytest.raises(InputError, match=r"Cannot write .*cells\.jsonl: Is a directory\."):
         list(sweep(cells(1), tmp_path))

@@ -1,4 +1,4 @@
-"""Links in memory that are lost in the middle of what they carry, for tests of who goes on all the same."""
+"""In-memory links that are lost in the middle of a message, for tests of reconnecting."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipar.wire.frames import Frame
 
 
 class Loss(Enum):
-    """What becomes of a link that is lost."""
+    """How a link is lost."""
 
     CLEAN = "what was sent arrives"
     FRAMES = "frames under way are lost"
-    SILENT = "the other side is not told"
+    SILENT = "the other side does not notice"
 
 
 class CutLink:
-    """One end of a link that is lost when so many frames have gone over it, in both directions together."""
+    """One end of a link that is lost after a number of frames, counted in both directions together."""
 
     def __init__(self, link: MemoryTransport, frames: int | None = None, loss: Loss = Loss.CLEAN) -> None:
         self.carried = 0

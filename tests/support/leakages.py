@@ -1,4 +1,4 @@
-"""Leakage files made by hand: VGG-5 on digits, whose first cuts give most away."""
+"""Hand-written leakage files: VGG-5 on digits; the first cuts leak most."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(leaks: Mapping[int, float] = LEAKS, **changes: Any) -> LeakageTable:
 
 
 def written(folder: Path, leaks: Mapping[int, float] = LEAKS, **changes: Any) -> Path:
-    """Write such a file and return where."""
+    """Write such a file and return its path."""
     path = folder / "leakage.json"
     path.write_text(table(leaks, **changes).to_json(), "utf-8")
     return path

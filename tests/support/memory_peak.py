@@ -1,4 +1,4 @@
-"""How much memory reading what a peer sent takes."""
+"""Peak memory of reading a peer's message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipar.errors import ProtocolError
 
 
 def peak_bytes(read: Callable[[], object]) -> int:
-    """Return the most memory that reading takes, refused or not, beyond what there was before."""
+    """Return the peak memory that reading takes in addition, whether the message is refused or not."""
     tracemalloc.start()
     try:
         with suppress(ProtocolError):

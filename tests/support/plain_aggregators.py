@@ -1,4 +1,4 @@
-"""The aggregators once more from their papers, in numpy alone: one array a device, one after another."""
+"""A second, plain implementation of the aggregators from their papers, in numpy: one array per device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROBUST = ("median", "trimmed_mean", "krum")
 
 
 def make(aggregator: str, **parameters: float) -> Aggregate:
-    """Return a function that remembers what the aggregator keeps between rounds."""
+    """Return a function that keeps the aggregator's state between rounds."""
     return {
         "fedavg": fedavg,
         "fedavgm": fedavgm,
@@ -84,7 +84,7 @@ def trimmed_mean(trim: float = 0.1) -> Aggregate:
 
 
 def krum_places(rows: Array, byzantine: int, selected: int) -> list[int]:
-    """Return which rows Krum takes, by pairs, as Blanchard et al. write it down."""
+    """Return the rows that Krum selects, from pairwise distances as in Blanchard et al."""
     scores = []
     for i, row in enumerate(rows):
         others = sorted(float(((row - other) ** 2).sum()) for j, other in enumerate(rows) if j != i)

@@ -1,6 +1,6 @@
-"""Each method of training written down once more from its definition, with torch alone.
+"""A second, plain implementation of each training method from its definition, with torch alone.
 
-Nothing is split over machines, cut into micro-batches or pipelined here: every batch goes through the network whole.
+Nothing is split, cut into micro-batches or pipelined here: whole batches go through the whole network.
 `data[k][e]` is the list of batches of device k (in name order) in epoch e.
 """
 
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rules:
-    """What the weights depend on besides network and data."""
+    """Everything else that the weights depend on, beside network and data."""
 
     learning_rate: float = 0.01
     momentum: float = 0.9
@@ -40,7 +40,7 @@ class Rules:
 
 
 def train(method: str, model: nn.Sequential, data: Data, split_point: int, rules: Rules) -> State:
-    """Return the global model's state after all epochs; the given model stays as it is."""
+    """Return the global model's state after all epochs; the given model is not changed."""
     start = copy.deepcopy(model).train()
     if method == "sl":
         return split_learning(start, data, split_point, rules)
@@ -72,7 +72,7 @@ def split_learning(model: nn.Sequential, data: Data, split_point: int, rules: Ru
     behind_the_cut = rules.optimizer(model[split_point:])
     for epoch in range(len(data[0])):
         for device in data:
-            in_front = rules.optimizer(model[:split_point])  # handed over: the momentum stays with the one before
+            in_front = rules.optimizer(model[:split_point])  # a new device: momentum stays on the previous one
             for batch in device[epoch]:
                 step(model, [in_front, behind_the_cut], batch, rules, [])
     return model.state_dict()
@@ -86,10 +86,10 @@ def splitfed_v2(model: nn.Sequential, data: Data, split_point: int, rules: Rules
     of_fronts = [rules.optimizer(front) for front in fronts]
     for epoch in range(len(data[0])):
         before = copy.deepcopy(fronts[0].state_dict())
-        start = weights(nn.Sequential(fronts[0], server))  # the same of every device
+        start = weights(nn.Sequential(fronts[0], server))  # the same on every device
         for iteration in zip_longest(*(device[epoch] for device in data)):
             for front, optimizer, batch in zip(fronts, of_fronts, iteration, strict=True):
-                if batch is not None:  # a device that has run out of batches is passed over
+                if batch is not None:  # a device without further batches is skipped
                     step(nn.Sequential(front, server), [optimizer, of_server], batch, rules, start)
         counts = [samples(device[epoch]) for device in data]
         new = combine(rules, before, [front.state_dict() for front in fronts], counts)
@@ -131,7 +131,7 @@ def samples(batches: Sequence[Batch]) -> int:
 
 
 def average(states: Sequence[State], counts: Sequence[int]) -> State:
-    """Return sum_k n_k M_k / sum_k n_k; of counters the largest."""
+    """Return sum_k n_k M_k / sum_k n_k; counters take the largest value."""
     mean = {}
     for name, first in states[0].items():
         if first.is_floating_point():

@@ -57,7 +57,7 @@ def test_a_gradient_has_no_labels() -> None:
     ],
     ids=str,
 )
-def test_a_tensor_that_is_not_what_its_header_says_is_refused(message: Message, sentence: str) -> None:
+def test_a_tensor_that_contradicts_its_header_is_refused(message: Message, sentence: str) -> None:
     with pytest.raises(ProtocolError, match=sentence):
         tensor_bytes(message)
 
