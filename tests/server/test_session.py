@@ -10,13 +10,13 @@ from pipar.planner.replanner import MeasuredLink
 from pipar.server.session import End, Introduction, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
-from pipar.transport.rate_estimate import Moment
+from pipar.transport.rate_estimate import FrameTime
 from pipar.transport.shaping import Traffic
 from pipar.wire.messages import Kind, Message, read_json
 
 
-def burst(at: float, each_s: float, size_bytes: int = 0) -> dict[tuple[int, int], Moment]:
-    return {(number, 0): Moment(at + number * each_s, size_bytes) for number in range(1, 7)}
+def burst(at: float, each_s: float, size_bytes: int = 0) -> dict[tuple[int, int], FrameTime]:
+    return {(number, 0): FrameTime(at + number * each_s, size_bytes) for number in range(1, 7)}
 
 
 def test_a_real_link_is_measured_in_both_directions_and_the_device_told_of_its_own() -> None:
@@ -26,8 +26,8 @@ def test_a_real_link_is_measured_in_both_directions_and_the_device_told_of_its_o
         channel = Channel(near, Recorder("server"), DOWNLINK, is_real=True)
         session = Session(Introduction("pi", 10), 1, channel, Recorder("pi"))
         session.begin(1)
-        channel.came.moments |= burst(1000.0, 0.1, 100_000)  # as fast as 8 Mbit/s
-        channel.ready.moments |= burst(2000.0, 0.0, 100_000)
+        channel.received_frames.times |= burst(1000.0, 0.1, 100_000)  # as fast as 8 Mbit/s
+        channel.sent_frames.times |= burst(2000.0, 0.0, 100_000)
         end = End(10, None, Traffic(5, 1.0), ready=burst(70.0, 0.0), came=burst(80.0, 0.05))
         measured = session.measure(end, 1)
         session.begin(2)

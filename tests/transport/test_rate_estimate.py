@@ -11,7 +11,7 @@ from pipar.execution.clock import run_virtually, sleep_until
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
-from pipar.transport.rate_estimate import Log, Moments, carried, read_moments, read_traffic
+from pipar.transport.rate_estimate import FrameLog, FrameTimes, estimate_traffic, read_frame_times, read_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
@@ -58,7 +58,7 @@ class Windowed:
 
 async def bursts(
     rate_bps: float, frames: int, size_bytes: int, *, compute_s: float = 0.0, pause_s: float = 0.5, count: int = 4
-) -> tuple[Moments, Moments]:
+) -> tuple[FrameTimes, FrameTimes]:
     """Send some bursts of messages over a slow link; return what the sender tells, and what the receiver has seen."""
     near, far = memory_pair()
     device = Channel(Windowed(near, rate_bps), Recorder("pi"), UPLINK, is_real=True)
@@ -74,12 +74,12 @@ async def bursts(
             device.post(Message(Kind.ACTIVATION, 1, number, n, body=Body(size_bytes)))
         await serving
         await asyncio.sleep(pause_s)
-    device.post(Message(Kind.END_EPOCH, 1, body=json_body(device.moments())))
-    told = read_moments(read_json(await serve(1))["ready"])
+    device.post(Message(Kind.END_EPOCH, 1, body=json_body(device.frame_times())))
+    told = read_frame_times(read_json(await serve(1))["ready"])
     await device.close()
     await server.close()
     assert told is not None
-    return told, server.came.moments
+    return told, server.received_frames.times
 
 
 @pytest.mark.parametrize("rate_bps", [1e6, 7.5e6, 30e6])
@@ -90,9 +90,9 @@ def test_a_burst_shows_the_rate_of_the_link_whatever_the_window_does(
     frames: int, size_bytes: int, rate_bps: float
 ) -> None:
     ready, came = run_virtually(bursts(rate_bps, frames, size_bytes))
-    assert carried(ready, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
+    assert estimate_traffic(ready, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
     skewed = {key: moment._replace(at=moment.at + 1e6) for key, moment in ready.items()}
-    assert carried(skewed, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
+    assert estimate_traffic(skewed, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
 
 
 @pytest.mark.parametrize(("frames", "size_bytes"), [(6, 140_000), (12, 140_000), (10, 330_000)])
@@ -100,25 +100,25 @@ def test_without_a_small_frame_a_burst_shows_it_as_well(frames: int, size_bytes:
     ready, came = run_virtually(bursts(7.5e6, frames, size_bytes))
     large = {key: moment for key, moment in ready.items() if came[key].size_bytes > size_bytes}
     assert len(large) < len(ready)
-    assert carried(large, came).rate_bps == pytest.approx(7.5e6, rel=0.01)
+    assert estimate_traffic(large, came).rate_bps == pytest.approx(7.5e6, rel=0.01)
 
 
 def test_frames_that_never_wait_for_each_other_show_the_rate_by_what_they_take_longer_than_a_small_one() -> None:
     ready, came = run_virtually(bursts(8e6, 5, 140_000, compute_s=0.5))
-    assert carried(ready, came).rate_bps == pytest.approx(8e6, rel=0.05)
+    assert estimate_traffic(ready, came).rate_bps == pytest.approx(8e6, rel=0.05)
     large = {key: moment for key, moment in ready.items() if came[key].size_bytes > 140_000}
-    assert not carried(large, came).is_enough  # as fast as they are computed is not as fast as the link is
+    assert not estimate_traffic(large, came).is_enough  # as fast as they are computed is not as fast as the link is
 
 
 def test_a_machine_that_computes_more_slowly_than_the_link_carries_does_not_make_the_link_slow() -> None:
     ready, came = run_virtually(bursts(100e6, 10, 140_000, compute_s=0.05))
-    assert carried(ready, came).rate_bps == pytest.approx(100e6, rel=0.1)
+    assert estimate_traffic(ready, came).rate_bps == pytest.approx(100e6, rel=0.1)
 
 
 def test_nothing_is_known_of_a_link_that_has_carried_nothing() -> None:
-    assert carried({}, {}) == Traffic()
+    assert estimate_traffic({}, {}) == Traffic()
     ready, came = run_virtually(bursts(1e6, 6, 140_000))
-    assert carried(ready, {}) == carried({}, came) == Traffic()
+    assert estimate_traffic(ready, {}) == estimate_traffic({}, came) == Traffic()
 
 
 def test_what_goes_again_over_another_connection_is_not_measured() -> None:
@@ -128,13 +128,13 @@ def test_what_goes_again_over_another_connection_is_not_measured() -> None:
         for n in (1, 2):
             device.post(Message(Kind.ACTIVATION, 1, 1, n, body=Body(1000)))
         await device.drain()
-        before = list(device.ready.moments)
+        before = list(device.sent_frames.times)
         await far.close()
         near, far = memory_pair()
         device.attach(near, 1)
         device.post(Message(Kind.ACTIVATION, 1, 1, 3, body=Body(1000)))
         await device.drain()
-        after = list(device.ready.moments)
+        after = list(device.sent_frames.times)
         await device.close()
         return before, after
 
@@ -150,7 +150,7 @@ def test_an_emulated_link_has_no_moments_to_tell() -> None:
             channel.shape(rate_bps, 0.0)
             channel.post(Message(Kind.ACTIVATION, 1, body=Body(1000)))
             await channel.drain()
-            told.append(channel.moments())
+            told.append(channel.frame_times())
             await channel.close()
         return told
 
@@ -158,11 +158,11 @@ def test_an_emulated_link_has_no_moments_to_tell() -> None:
 
 
 def test_a_log_remembers_the_last_frames_only() -> None:
-    log = Log()
+    log = FrameLog()
     for sequence in range(1, 1001):
         log.note(Frame(Message(Kind.ROUND), 1, sequence, 0, 0, 1, (), 0), float(sequence))
-    assert (len(log.moments), next(iter(log.moments))) == (100, (901, 0))
-    assert read_moments(log.told()) == {key: moment._replace(size_bytes=0) for key, moment in log.moments.items()}
+    assert (len(log.times), next(iter(log.times))) == (100, (901, 0))
+    assert read_frame_times(log.as_json()) == {key: moment._replace(size_bytes=0) for key, moment in log.times.items()}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_log_remembers_the_last_frames_only() -> None:
     ids=str,
 )  # fmt: skip
 def test_moments_that_are_none_are_refused(told: Any) -> None:
-    assert read_moments(told) is None
+    assert read_frame_times(told) is None
 
 
 def test_traffic_that_cannot_be_is_refused() -> None:

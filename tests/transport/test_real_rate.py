@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.grpc import Listener, connect
-from pipar.transport.rate_estimate import carried, read_moments
+from pipar.transport.rate_estimate import estimate_traffic, read_frame_times
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 RATE_BPS = 8e6
@@ -37,10 +37,13 @@ async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | No
             if message.micro_batch == frames:  # both directions share the loopback
                 for n in range(1, frames + 1):
                     channel.post(tensor(Kind.GRADIENT, message.iteration, n))
-        ready, came = (read_moments(read_json(message)[key]) for key in ("ready", "came"))
+        ready, came = (read_frame_times(read_json(message)[key]) for key in ("ready", "came"))
         assert ready is not None
         assert came is not None
-        up, down = carried(ready, channel.came.moments), carried(channel.ready.moments, came)
+        up, down = (
+            estimate_traffic(ready, channel.received_frames.times),
+            estimate_traffic(channel.sent_frames.times, came),
+        )
         rates.set_result([up.rate_bps if up.is_enough else None, down.rate_bps if down.is_enough else None])
         await channel.close()
 
@@ -52,7 +55,7 @@ async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | No
             channel.post(tensor(Kind.ACTIVATION, number, n))
         for _ in range(frames):
             await channel.receive()
-    channel.post(Message(Kind.END_EPOCH, 1, body=json_body(channel.moments())))
+    channel.post(Message(Kind.END_EPOCH, 1, body=json_body(channel.frame_times())))
     found = await rates
     await channel.close()
     await listener.stop()

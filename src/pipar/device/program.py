@@ -258,7 +258,7 @@ class Device:
         uplink = self._channel.meter.read(epoch)
         measured = {"up_bytes": uplink.size_bytes, "up_s": uplink.seconds}
         self._channel.post(
-            Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.moments()}))
+            Message(Kind.END_EPOCH, epoch, body=json_body({**counted, **measured, **self._channel.frame_times()}))
         )
         await self._protect(epoch, noise)
         changes = self._orders.sends_changes(self._channel.rate_bps(epoch))

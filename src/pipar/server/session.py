@@ -17,7 +17,7 @@ from pipar.planner.replanner import MeasuredLink
 from pipar.privacy.budget import BudgetUse
 from pipar.profiling.profile import NetworkSizes, Profile, check_network
 from pipar.transport.channel import Channel
-from pipar.transport.rate_estimate import Moments, carried, read_moments, read_traffic
+from pipar.transport.rate_estimate import FrameTimes, estimate_traffic, read_frame_times, read_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.messages import EMPTY, Body, Chunks, Kind, Message, Payload, json_body, read_json
 
@@ -161,7 +161,10 @@ class Session:
     def measure(self, end: End, epoch: int) -> MeasuredLink:
         """Return what the link has carried in an epoch, by what both sides know of it."""
         channel = self.channel
-        up, down = carried(end.ready, channel.came.moments), carried(channel.ready.moments, end.came)
+        up, down = (
+            estimate_traffic(end.ready, channel.received_frames.times),
+            estimate_traffic(channel.sent_frames.times, end.came),
+        )
         if up.is_enough:
             self.uplink = up
         channel.meter.take(epoch, down)
@@ -328,8 +331,8 @@ class End:
     loss_sum: float | None  # over them, if it has computed it
     uplink: Traffic  # as it measured it
     error: SquaredError = None  # of its activations
-    ready: Moments = field(default_factory=dict)  # of the last frames up
-    came: Moments = field(default_factory=dict)  # of the last frames down
+    ready: FrameTimes = field(default_factory=dict)  # of the last frames up
+    came: FrameTimes = field(default_factory=dict)  # of the last frames down
 
 
 def read_end(message: Message, epoch: int) -> End:
@@ -342,7 +345,7 @@ def read_end(message: Message, epoch: int) -> End:
     uplink = read_traffic(content)
     if uplink is None:
         raise ProtocolError(f"{message} carries {content.get('up_bytes')!r} bytes sent in {content.get('up_s')!r} s.")
-    ready, came = (read_moments(content.get(key, [])) for key in ("ready", "came"))
+    ready, came = (read_frame_times(content.get(key, [])) for key in ("ready", "came"))
     if ready is None or came is None:
         raise ProtocolError(f"{message} carries something else where the moments of frames belong.")
     return End(samples, loss, uplink, _read_error(message, content.get("error")), ready, came)

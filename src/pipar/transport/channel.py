@@ -17,7 +17,7 @@ from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
 from pipar.links import Link
 from pipar.transport.limits import MESSAGE_BYTES, RateLimit, TokenBucket
-from pipar.transport.rate_estimate import Log
+from pipar.transport.rate_estimate import FrameLog
 from pipar.transport.shaping import Meter, Pacer, Rates
 from pipar.wire.frames import Assembler, BodyLimit, Frame, check_fits, cut_message
 from pipar.wire.messages import UNNUMBERED, Chunks, Kind, Message, Payload
@@ -104,7 +104,10 @@ class Channel:
         self._lane = lane
         self._on_lost = on_lost
         self._is_real = is_real  # the link between two machines, whose rate nobody knows
-        self.ready, self.came = Log(), Log()  # of a real link: frames to the peer, and from it
+        self.sent_frames, self.received_frames = (
+            FrameLog(),
+            FrameLog(),
+        )  # of a real link: frames to the peer, and from it
         self._went_before = 0  # messages up to this one may go again
         self._loop = asyncio.get_running_loop()
         self.heard_at = self.sent_at = self._loop.time()  # of the last frame from the peer, and of the last one to it
@@ -146,16 +149,16 @@ class Channel:
         measured = self.meter.read(epoch)
         return measured.rate_bps if measured.is_enough else emulated or 0.0
 
-    def moments(self) -> dict[str, Any]:
+    def frame_times(self) -> dict[str, Any]:
         """Return, for the next message to tell, when frames of a real link were ready, and when others came.
 
         That message is among them: it is small, so it shows what the way takes whatever the link's rate.
         """
-        if not self._is_real or not (self.ready.moments or self.came.moments):
+        if not self._is_real or not (self.sent_frames.times or self.received_frames.times):
             return {}
         return {
-            "ready": [*self.ready.told(), [self._sequence + 1, 0, round(self._loop.time(), 6)]],
-            "came": self.came.told(),
+            "ready": [*self.sent_frames.as_json(), [self._sequence + 1, 0, round(self._loop.time(), 6)]],
+            "came": self.received_frames.as_json(),
         }
 
     def emulate(self, link: Link, rate: Callable[[Link], float | None]) -> None:
@@ -218,7 +221,7 @@ class Channel:
         message = self._assembler.feed(frame)
         _count(self.received_bytes, frame)
         if self._is_real:
-            self.came.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
+            self.received_frames.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
         if message is not None:
             self.received = frame.sequence
         return message
@@ -272,8 +275,8 @@ class Channel:
         self._link, self._transport = transport, delayed(transport, self._latency_s)
         self._assembler.reset()
         self._stretch = None
-        self.ready.clear()
-        self.came.clear()
+        self.sent_frames.clear()
+        self.received_frames.clear()
         self._went_before = self._sequence
         self.heard_at = now = self._loop.time()
         self._unnumbered = deque([_Posted(greeting, 0, now)] if greeting is not None else [])
@@ -418,7 +421,7 @@ class Channel:
         if not self._is_real or emulated_s > 0:
             self.meter.count(_travels_in(frame.message), frame.size_bytes, emulated_s)
         elif frame.sequence > self._went_before:
-            self.ready.note(frame, ready_at)
+            self.sent_frames.note(frame, ready_at)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
         """Leave one span a message; one that was overtaken, or not encoded in time, leaves one for each stretch."""

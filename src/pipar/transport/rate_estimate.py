@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 62
 _LONGEST_S = 1e9
 
 
-class Moment(NamedTuple):
+class FrameTime(NamedTuple):
     """When a frame could leave, or came, on the clock of one machine; its size is known to the side that reckons."""
 
     at: float
@@ -32,29 +32,29 @@ class Moment(NamedTuple):
 
 
 #: By the frame's message and chunk, in order.
-Moments = Mapping[tuple[int, int], Moment]
+FrameTimes = Mapping[tuple[int, int], FrameTime]
 
 
-class Log:
+class FrameLog:
     """The moments of the last frames of one direction, seen from one side."""
 
     def __init__(self) -> None:
-        self.moments: dict[tuple[int, int], Moment] = {}
+        self.times: dict[tuple[int, int], FrameTime] = {}
 
     def note(self, frame: Frame, at: float) -> None:
-        self.moments[frame.sequence, frame.chunk] = Moment(at, frame.size_bytes)
-        if len(self.moments) > _REMEMBERED:
-            del self.moments[next(iter(self.moments))]
+        self.times[frame.sequence, frame.chunk] = FrameTime(at, frame.size_bytes)
+        if len(self.times) > _REMEMBERED:
+            del self.times[next(iter(self.times))]
 
-    def told(self) -> list[list[float]]:
+    def as_json(self) -> list[list[float]]:
         """Return what the other side needs of it: message, chunk and seconds of each."""
-        return [[*key, round(moment.at, 6)] for key, moment in self.moments.items()]
+        return [[*key, round(moment.at, 6)] for key, moment in self.times.items()]
 
     def clear(self) -> None:
-        self.moments.clear()
+        self.times.clear()
 
 
-def read_moments(told: Any) -> Moments | None:
+def read_frame_times(told: Any) -> FrameTimes | None:
     """Return what the other side has told of its moments; None if it is nothing of the kind."""
     if not isinstance(told, list) or len(told) > _REMEMBERED + 1:
         return None
@@ -62,7 +62,7 @@ def read_moments(told: Any) -> Moments | None:
         return None
     if not all(type(sequence) is int and type(chunk) is int and _is_time(at) for sequence, chunk, at in told):
         return None
-    return {(sequence, chunk): Moment(float(at)) for sequence, chunk, at in told}
+    return {(sequence, chunk): FrameTime(float(at)) for sequence, chunk, at in told}
 
 
 def read_traffic(told: Mapping[str, Any]) -> Traffic | None:
@@ -85,7 +85,7 @@ class _Passage(NamedTuple):
     size_bytes: int
 
 
-def carried(ready: Moments, came: Moments) -> Traffic:
+def estimate_traffic(ready: FrameTimes, came: FrameTimes) -> Traffic:
     """Return what a link has carried, and for how long it was busy with that; too little to tell if nothing waited.
 
     A frame is on the link from when it was ready, or the one before it had come, until it has come itself. Where frames
