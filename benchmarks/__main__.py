@@ -1,4 +1,4 @@
-"""Run all measurements, or the named ones; exit 1 if a number is not what it is to be."""
+"""Run all measurements, or the named ones; exit 1 if a claim does not hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "reproduction": reproduction.measure,
     "reproduction_full": reproduction.measure_full,
 }
-#: Takes hours: run if it is named, and not with all others.
+#: Takes hours: run only if named.
 ON_REQUEST = ("reproduction_full",)
 
 

@@ -1,4 +1,4 @@
-"""The real world against the virtual world on the same configuration, from a profile that was taken before."""
+"""The real world against the virtual world on the same configuration, from an earlier profile."""
 
 from __future__ import annotations
 

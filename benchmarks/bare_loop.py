@@ -14,7 +14,7 @@ _SETTINGS = [
     "run.method=fl", "run.epochs=2", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=2000",
     "data.validation=0", "devices.count=1", "devices.link=unlimited", "devices.speed=1.0", "run.trace=off",
 ]  # fmt: skip
-# The same loader, batches, optimiser and number of threads; one epoch to warm up, one that counts.
+# The same loader, batches, optimiser and number of threads; one epoch to warm up, one that is measured.
 _BARE = """
 import json, sys, time, torch
 from torch.nn import functional as F

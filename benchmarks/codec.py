@@ -1,6 +1,6 @@
-"""How quickly the values at the cut are coded: VGG-5 on real CIFAR-10 images, 328 KB at a time, one core.
+"""How fast the values at the cut are encoded: VGG-5 on real CIFAR-10 images, 328 KB at a time, one core.
 
-What coding leaves of the bytes is measured by `exact_wire`. Needs the dataset (PIPAR_DATA).
+The compression is measured by `exact_wire`. Needs the dataset (PIPAR_DATA).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
 
 
 def _trained_crossing() -> Crossing:
-    """Return what crosses the cut behind VGG-5's first layer for one micro-batch, when it has learned a little."""
+    """Return the tensors at the cut after VGG-5's first layer for one micro-batch, after a little training."""
     workload = Workload(
         load_config(None, ["data.name=cifar10", f"data.samples_per_device={_IMAGES}", "devices.count=1"])
     )
@@ -51,7 +51,7 @@ def _trained_crossing() -> Crossing:
 
 
 def _claims(crossing: Crossing, encoding: str) -> list[Claim]:
-    """Return how many bytes of uncoded values a core codes and decodes in a second, each way."""
+    """Return how many bytes of raw values a core encodes and decodes per second, in each direction."""
     known = not_zero(crossing.activation.ravel()) if is_sparse(encoding) else None
     claims = []
     for what, tensor, kept in (("activations", crossing.activation, None), ("gradients", crossing.gradient, known)):
@@ -62,7 +62,7 @@ def _claims(crossing: Crossing, encoding: str) -> list[Claim]:
 
 
 def _seconds(tensor: Values, encoding: str, kept: Mask | None) -> tuple[float, float]:
-    """Return the median seconds of this thread for coding and for decoding a tensor."""
+    """Return the median CPU seconds of encoding and of decoding a tensor."""
     out = np.empty_like(tensor)
     values, places = _chunks(tensor, tensor), _chunks(tensor, out)
     masks: list[Mask | None] = [None] * len(values) if kept is None else list(_chunks(tensor, kept))
@@ -82,5 +82,5 @@ def _seconds(tensor: Values, encoding: str, kept: Mask | None) -> tuple[float, f
 
 
 def _chunks(tensor: Values, values: NDArray[Any]) -> list[NDArray[Any]]:
-    """Return values of the tensor's size in the tensor's chunks."""
+    """Return the values in chunks of the tensor's chunk sizes."""
     return np.split(values.ravel(), np.cumsum(chunk_sizes(tensor.shape, tensor.itemsize))[:-1])

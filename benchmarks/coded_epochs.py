@@ -1,9 +1,9 @@
-"""What fewer bytes do to an epoch: the encodings that `auto` chooses against raw, the cut behind the first layer.
+"""How much fewer bytes shorten an epoch: the encodings that `auto` chooses against raw, cut after the first layer.
 
-In virtual time with costs, coding times and shares that were profiled on this machine, on 4g, for VGG-5 and VGG-16;
-VGG-5 on real CIFAR-10 images also in the real world, two device processes, turn by turn. On a link without a limit
-coding does not pay, and `auto` is to cost nothing: the quickest of many epochs of each count there, because whatever
-else a machine does makes an epoch longer. Needs CIFAR-10 (PIPAR_DATA).
+VGG-5 and VGG-16 on 4g in virtual time, with costs, coding times and shares profiled on this machine; VGG-5 on real
+CIFAR-10 images also in the real world with two device processes, alternating. On a link without a limit encoding does
+not pay, and `auto` should cost nothing: there the fastest of many epochs counts, because other load on the machine only
+makes epochs longer. Needs CIFAR-10 (PIPAR_DATA).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SETTINGS = [
 ]  # fmt: skip
 MOST = {"vgg5": 0.70, "vgg16": 0.55}
 TURNS = 3
-#: Without a limit an epoch takes a second, and 1 % of it is looked for.
+#: Without a limit an epoch takes a second, and a difference of 1 % must be visible.
 UNLIMITED_TURNS, UNLIMITED_EPOCHS = 6, 12
 
 
@@ -52,14 +52,14 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 
 def _turns(link: str, folder: Path, count: int, epochs: int) -> list[dict[str, Any]]:
-    """Return what was trained turn by turn; who is first changes, too."""
+    """Return the results of alternating runs; the order alternates too."""
     there = ["model.name=vgg5", f"devices.link={link}", f"run.epochs={epochs}"]
     orders = [("raw", "auto") if turn % 2 == 0 else ("auto", "raw") for turn in range(count)]
     return [{coded: _epoch(there, coded, folder) for coded in order} for order in orders]
 
 
 def _quickest(turns: list[dict[str, Any]], coded: str) -> float:
-    """Return the mean over the turns of the quickest epoch of each."""
+    """Return the mean over the turns of each turn's fastest epoch."""
     return mean(min(turn[coded]["epochs"]) for turn in turns)
 
 

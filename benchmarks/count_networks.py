@@ -1,6 +1,6 @@
 """Count the known networks for the images of the known datasets: `python -m benchmarks.count_networks` writes the file.
 
-The planner reads it instead of importing torch; a test compares it with what this module counts.
+The planner reads it instead of importing torch; a test compares it with the results of this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Case = tuple[str, str, tuple[int, int, int]]
 
 
 def cases() -> Iterator[Case]:
-    """Yield every network, norm and image that there is; an image too small for a network is left out."""
+    """Yield every combination of network, norm and image shape, except images too small for a network."""
     shapes = sorted({info.shape for info in CATALOG})
     for name, network in NETWORKS.items():
         for norm in NORMS:
@@ -34,7 +34,7 @@ def cases() -> Iterator[Case]:
 
 
 def counted(case: Case) -> dict[str, list[Any]]:
-    """Return what the file is to hold of one network."""
+    """Return the file's entry for one network."""
     _, _, shape = case
     few, many = _hollow(case, FEW_CLASSES), _hollow(case, MANY_CLASSES)
     rectified = rectified_cuts(few, shape)  # the classes do not matter before the last layer
@@ -43,12 +43,12 @@ def counted(case: Case) -> dict[str, list[Any]]:
 
 def _hollow(case: Case, classes: int) -> nn.Sequential:
     name, norm, shape = case
-    with torch.device("meta"):  # there is nothing to draw weights for
+    with torch.device("meta"):  # no initial weights are drawn
         return build_model(name, input_shape=shape, classes=classes, norm=norm)
 
 
 def as_text(entries: dict[str, dict[str, list[Any]]]) -> str:
-    """Return JSON with one network a line, so that a change shows which one it is."""
+    """Return JSON with one network per line, so that a diff shows which network changed."""
     lines = (f"{json.dumps(key)}: {json.dumps(entry, separators=(',', ':'))}" for key, entry in entries.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

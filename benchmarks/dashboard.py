@@ -1,9 +1,9 @@
-"""What the live page costs: epochs of twenty devices without it, with a browser that watches, with some that hang.
+"""The cost of the live page: epochs of twenty devices without it, with one browser, and with some that hang.
 
-A server with all devices in one other process, because in `pipar run` the page is in a process that does not train. The
-three ways take turns, so that what else the machine does meets all of them, and the first epoch of each is left out.
-Epochs differ by some percent whatever is measured; how long the page's own thread had a core is exact, and no training
-waits longer for it than that.
+The server is one process and all devices another, because in `pipar run` the page is in a process that does not train.
+The three cases alternate, so that other load on the machine affects all of them, and the first epoch of each is left
+out. Epochs differ by some percent in any case; the CPU time of the page's thread is exact, and the training cannot wait
+longer for it than that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS = ("without", "watched", "hanging")
 
 
 def network() -> nn.Sequential:
-    """Return a network whose activations take a while on the link, and little else."""
+    """Return a network with large activations and little computation."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
@@ -94,7 +94,7 @@ def measure(
 
 
 def _run(config: Path, runs: Path, way: str, epochs: int) -> tuple[list[float], float]:
-    """Return the seconds of each epoch, and the CPU seconds of the page behind the first."""
+    """Return the seconds of each epoch, and the CPU seconds of the page after the first."""
     words = ["server", str(config), "--listen", ADDRESS, "--log-format", "json"]
     words += [] if way == "without" else ["--dashboard", f"{PAGE[0]}:{PAGE[1]}"]
     environment = os.environ | {"PIPAR_RUNS": str(runs)}
@@ -138,14 +138,14 @@ async def _train(config: Path, server: subprocess.Popen[str], way: str, epochs: 
 
 
 def _page_s(pid: int) -> float:
-    """Return how long the page's thread of a program had a core; 0 without a page."""
+    """Return the CPU seconds of the page's thread; 0 without a page."""
     tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if (task / "comm").read_text().strip() == THREAD]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextlib.contextmanager
 def _browsers(way: str) -> Iterator[None]:
-    """Have the browsers of a way: one that reads all it gets, or some that never read."""
+    """Connect the browsers of a case: one that reads everything, or some that never read."""
     with contextlib.ExitStack() as stack:
         if way == "watched":
             threading.Thread(target=_watch, daemon=True).start()
@@ -155,7 +155,7 @@ def _browsers(way: str) -> Iterator[None]:
 
 
 def _hanging() -> socket.socket:
-    """Return a browser that never reads: its system takes a few kilobytes for it, not the megabytes of a whole run."""
+    """Return a browser that never reads; its system buffers a few kilobytes, not the megabytes of a whole run."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # the sender's buffer is a multiple of it

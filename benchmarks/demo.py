@@ -1,4 +1,4 @@
-"""What `make demo` shows: the same training by fl, sfl and pipar, real processes on an emulated 4G link."""
+"""The numbers of `make demo`: the same training with fl, sfl and pipar, in real processes on an emulated 4G link."""
 
 from __future__ import annotations
 

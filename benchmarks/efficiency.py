@@ -1,4 +1,4 @@
-"""How close training comes to the physical limit of a 4G link, and whether the kernel saw the bytes we counted."""
+"""How close training comes to the physical limit of a 4G link, and whether the kernel counts the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = [
     "devices.count=2", "devices.link=4g", "devices.speed=0.2", "plan.split_point=1", "plan.micro_batches=12",
     "wire.encoding=raw", "run.trace=full",
 ]  # fmt: skip
-#: A network namespace of its own has a loopback of its own: its byte counters see this run alone.
+#: A separate network namespace has its own loopback, whose byte counters see only this run.
 _OWN_LOOPBACK = (
     "unshare",
     "-n",
@@ -48,7 +48,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 
 def _kernel_claim(folder: Path) -> list[Claim]:
-    """Compare our byte counts with the kernel's, in a network namespace of our own (which needs root)."""
+    """Compare pipar's byte counts with the kernel's, in a separate network namespace (which needs root)."""
     settings = [f"--set={s}" for s in SETTINGS if not s.startswith("run.epochs")]
     command = [*_OWN_LOOPBACK, sys.executable, "-m", "pipar", "run", *settings, "--set=run.epochs=2", "--json"]
     environment = {**os.environ, "PIPAR_RUNS": str(folder)}
@@ -62,7 +62,7 @@ def _kernel_claim(folder: Path) -> list[Claim]:
 
 
 def _uncovered_shares(trace: Path) -> dict[str, float]:
-    """Return, for each lane that the pipeline runs on, the share of the epochs in which it did nothing with a name."""
+    """Return, for each lane of the pipeline, the share of the epochs that no span covers."""
     events = json.loads(trace.read_text())["traceEvents"]
     owners = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -82,7 +82,7 @@ def _uncovered_shares(trace: Path) -> dict[str, float]:
         for lane, found in spans.items()
         if lane.endswith(("compute", "uplink", "downlink")) or "core" in lane
     }
-    # Behind its last span a lane waits for nothing any more.
+    # After its last span a lane waits for nothing.
     return {
         lane: uncovered_s(found, first, min(last, max(s.end for s in found))) / (last - first)
         for lane, found in sorted(watched.items())

@@ -1,9 +1,9 @@
-"""How many bytes the exact encodings take, against raw float32, on what really crosses a cut in training.
+"""The compression of the exact encodings against raw float32, on tensors that cross a cut in real training.
 
 Plain PyTorch training with pipar's defaults (group norm, SGD, batches of 100) on real CIFAR-10 images, a subset of
-them so that all networks together take minutes on one core. Behind the first epoch and behind the tenth, activations
-and gradients of micro-batches of 10 samples are encoded as a run would encode them: behind a ReLU the zeros are left
-out, and with them the gradient at the zeros, which reaches no weight. Needs the dataset (PIPAR_DATA).
+them so that all networks together take minutes on one core. After the first and the tenth epoch, activations and
+gradients of micro-batches of 10 samples are encoded as in a run: after a ReLU the zeros are left out, and so are the
+gradients at the zeros, which reach no weight. Needs the dataset (PIPAR_DATA).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pipar.wire.codec import encode
 
 BATCH, MICRO_BATCH = 100, 10
 EPOCHS = (1, 10)
-#: Batches whose activations and gradients are encoded, at the weights behind an epoch.
+#: Batches whose activations and gradients are encoded, with the weights after an epoch.
 BATCHES = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, how many images it is trained on, what is measured of it, and what is claimed of P = 1."""
+    """A network, its number of training images, its measured cuts, and the claim for P = 1."""
 
     model: str
     images: int
@@ -55,7 +55,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses the cut for one micro-batch."""
+    """The tensors that cross the cut for one micro-batch."""
 
     activation: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     gradient: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -81,19 +81,19 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
     settings = ["data.name=cifar10", f"data.samples_per_device={case.images}", f"model.name={case.model}"]
     workload = Workload(load_config(None, [*settings, "devices.count=1"]))
     shard, model = workload.keep_only_shard(workload.names[0]), workload.build_model().train()
-    behind_relu = rectified_cuts(model, workload.input_shape)
+    after_relu = rectified_cuts(model, workload.input_shape)
     for epoch in range(1, max(EPOCHS) + 1):
         loss = train(model, workload.optimizer(), shard, epoch)
         for split_point in case.split_points if epoch in EPOCHS else ():
             crossed = list(crossings(model, shard, epoch + 1, split_point))
             where = {"model": case.model, "P": split_point, "epoch": epoch, "train_loss": loss}
-            row = where | _shares(crossed, behind_relu=split_point in behind_relu)
+            row = where | _shares(crossed, after_relu=split_point in after_relu)
             print(row, flush=True)
             yield row
 
 
 def train(model: nn.Sequential, optimizer: Optimizer, shard: Shard, epoch: int) -> float:
-    """Train an epoch, without the momentum of the one before, as is pipar's default; return the mean loss."""
+    """Train an epoch and return the mean loss; momentum starts at zero, as is pipar's default."""
     steps = optimizer.over(model)
     assert steps is not None
     total, order = 0.0, shard.order(epoch)
@@ -108,7 +108,7 @@ def train(model: nn.Sequential, optimizer: Optimizer, shard: Shard, epoch: int) 
 
 
 def crossings(model: nn.Sequential, shard: Shard, epoch: int, split_point: int) -> Iterator[Crossing]:
-    """Yield what crosses the cut for the micro-batches of an epoch's first batches, at the weights as they are."""
+    """Yield the tensors at the cut for micro-batches of an epoch's first batches, with the current weights."""
     device_part, server_part = split_model(model, split_point)
     order = shard.order(epoch)[: BATCHES * BATCH]
     for at in range(0, len(order), MICRO_BATCH):
@@ -121,18 +121,18 @@ def crossings(model: nn.Sequential, shard: Shard, epoch: int, split_point: int) 
         yield Crossing(activation.detach().contiguous().numpy(), gradient.contiguous().numpy())
 
 
-def _shares(crossed: list[Crossing], *, behind_relu: bool) -> dict[str, Any]:
-    """Return the bytes as shares of raw float32, by direction and encoding; "up", "down" and "share" are a run's."""
-    # What is kept is decided by bits: -0.0 is a value of its own.
+def _shares(crossed: list[Crossing], *, after_relu: bool) -> dict[str, Any]:
+    """Return the bytes as shares of raw float32, by direction and encoding, and those of a run."""
+    # Zeros are compared by bits: -0.0 is a value of its own.
     kept = [one.activation.view(np.uint32) != 0 for one in crossed]
     raw = sum(one.activation.nbytes for one in crossed)
     table = {}
-    for encoding in ("sparse", "planes", "sparse-planes") if behind_relu else ("planes",):
+    for encoding in ("sparse", "planes", "sparse-planes") if after_relu else ("planes",):
         masks = kept if encoding.startswith("sparse") else [None] * len(crossed)
         up = sum(encoded_bytes(one.activation, encoding) for one in crossed)
         down = sum(encoded_bytes(one.gradient, encoding, mask) for one, mask in zip(crossed, masks, strict=True))
         table[encoding] = {"up": up / raw, "down": down / raw, "both": (up + down) / (2 * raw)}
-    chosen = "sparse-planes" if behind_relu else "planes"
+    chosen = "sparse-planes" if after_relu else "planes"
     zeros = 1 - float(np.mean([mask.mean() for mask in kept]))
     return {"encoding": chosen, "share": table[chosen]["both"], "zeros": zeros, "shares": table}
 

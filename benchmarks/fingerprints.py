@@ -1,4 +1,4 @@
-"""What trainings give, to the last bit: recorded before a change of structure, and compared after it.
+"""Results of trainings, bit for bit: recorded before a refactoring and compared after it.
 
     python -m benchmarks.fingerprints record
     python -m benchmarks.fingerprints compare
@@ -91,7 +91,7 @@ TRAININGS: dict[str, str] = {
         "--set plan.replan=false"
     ),
 }  # fmt: skip
-#: Real time: their seconds differ from run to run.
+#: In real time: their seconds differ from run to run.
 _REAL = ("real processes", "resumed deployment")
 
 
@@ -112,7 +112,7 @@ def main(words: list[str]) -> int:
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """Print what has changed; return 1 if anything has."""
+    """Print all differences; return 1 if there are any."""
     changed = 0
     for name in sorted({*before, *now}):
         one, other = before.get(name, {}), now.get(name, {})
@@ -126,7 +126,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
 
 
 def fingerprint(name: str) -> dict[str, Any]:
-    """Train, and return what must not change."""
+    """Train and return the fingerprint of the result."""
     words = [re.sub("'", '"', word) for word in TRAININGS[name].split()]
     if name not in _REAL and not name.startswith("own"):
         words += _MACHINES.split()
@@ -138,7 +138,7 @@ def fingerprint(name: str) -> dict[str, Any]:
 
 
 def of_result(result: Any, *, timed: bool = True) -> dict[str, Any]:
-    """Return the fingerprint of a result.json, or of what `pipar plan --json` prints."""
+    """Return the fingerprint of a result.json, or of the output of `pipar plan --json`."""
     found: dict[str, Any] = {"fields": sorted(_fields(result))}
     for key in ("weights_sha256", "plans", "test_accuracy", "equivalence"):
         if key in result:
@@ -154,7 +154,7 @@ def of_result(result: Any, *, timed: bool = True) -> dict[str, Any]:
 
 
 def _without_planning_time(value: Any) -> Any:
-    """Return what `pipar plan --json` prints without how long planning took."""
+    """Return the output of `pipar plan --json` without the planning time."""
     if isinstance(value, dict):
         return {key: _without_planning_time(item) for key, item in value.items() if key != "seconds"}
     return [_without_planning_time(item) for item in value] if isinstance(value, list) else value
@@ -209,7 +209,7 @@ def _deployment(runs: Path, words: list[str]) -> None:
 
 
 def _device_words(words: list[str]) -> list[str]:
-    """Return the words without --epochs, which is the server's business."""
+    """Return the words without --epochs, which only the server takes."""
     at = words.index("--epochs")
     return words[:at] + words[at + 2 :]
 

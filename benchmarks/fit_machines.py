@@ -1,6 +1,6 @@
 """Fit the form of a machine's cost model to this one: `python -m benchmarks.fit_machines` prints rates and residuals.
 
-The named machines of `profiling/machines.py` have rates in these proportions, scaled by what is published about them.
+The named machines of `profiling/machines.py` have rates in these proportions, scaled by published numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(case: tuple[str, str, tuple[int, int, int]], budget_s: float) -> tup
 
 
 def row(count: PassCount, samples: int) -> list[float]:
-    """Return what the unknown costs are multiplied by: a multiply-add of each kind, an element, a call."""
+    """Return the factors of the unknown costs: multiply-adds of each kind, elements, calls."""
     elements = samples * count.elements + count.fixed_elements
     return [samples * count.dense, samples * count.grouped, elements, count.calls]
 
@@ -46,8 +46,8 @@ def row(count: PassCount, samples: int) -> list[float]:
 def fit(measured: Sequence[tuple[Profile, Counts]]) -> np.ndarray:
     """Return seconds of a dense and a grouped multiply-add, an element and a call, by least squares of logarithms.
 
-    Of whole stages, forward and backward of all layers up to each cut and behind it: single layers scatter more than
-    the sums that the planner adds up. Every network counts the same, however many cuts it has.
+    Fitted to whole stages, forward and backward of all layers before and after each cut: single layers scatter more
+    than the sums that the planner uses. Every network has the same weight, whatever its number of cuts.
     """
     rows, times, weights = [], [], []
     for profile, counts in measured:

@@ -1,6 +1,6 @@
-"""Fit the paper's testbed to what it prints of VGG-5: `python -m benchmarks.fit_testbed` prints speeds and residuals.
+"""Fit the paper's testbed to its numbers for VGG-5: `python -m benchmarks.fit_testbed` prints speeds and residuals.
 
-`reproduction.testbed` has the two factors, and says what is fitted.
+`reproduction.testbed` has the two fitted factors, and describes the fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a long measurement that stay, whatever ends it, as long as what they depend on is the same."""
+"""Rows of a long measurement that survive an interruption, while their sources stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Kept", "sources_hash"]
 
 
 class Kept:
-    """The rows of a file by their names, one a line; those that depend on something else are as if they were not."""
+    """The rows of a file by name, one per line; rows of other sources are ignored."""
 
     def __init__(self, path: Path, depends: Mapping[str, object]) -> None:
         self.path = path
@@ -24,15 +24,15 @@ class Kept:
         for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else []:
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:  # an interruption has cut it off
+            except json.JSONDecodeError:  # truncated by an interruption
                 continue
             if isinstance(entry, dict) and entry.get("depends") == self._depends and "name" in entry:
                 yield entry["name"], entry["row"]
 
     def add(self, name: str, row: Any) -> None:
-        """Keep a row that was measured."""
+        """Append a measured row."""
         self.rows[name] = row
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            # The empty line in front: a line that an interruption has cut off does not spoil this one.
+            # The newline first: a line that an interruption has truncated must not spoil this one.
             file.write("\n" + json.dumps({"depends": self._depends, "name": name, "row": row}) + "\n")

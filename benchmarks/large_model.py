@@ -1,7 +1,7 @@
-"""What memory a large model takes: 600 MB of weights by federated learning, over loopback with default settings.
+"""The memory of a large model: 600 MB of weights, federated learning over loopback with default settings.
 
-Once over links without a limit, where models travel whole, and once over links on which it pays to send what a round
-has changed: server and devices then keep the model before, to tell or to add the difference.
+Once over links without a limit, where whole models are sent, and once over links on which it pays to send changes:
+server and devices then keep the previous model, to compute or to apply them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from benchmarks.record import Claim
 
 _DEVICES = 2
 _LAYERS, _SIDE = 6, 5000  # a layer of 5000 x 5000 float32 is 100 MB
-#: At the aggregation: each device's model, the global one before it and behind it. One more if that before it is still
-#: being validated, and layers on their way through float64.
+#: At the aggregation: each device's model, the previous and the new global model. One more if the previous one is still
+#: being validated, and layers in float64.
 MOST_IN_SERVER = _DEVICES + 3.0
-#: Weights, gradients and momentum while it trains; weights, momentum and the model that comes behind it.
+#: Weights, gradients and momentum while it trains; weights, momentum and the received model after that.
 MOST_IN_DEVICE = 3.5
-#: What it takes more where changes travel: the model before, and what is coded, which is as long as a model at most.
+#: Additionally where changes are sent: the previous model, and the encoded changes, at most as large as a model.
 KEPT_FOR_CHANGES = 2.0
-#: Slow enough for changes, and a second round, in which there is something that they are changes of.
+#: Slow enough for changes, and a second round, because the first has no previous model.
 _CHANGES = ("devices.link={up='400Mbit/s', down='400Mbit/s'}", "run.epochs=2")
 _FACTORY = """
 import os
@@ -47,7 +47,7 @@ _SETTINGS = [
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most memory that the server and the largest device had, and the seconds of the round and of the whole run."""
+    """Peak memory of the server and of the largest device, and seconds of the round and of the whole run."""
 
     server_bytes: int
     device_bytes: int
@@ -70,17 +70,17 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 
 def model_bytes(layers: int, side: int) -> int:
-    """Return the bytes of the layers that a bare model does not have."""
+    """Return the bytes of the large layers, which the bare model does not have."""
     return 4 * layers * (side * side + side)
 
 
 def copies(bare: Peaks, large: Peaks, size: int) -> tuple[float, float]:
-    """Return how many times the size of the model server and device take."""
+    """Return the memory of server and device as multiples of the model's size."""
     return (large.server_bytes - bare.server_bytes) / size, (large.device_bytes - bare.device_bytes) / size
 
 
 def peaks(folder: Path, layers: int, side: int, devices: int, more: Sequence[str] = ()) -> Peaks:
-    """Train a round, with more settings if there are, and return what it took."""
+    """Train a round with these additional settings and return its peaks."""
     folder.mkdir(exist_ok=True)
     (folder / "large.py").write_text(_FACTORY, "utf-8")
     runs, cache = folder / f"runs-{layers}", str(folder / "cache")

@@ -1,7 +1,7 @@
-"""What lossy encodings cost in accuracy and save in bytes: each beside the exact ones, on digits and on CIFAR-10.
+"""The accuracy lost and the bytes saved by each lossy encoding against the exact ones, on digits and CIFAR-10.
 
-VGG-5 on four devices in virtual time, the cut behind the first layer; but for the encoding, all have the same settings.
-Exact encodings give the very weights of raw ones; of the lossy ones nothing is claimed but what was measured. Needs
+VGG-5 on four devices in virtual time, cut after the first layer; all other settings are the same. Exact encodings give
+the same weights as raw, bit for bit; for the lossy ones there is no claim beyond the measurement. Needs
 CIFAR-10 (PIPAR_DATA).
 """
 
@@ -14,7 +14,7 @@ from benchmarks.record import Claim, pipar
 
 EXACT = ("raw", "sparse-planes")
 LOSSY = ("fp16", "bf16", "int8", "topk")
-#: What is trained: the dataset, and the settings that make it a matter of minutes.
+#: The datasets, each with settings that keep a training to minutes.
 TRAININGS = {
     "digits": ("data.name=digits", "data.samples_per_device=290", "run.epochs=5", "optimizer.learning_rate=0.03"),
     "cifar10": ("data.name=cifar10", "data.samples_per_device=1250", "run.epochs=8", "optimizer.learning_rate=0.03"),

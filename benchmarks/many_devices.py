@@ -1,7 +1,7 @@
-"""Two hundred devices, all in one process, at one server: a round of a tiny network, and what an idle one costs.
+"""Two hundred devices, all in one process, at one server: a round of a tiny network, and the memory of an idle device.
 
-The server waits for all of them, so that those who have come are idle: its memory with 50 and with 199 of them says
-what one more takes, before any has a replica. With the last one the training begins.
+The server waits for all devices, so those that have joined are idle: its memory with 50 and with 199 of them gives the
+memory per device, before any has a replica. The training starts when the last one joins.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TREE: dict[str, Any] = {
 
 
 def network() -> nn.Sequential:
-    """Return a network that is hardly there."""
+    """Return a tiny network."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
@@ -84,7 +84,7 @@ def measure(folder: Path, devices: int = DEVICES, first: int = FIRST) -> tuple[l
 
 
 class ServerLog:
-    """What the server says, line by line, and what it takes of memory."""
+    """The server's log lines, and its memory."""
 
     def __init__(self, server: subprocess.Popen[str]) -> None:
         self._server = server

@@ -1,8 +1,8 @@
-"""Measure what a round's changes are of the known networks' bytes: `python -m benchmarks.measure_changes` writes it.
+"""Measure the compression of changes for the known networks: `python -m benchmarks.measure_changes` writes the file.
 
-By the function that profiles are measured with, on made-up images, behind a few steps: at the very first one residual
-blocks that begin with a weight of zero hold back the gradients of all that is in them. The planner reads the file for
-machines that it knows by name; a machine that is measured measures its own.
+It uses the function that measures profiles, on synthetic images, after a few steps: at the first step, residual blocks
+whose last weight starts at zero pass no gradients to their layers. The planner reads the file for named machines; a
+measured profile has its own share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def measured(name: str, norm: str, dtype: torch.dtype) -> float:
-    """Return the share of a network's bytes that five steps down one gradient leave to be sent."""
+    """Return the size of the changes after five steps along one gradient, as a share of the network's bytes."""
     model = build_model(name, input_shape=SHAPE, classes=CLASSES, norm=norm, dtype=dtype).train()
     generator = torch.Generator().manual_seed(SAMPLES)
     inputs = torch.randn(SAMPLES, *SHAPE, generator=generator).to(dtype)

@@ -1,7 +1,7 @@
-"""Measure what encodings leave at each cut of the known networks: `python -m benchmarks.measure_shares DATA` writes it.
+"""Measure the compression at each cut of known networks: `python -m benchmarks.measure_shares DATA` writes the file.
 
-On CIFAR-10, after some steps of training: at its very start gradients and zeros are not yet what they are later. The
-planner reads the file for machines that it knows by name; a machine that is measured measures its own.
+On CIFAR-10, after some steps of training, because gradients and zeros at the very start are not typical. The planner
+reads the file for named machines; a measured profile has its own shares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Shares = list[dict[str, list[float]]]
 
 
 def measured(name: str, norm: str, images: Images) -> tuple[Shares, int]:
-    """Return the shares at each cut, up and down, and how many steps were trained before."""
+    """Return the shares at each cut, up and down, and the number of training steps before them."""
     torch.manual_seed(0)
     model = build_model(name, input_shape=SHAPE, classes=CLASSES, norm=norm).train()
     steps = train(model, images)
@@ -43,7 +43,7 @@ def measured(name: str, norm: str, images: Images) -> tuple[Shares, int]:
 
 
 def train(model: nn.Sequential, images: Images) -> int:
-    """Train for some steps, or for some seconds if they take long; return how many there were."""
+    """Train for a number of steps, or for some seconds if they are slow; return the number of steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     started = time.perf_counter()
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def batch(images: Images, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_text(entries: dict[str, Any]) -> str:
-    """Return JSON with one network a line."""
+    """Return JSON with one network per line."""
     lines = (f"{json.dumps(key)}: {json.dumps(entry, separators=(',', ':'))}" for key, entry in entries.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -1,15 +1,14 @@
 """The planner in the real world: its prediction against the epochs that follow, its choice against a sweep.
 
 Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks, raw values
-on the wire. A prediction is made from a profile that was taken right before and is not re-fitted; machines change
-their speed by a quarter within minutes, so this is done several times in turn, and the median of what was predicted
-over what was measured counts. Before each profile the machine rests: it is quicker right behind hard
-work than in a training whose devices sleep most of the time. For the choice, every plan of a small grid is trained for
-one epoch; the best of them and the planner's choice are then trained again, one right behind the other, several times:
-epochs of one plan differ by a tenth from minute to minute, so the median of what one took over what the other took
-counts. The host of a virtual machine may take a fifth of it for minutes: what is measured meanwhile is measured again.
-Rows are kept in `results/prediction.rows.jsonl`: after an interruption the next start takes up where this one was, as
-long as pipar, this measurement and the machine are the same.
+on the wire. A prediction uses a profile taken right before it and is not calibrated. The speed of a machine changes by
+a quarter within minutes, so this is repeated several times, and the median of predicted over measured seconds counts.
+Before each profile the machine rests: right after hard work it is faster than in a training whose devices mostly sleep.
+For the choice, every plan of a small grid is trained for one epoch; the best of them and the planner's choice are then
+trained again, alternating, several times: epochs of one plan differ by a tenth from minute to minute, so the median of
+the ratio of both counts. The host of a virtual machine may take a fifth of its time for minutes: measurements during
+that are repeated. Rows are kept in `results/prediction.rows.jsonl`: after an interruption the next start resumes there,
+if pipar, this measurement and the machine are the same.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ MICRO_BATCHES = (1, 6)
 TURNS = 7
 PAIRS = 5
 _REST_S = 8.0
-#: Of the time that this machine wanted to compute in, what its host may take; and how often it is waited for.
+#: The host's maximum share of this machine's working time, and how often a measurement is repeated.
 _TAKEN, _TRIES = 0.04, 5
 _SETTINGS = [
     "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=200", "data.validation=0", "data.test=0",
     "devices.count=2", "wire.encoding=raw",
 ]  # fmt: skip
-#: The server computes on one core and both devices together on a fifth of the other: nobody waits for this machine.
+#: The server uses one core and both devices together a fifth of the other: none of them waits for a core.
 _MACHINES = ["server.cores=1", "devices.speed=0.1"]
 
 KEPT = RESULTS / "prediction.rows.jsonl"
@@ -68,7 +67,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 
 def depends() -> dict[str, object]:
-    """Return what rows depend on: all of pipar, this file, and the machine that it all runs on."""
+    """Return what rows depend on: all of pipar, this file, and the machine."""
     return {"sources": sources_hash(["."], Path(__file__)), "machine": machine_fingerprint()}
 
 
@@ -83,7 +82,7 @@ class _Row:
         self._disturbed = 0
 
     def compare(self, grid: list[Plan]) -> dict[str, Any]:
-        """Return what the planner said and what was measured, in seconds an epoch."""
+        """Return the predicted and the measured seconds per epoch."""
         chosen = self._undisturbed(self._choose)
         pairs = [self._undisturbed(lambda: self._predict_and_measure(chosen)) for _ in range(PAIRS)]
         sweep = {plan: self._undisturbed(partial(self._epoch_s, plan, 1)) for plan in grid if plan != chosen}
@@ -106,7 +105,7 @@ class _Row:
         return first["split_point"], first["micro_batches"], first["window"]
 
     def _undisturbed(self, measure: Callable[[], T]) -> T:
-        """Return the first measurement that the host leaves alone, or of several the least disturbed."""
+        """Return the first measurement that the host does not disturb, or else the least disturbed one."""
         tries: list[tuple[float, T]] = []
         while True:
             before = _clock_ticks()
@@ -139,7 +138,7 @@ class _Row:
 
 
 def _clock_ticks() -> tuple[int, int]:
-    """Return how much this machine has computed so far, and what its host took meanwhile; nothing if nobody tells."""
+    """Return the CPU ticks that this machine has used, and those that its host took; (0, 0) if they are not known."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0, 0
@@ -148,6 +147,6 @@ def _clock_ticks() -> tuple[int, int]:
 
 
 def _taken(before: tuple[int, int], after: tuple[int, int]) -> float:
-    """Return the share that the host took of the time in which this machine had something to compute."""
+    """Return the host's share of the time in which this machine had work to do."""
     computed, taken = (now - then for now, then in zip(after, before, strict=True))
     return taken / (taken + computed) if taken else 0.0

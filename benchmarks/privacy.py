@@ -1,13 +1,13 @@
-"""What privacy costs: the seconds of an epoch without it, with classic differential privacy and with PixelDP.
+"""The cost of privacy: seconds per epoch without it, with classic differential privacy, and with PixelDP.
 
-A fleet like the paper's (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 a device, batches of 100) in virtual
-time, timing-only, from named machines: fl, sfl and pipar over three networks and three links.
+A fleet like the paper's (100 Raspberry Pi 3B, an i7-11850H, 500 images of CIFAR-10 per device, batches of 100) in
+virtual time, timing-only, from named machines: fl, sfl and pipar on three networks and three links.
 
-- As the paper trains: pipar by the {P, N} that the paper lists, sfl by the same P, everything raw.
-- As it is planned and sent here: by the plan that each method chooses without privacy, tensors and models encoded where
-  that is quicker. Models behind noise can no longer travel as their changes.
+- As the paper trains: pipar with the {P, N} that the paper lists, sfl with the same P, everything raw.
+- As pipar plans and sends: with the plan that each method chooses without privacy, tensors and models encoded where
+  that is faster. Models with noise cannot be sent as changes.
 
-Then two real devices on this machine, turn by turn; the quickest epoch of each turn counts.
+Then two real devices on this machine, alternating; the fastest epoch of each turn counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipar.launch import run
 NETWORKS = {"vgg5": "VGG-5", "resnet18": "ResNet-18", "mobilenetv3_small": "MobileNetV3-Small"}
 LINKS = ("4g", "4g+", "wifi")
 METHODS = ("fl", "sfl", "pipar")
-#: What a run has on top of one without privacy. How strong the noise is makes no difference to its time.
+#: The settings of each mode. The scale of the noise does not change its time.
 MODES: Mapping[str, list[str]] = {
     "without": [],
     "classic": ["privacy.noise_multiplier=1.0"],
@@ -37,15 +37,15 @@ TESTBED = [
     "run.epochs=1", "run.batch_size=100", "run.trace=off", "data.name=cifar10", "data.samples_per_device=500",
     "devices.count=100", "devices.profile=raspberry-pi-3b", "server.profile=i7-11850h", "plan.replan=false",
 ]  # fmt: skip
-#: {P, N} of pipar on CIFAR-10 as the paper's table of selected parameters has them.
+#: {P, N} of pipar on CIFAR-10 from the paper's table of selected parameters.
 PLANS = {
     "vgg5": {"4g": (1, 12), "4g+": (1, 6), "wifi": (1, 3)},
     "resnet18": {"4g": (1, 8), "4g+": (1, 6), "wifi": (1, 3)},
     "mobilenetv3_small": {"4g": (2, 8), "4g+": (1, 12), "wifi": (1, 9)},
 }
-#: Overheads in seconds, at most, that the paper reports: for PixelDP one number for all methods.
+#: The maximum overheads in seconds that the paper reports; for PixelDP one number for all methods.
 PAPER = {"classic": {"fl": 11.7, "sfl": 0.16, "pipar": 0.15}, "pixel": {"fl": 0.3, "sfl": 0.3, "pipar": 0.3}}
-#: Overheads of PixelDP are to be the same by all methods: sums of the same seconds in another order.
+#: Overheads of PixelDP should be equal for all methods: they add the same seconds in another order.
 SAME_S = 1e-6
 
 REAL = [
@@ -55,13 +55,13 @@ REAL = [
 ]  # fmt: skip
 REAL_METHODS = ("fl", "pipar")
 TURNS = 3
-#: Two runs of one configuration on this machine differ by as much.
+#: Two runs of one configuration on this machine differ by this much.
 REAL_MOST = 1.1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method on one link: its plan, and the seconds of an epoch by mode."""
+    """One method on one link: its plan, and the seconds per epoch by mode."""
 
     network: str
     link: str
@@ -104,7 +104,7 @@ def papers_cell(network: str, link: str, method: str) -> Cell:
 
 
 def planned_cell(network: str, link: str, method: str) -> Cell:
-    """Return one method as it is planned here without privacy, and by the same plan with it."""
+    """Return one method as pipar plans it without privacy, and with the same plan with it."""
     settings = [*_place(network, link, method), "run.epochs=2"]
     without = _run(settings)
     first = without["plans"][0]
@@ -130,12 +130,12 @@ def _cell(network: str, link: str, method: str, results: Mapping[str, Mapping[st
 
 
 def last_s(result: Mapping[str, Any]) -> float:
-    """Return the seconds of a run's last epoch; in the first one models come whole, whatever the encoding."""
+    """Return the seconds of a run's last epoch; the first one always sends whole models."""
     return float(result["epochs"][-1]["seconds"])
 
 
 def claims(cells: Sequence[Cell], how: str = "") -> list[Claim]:
-    """Return what the paper says of both mechanisms, of these cells; `how` if they are not by the paper's plans."""
+    """Return the paper's claims about both mechanisms for these cells; `how` if they do not use the paper's plans."""
     classic, pixel = (f"{words}, {how}" if how else words for words in ("classic DP", "PixelDP"))
     more = "overhead of pipar - that of fl, the largest of 9 cells"
     return [
@@ -173,7 +173,7 @@ def _fl(cells: Sequence[Cell], of: Cell) -> Cell:
 
 
 def _turns(method: str, folder: Path) -> list[dict[str, list[float]]]:
-    """Return the seconds of the epochs of each mode, turn by turn; who is first changes, too."""
+    """Return the seconds of the epochs of each mode, alternating; the order alternates too."""
     names = list(MODES)
     turns = []
     for turn in range(TURNS):
@@ -185,7 +185,7 @@ def _turns(method: str, folder: Path) -> list[dict[str, list[float]]]:
 
 
 def real_claims(real: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> list[Claim]:
-    """Return how much longer real epochs take, the median over the turns of the quickest of each."""
+    """Return how much longer real epochs take: the median over the turns of each turn's fastest epoch."""
     found = []
     for method, turns in real.items():
         for mode, words in (("classic", "classic DP"), ("pixel", "PixelDP")):
@@ -200,11 +200,11 @@ def _set(settings: Sequence[str]) -> list[str]:
     return [f"--set={setting}" for setting in settings]
 
 
-# --- what is shown
+# --- tables
 
 
 def row(cell: Cell) -> str:
-    """Return a line of a table: seconds without privacy, and what comes on top."""
+    """Return a line of a table: seconds without privacy, and the overheads."""
     more = [_short(cell.overhead_s(mode)) for mode in ("classic", "pixel")]
     cells = [NETWORKS[cell.network], cell.link, cell.method, cell.plan, f"{cell.seconds['without']:.1f}", *more]
     return f"| {' | '.join(cells)} |"
@@ -221,17 +221,17 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def papers_cells(details: Mapping[str, Any]) -> list[Cell]:
-    """Return the cells of a result as the paper trains."""
+    """Return the cells of a result for the paper's plans."""
     return [Cell(**cell) for cell in details["cells"]]
 
 
 def planned_cells(details: Mapping[str, Any]) -> list[Cell]:
-    """Return those as they are planned and sent here."""
+    """Return the cells of a result for pipar's plans."""
     return [Cell(**cell) for cell in details["cells, planned and encoded here"]]
 
 
 def summary(details: Mapping[str, Any]) -> str:
-    """Return the largest overhead of each method, as the paper trains beside the paper's own, and as planned here."""
+    """Return the largest overhead of each method: with the paper's plans, the paper's own, and with pipar's plans."""
     lines = ["| overhead at most, s | fl | sfl | pipar |", "|---|---:|---:|---:|"]
     for mode, words in (("classic", "classic DP"), ("pixel", "PixelDP")):
         papers, planned = (

@@ -1,7 +1,7 @@
-"""Draws what privacy costs as the paper does: a panel for each network, a group for each link, a bar for each method.
+"""The cost of privacy drawn as in the paper: a panel per network, a group per link, a bar per method.
 
-The overheads lie on top of the bars, and below once more by themselves on a logarithmic scale: most are too small to be
-seen beside an epoch.
+The overheads are on top of the bars, and again below on a logarithmic scale: most are too small to be visible beside an
+epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Protocol
 
-#: Of a mode: its words and colour. Colours that all kinds of eyes can tell apart.
+#: Text and colour of each mode. Colour-blind readers can tell the colours apart.
 _MODES = {
     "without": ("without privacy", "#8fb8de"),
     "classic": ("classic DP on top", "#d55e00"),
@@ -26,7 +26,7 @@ _INK = "#222222"
 
 
 class Bar(Protocol):
-    """The seconds of an epoch of one network on one link by one method, by mode."""
+    """The seconds per epoch of one network, link and method, by mode."""
 
     @property
     def network(self) -> str: ...
@@ -103,24 +103,24 @@ def _overheads(x: float, cell: Bar, low: int, decade: float) -> Iterator[str]:
 
 
 def overhead_s(cell: Bar, mode: str) -> float:
-    """Return what a mode adds to an epoch."""
+    """Return the seconds that a mode adds to an epoch."""
     return cell.seconds[mode] - cell.seconds["without"]
 
 
 def sum_of(cell: Bar) -> float:
-    """Return how high a stack is."""
+    """Return the height of a stacked bar in seconds."""
     return cell.seconds["without"] + sum(max(0.0, overhead_s(cell, mode)) for mode in _OVERHEADS)
 
 
 def decades(cells: Sequence[Bar]) -> tuple[int, int]:
-    """Return the powers of ten that all overheads lie between; those below a millisecond are not drawn."""
+    """Return the powers of ten that enclose all overheads; those below a millisecond are not drawn."""
     found = [seconds for cell in cells for mode in _OVERHEADS if (seconds := overhead_s(cell, mode)) > 1e-3]
     low, high = math.floor(math.log10(min(found, default=0.1))), math.ceil(math.log10(max(found, default=1.0)))
     return low, max(high, low + 1)
 
 
 def round_step(most: float) -> float:
-    """Return the least of 1, 2, 5, 10, ... times a power of ten of which at most five reach this far."""
+    """Return the smallest of 1, 2, 5, 10, ... times a power of ten for which at most five steps are needed."""
     power = 10.0 ** math.floor(math.log10(most / 5))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power * 5 >= most * (1 - 1e-9))
 

@@ -170,12 +170,12 @@ def quoted(text: str) -> str:
 
 
 def quoted_measured(text: str) -> str:
-    """Return the page of measured numbers, likewise."""
+    """Return the page of measured numbers with its tables."""
     return _filled(text, {"measured": measured_table(QUOTES)})
 
 
 def quoted_privacy(text: str) -> str:
-    """Return the page about what privacy costs, likewise."""
+    """Return the page about the cost of privacy with its tables."""
     details = _result("privacy")["details"]
     cells = {"papers": privacy.papers_cells(details), "planned": privacy.planned_cells(details)}
     tables = {name: privacy.table(of) for name, of in cells.items()}
@@ -183,7 +183,7 @@ def quoted_privacy(text: str) -> str:
 
 
 def privacy_picture() -> str:
-    """Return its picture."""
+    """Return the picture of that page."""
     return picture(privacy.planned_cells(_result("privacy")["details"]), privacy.NETWORKS)
 
 

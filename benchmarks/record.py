@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: a JSON file and a line in the table, with machine, date and command."""
+"""The record of a measurement: a JSON file and a line in the table, with machine, date and command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Claim:
-    """One number that was measured, and what it is to be."""
+    """One measured number, and the bound that it must keep."""
 
     what: str
     value: float
@@ -39,7 +39,7 @@ class Claim:
 
 
 def write(name: str, claims: list[Claim], details: dict[str, Any]) -> None:
-    """Write benchmarks/results/NAME.json and renew the table of all results."""
+    """Write benchmarks/results/NAME.json and update the table of all results."""
     RESULTS.mkdir(exist_ok=True)
     content = {
         "name": name,
@@ -67,7 +67,7 @@ def _renew_table() -> None:
 
 
 def pipar(arguments: list[str], runs: Path, *, prefix: tuple[str, ...] = ()) -> Any:
-    """Run the command line with --json in a process of its own and return what it prints."""
+    """Run the command with --json in a separate process and return its output."""
     environment = os.environ | {"PIPAR_RUNS": str(runs)}
     command = [*prefix, sys.executable, "-m", "pipar", *arguments, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)

@@ -1,8 +1,8 @@
-"""What planning costs when the bandwidth of 100 boards switches between 4g, 4g+ and wifi every minute; paper V-F-3.
+"""The cost of planning when the bandwidth of 100 boards switches between 4g, 4g+ and wifi every minute; paper V-F-3.
 
-Plans are chosen beside the training, so no round waits for them; what is measured is the CPU time of the searches over
-the time of the training, and what the new plans gain: nothing where a round lasts so long that what it shows of the
-links is soon over when new plans for them come into force, but no loss either.
+Plans are chosen in the background, so no round waits for them. Measured are the CPU time of the searches relative to
+the training time, and the gain of the new plans: none where rounds are so long that the links have changed again
+before new plans take effect, but no loss either.
 """
 
 from __future__ import annotations

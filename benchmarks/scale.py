@@ -1,4 +1,4 @@
-"""How large a testbed a laptop holds: virtual, timing-only, one epoch."""
+"""How large a testbed a laptop can simulate: virtual, timing-only, one epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS = [
 
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     interpreter = _seconds([sys.executable, "-c", "pass"], folder)
-    _seconds(_command(10), folder)  # the network is profiled once, before
+    _seconds(_command(10), folder)  # profiles the network once, before timing
     hundred = _seconds(_command(100), folder) - interpreter
     ten_thousand = _seconds(_command(10_000), folder) - interpreter
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20

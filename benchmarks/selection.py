@@ -1,13 +1,13 @@
-"""The planner against exhaustive search in a world that it does not know; the paper's two tables of parameters.
+"""The planner against exhaustive search in worlds with unknown costs; the paper's two tables of parameters.
 
 100 Raspberry Pi 3B and an 8-core i7-11850H, six networks on the paper's datasets, three links; the same with devices 5
-and 20 times as fast, and with half the devices at half the speed. The judge's costs are perturbed by up to 15 % a layer
-and jittered by 5 % a stage, from seeds that the planner does not get: one is one world, and which of two plans that are
-close is better there is chance, so there are several.
+and 20 times as fast, and with half the devices at half the speed. The true costs are perturbed by up to 15 % per layer
+and jittered by 5 % per stage, from seeds that the planner does not know. Each seed is one world; there are several,
+because in a single world it is a matter of chance which of two similar plans is better.
 
-All rows take some twenty minutes on two cores. Those of a training are printed and kept in
-`results/selection.rows.jsonl` when it has been judged in all worlds: after an interruption the next start takes up
-where this one was, as long as the planner is the same.
+All rows take about twenty minutes on two cores. The rows of a training are printed and kept in
+`results/selection.rows.jsonl` after it was judged in all worlds: after an interruption the next start resumes there, if
+the planner is the same.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from reproduction.judged import Beforehand, Judged, judged
 from reproduction.testbed import DATASETS, LINKS, SAMPLES
 
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
-#: Two kinds of devices have the product of their plans: of each, every P with these N.
+#: With two kinds of devices, all pairs of their plans are searched: for each kind, every P with these N.
 GRID = (1, 2, 3, 4, 8, 16)
 #: One world each.
 SEEDS = (20240612, 1, 2)
-#: Epochs that the server learns from, each with the plans that the one before has led to. In a training new plans come
-#: into force two epochs behind what they were learned from.
+#: Epochs that the server learns from, each with the plans that the previous one led to. In a training, new plans take
+#: effect two epochs after the epoch that they were learned from.
 EPOCHS = 5
-#: Rows that were judged so far, one a line, with what they depend on.
+#: The rows so far, one per line, with a hash of their sources.
 KEPT = RESULTS / "selection.rows.jsonl"
-#: What chooses, and what judges: with any other line of it, kept rows are of no use.
+#: The sources of planner and judge: if a line of them changes, kept rows are ignored.
 SOURCES = (
     "planner", "profiling", "wire", "execution", "job", "methods.py", "config.py", "random_streams.py", "units.py",
 )  # fmt: skip
@@ -58,7 +58,7 @@ Case = tuple[str, str, str, str, int]
 
 @dataclass(frozen=True)
 class Training:
-    """Which training a row is of."""
+    """The training of a row."""
 
     fleet: str
     model: str
@@ -69,7 +69,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Row(Judged, Training):
-    """One training, planned and searched: its name first, then what the judge says."""
+    """One training, planned and searched: its name, then how good the plan is."""
 
 
 def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[Case]:
@@ -79,7 +79,7 @@ def rows(fleets: tuple[str, ...] = tuple(FLEETS)) -> list[Case]:
 
 
 def make_fleet(fleet: str, model: str, dataset: str, link: str, devices: int = 100) -> Fleet:
-    """Return the fleet of a row, from named machines alone."""
+    """Return the fleet of a row, from named machines only."""
     job = unplanned_timing_only_job(config_from(_tree(fleet, model, dataset, link, devices)))
     assert isinstance(job, Job)
     return job.fleet()
@@ -104,18 +104,18 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
 
 
 def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: int = 100) -> list[Row]:
-    """Return how good the choice for one training is, in each of these worlds."""
+    """Return how good the planner's choice for one training is in each of these worlds."""
     fleet = make_fleet(*training, devices=devices)
     grid = None if len(fleet.device_kinds()) == 1 else GRID
     before = Beforehand.of(fleet, grid)
     return [Row(*training, seed, **asdict(judged(fleet, before, seed=seed, epochs=EPOCHS))) for seed in worlds]
 
 
-# --- rows that stay, whatever ends the measurement
+# --- rows that survive an interruption
 
 
 def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
-    """Yield the rows of these trainings as they come, from a process on each core."""
+    """Yield the rows of these trainings as they are finished, from one process per core."""
     worlds: dict[tuple[str, str, str, str], list[int]] = {}
     for case in cases:
         worlds.setdefault(case[:4], []).append(case[4])
@@ -124,7 +124,7 @@ def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
         try:
             for one in as_completed(judging_now):
                 yield from one.result()
-        finally:  # an interruption does not wait for what has not begun
+        finally:  # after an interruption, do not start the remaining ones
             pool.shutdown(cancel_futures=True)
 
 
@@ -135,7 +135,7 @@ def resumed(
     devices: int = 100,
     judges: Callable[[Iterable[Case], int], Iterator[Row]] = judge_all,
 ) -> list[Row]:
-    """Return the rows of these trainings, in their order; those that are kept already are not judged again."""
+    """Return the rows of these trainings, in order; kept rows are not judged again."""
     depends = {"devices": devices, "sources": sources_hash(SOURCES, Path(__file__), *JUDGES)}
     stored = Kept(kept, depends)
     found = {_case(row): row for row in (Row(**fields) for fields in stored.rows.values())}
@@ -184,7 +184,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:  # noqa: ARG
 
 
 def planning_of_own_links_s(model: str, devices: int = 100) -> float:
-    """Return the CPU seconds of planning for boards on links from 5 to 100 Mbit/s, of which no two are alike."""
+    """Return the CPU seconds of planning for boards on links from 5 to 100 Mbit/s, all of them different."""
     fleet = make_fleet("Pi 3B", model, DATASETS[model][0], "wifi", devices)
     rates = [5e6 * 20 ** (number / devices) for number in range(devices)]
     links = [Link(up_bps=rate, down_bps=rate) for rate in rates]

@@ -1,7 +1,7 @@
-"""Is a link of 10 Mbit/s one? Our shaping, timed by clocks and counters that are not ours.
+"""Does a link of 10 Mbit/s have this rate? pipar's shaping, measured by independent clocks and counters.
 
-The kernel's byte counter of a loopback of our own is read by a process that knows nothing of pipar, and the same
-bytes go by a plain socket over a pair of virtual network cards that the kernel itself limits (tc tbf).
+A process independent of pipar reads the kernel's byte counter of a separate loopback. The same bytes are also sent by a
+plain socket over a pair of virtual network cards that the kernel itself limits (tc tbf).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
 
 
 def _ours_in_a_namespace(rate: int, folder: Path) -> tuple[float, float]:
-    """Return the seconds of our transfer and the rate that the kernel's counter shows meanwhile, in Mbit/s."""
+    """Return the seconds of pipar's transfer, and its rate by the kernel's counter in Mbit/s."""
     log = folder / "samples.jsonl"
     script = 'ip link set lo up; "$1" -c "$2" > "$3" & sampler=$!; "$1" -c "$4" "$5" "$6"; kill $sampler'
     done = subprocess.run(
@@ -89,10 +89,10 @@ def _ours_in_a_namespace(rate: int, folder: Path) -> tuple[float, float]:
 
 
 def _rate_mbit(samples: list[tuple[float, int]]) -> float:
-    """Return the slope of the counter between 20 % and 80 % of the bytes: no start, no end, no handshake."""
+    """Return the slope of the counter between 20 % and 80 % of the bytes, without start, end and handshake."""
     last = samples[-1][1]
     middle = [(t, n) for t, n in samples if 0.2 * last <= n <= 0.8 * last]
-    # The counter moves in steps of a chunk: from step to step.
+    # The counter increases by whole chunks, so measure from one increase to another.
     steps = [middle[0]] + [b for a, b in pairwise(middle) if b[1] != a[1]]
     (t0, n0), (t1, n1) = steps[1], steps[-1]
     return (n1 - n0) * 8 / (t1 - t0) / 1e6
@@ -100,7 +100,7 @@ def _rate_mbit(samples: list[tuple[float, int]]) -> float:
 
 @contextmanager
 def _limited_cable(rate: int) -> Iterator[tuple[str, str]]:
-    """Give the names of two network namespaces with a cable between them that the kernel limits to `rate` Mbit/s."""
+    """Provide two network namespaces with a cable between them that the kernel limits to `rate` Mbit/s."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         raise RuntimeError("this measurement needs iproute2 (ip and tc) and root.")
     tag = uuid.uuid4().hex[:6]
@@ -110,7 +110,7 @@ def _limited_cable(rate: int) -> Iterator[tuple[str, str]]:
         f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}",
         f"ip -n {names[0]} addr add 192.0.2.1/24 dev v{tag}a",
         f"ip -n {names[1]} addr add 192.0.2.2/24 dev v{tag}b",
-        # Large packets: tc counts their headers, 4 % of small ones; ours are counted without.
+        # Large packets: tc counts headers, which are 4 % of small packets; pipar does not count them.
         f"ip -n {names[0]} link set v{tag}a mtu 9000 up",
         f"ip -n {names[1]} link set v{tag}b mtu 9000 up",
         f"tc -n {names[0]} qdisc add dev v{tag}a root tbf rate {rate}mbit burst 32kb latency 400ms",
@@ -145,7 +145,7 @@ with socket.create_connection(("192.0.2.2", 5000)) as peer:
 
 
 def _plain_transfer(sender: str, receiver: str) -> float:
-    """Return the seconds of the same bytes by a plain socket between two namespaces."""
+    """Return the seconds of sending the same bytes by a plain socket between two namespaces."""
     command = ["ip", "netns", "exec"]
     listening = subprocess.Popen(
         [*command, receiver, sys.executable, "-c", _RECEIVE, str(_BYTES)], stdout=subprocess.PIPE, text=True
