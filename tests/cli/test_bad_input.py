@@ -132,7 +132,7 @@ COMMANDS = [
     ("plan --exhaustive --devices 5 --set data.samples_per_device=[10,110,210,310,410]", "of 5 kinds of devices"),
     # sizes
     (f"{MNIST_LIKE} --model vgg16", "vgg16"),
-    ("run --virtual --set model.factory=own_models:wrong_classes", "(2, 10) is needed for 10 classes"),
+    ("run --virtual --set model.factory=own_models:wrong_classes", "but 10 classes need (2, 10)"),
     ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
     ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
     ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices need 4000"),

@@ -137,8 +137,8 @@ for command in {commands}:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     run, compare, server, silent, device, logged = (lines.split("\n") for lines in done.stderr.split("-\n")[1:])
-    assert run[0] == "pipar run: preparing vgg5 on digits by pipar"
-    assert compare[0] == "pipar compare: preparing vgg5 on digits by fl, pipar"
+    assert run[0] == "pipar run: preparing vgg5 on digits with pipar"
+    assert compare[0] == "pipar compare: preparing vgg5 on digits with fl, pipar"
     assert server[0][10:] == "pipar server: preparing vgg5 on digits; will listen on any free port of 127.0.0.1"
     assert "torch" in silent[0]  # a document for machines has no lines beside it
     assert device[0][10:] == "pipar device: preparing vgg5 on digits as device-1; server 127.0.0.1:9"
@@ -307,7 +307,10 @@ def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None
 
 def test_data_list_shows_what_is_known_and_what_is_here(pipar: Pipar, tmp_path: Path) -> None:
     text = pipar("data", "list")
-    assert all(name in text for name in ("digits", "mnist", "cifar10", "tiny_imagenet", "built in", "no (170.1 MB)"))
+    assert all(
+        name in text
+        for name in ("digits", "mnist", "cifar10", "tiny_imagenet", "built in", "no (170.1 MB to download)")
+    )
     assert max(map(len, text.splitlines())) <= 80
     known: list[dict[str, Any]] = json.loads(pipar("data", "list", "--json", "--set", f"data.path={tmp_path}"))
     assert {info["name"]: info["found"] for info in known}["cifar10"] is None

@@ -184,7 +184,7 @@ def test_new_plans_are_said_in_a_line() -> None:
     shown = _shown(*RUN, new, ReplanFailed("New plans could not be chosen: no."), terminal=False)
     assert shown.splitlines()[-3:] == [
         epoch_line(EPOCH),
-        "Planned again: P=1 N=9 1f1b(4) from epoch 2 on (device-1 up from 10 to 4.2 Mbit/s)",
+        "New plans from epoch 2 on: P=1 N=9 1f1b(4) (device-1 up from 10 to 4.2 Mbit/s)",
         "New plans could not be chosen: no.",
     ]
 
@@ -196,10 +196,10 @@ def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
     assert shown.splitlines()[-4:] == [
         epoch_line(EPOCH),
         epoch_line(second),
-        "Planned again: P=1 N=9 from epoch 3 on",
+        "New plans from epoch 3 on: P=1 N=9",
         epoch_line(replace(EPOCH, epoch=3)),
     ]
-    assert "Planned again" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
+    assert "New plans" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
 
 
 def test_which_cuts_are_ruled_out_is_said_over_the_epochs() -> None:
@@ -220,8 +220,8 @@ def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
-    starting = Starting("run", "vgg5 on digits by pipar")
-    assert _shown(starting, RUN[0], terminal=False) == "pipar run: preparing vgg5 on digits by pipar\n"
+    starting = Starting("run", "vgg5 on digits with pipar")
+    assert _shown(starting, RUN[0], terminal=False) == "pipar run: preparing vgg5 on digits with pipar\n"
     assert _shown(starting, RUN[0], terminal=False, quiet=True) == ""
     assert "vgg5" not in _shown(starting, RUN[0], terminal=True)
 
@@ -278,7 +278,7 @@ def test_durations_are_those_of_a_clock(seconds: float, text: str) -> None:
     [
         ([], ["Preparing"]),
         (RUN[:1], ["Measuring the layers", "50 %"]),
-        (RUN[:3], ["1 of 2 devices have joined"]),
+        (RUN[:3], ["1 of 2 devices joined"]),
         (RUN, ["epoch 1/3  iteration 1/4", "loss 2.250", "val acc 50.0 %", "device", "uplink", "server", "downlink"]),
     ],
 )

@@ -39,11 +39,11 @@ def test_python_must_be_new_enough() -> None:
 def test_packages_must_be_here_and_load() -> None:
     assert doctor_checks.check_packages({"click": "8.1", "torch": "2.4"}, {}).state == "ok"
     missing = doctor_checks.check_packages({"click": None, "torch": "2.4"}, {})
-    assert (missing.state, missing.found) == ("problem", "not here: click")
+    assert (missing.state, missing.found) == ("problem", "missing: click")
     broken = doctor_checks.check_packages({}, {"grpc": "ImportError: no"})
     assert "grpc does not load: ImportError: no" in broken.found
     assert broken.advice.endswith("pip install --force-reinstall grpcio"), "a package grpc is somebody else's"
-    assert set(doctor_checks.MACHINE_CODE.values()) <= set(doctor_checks.required_packages())
+    assert set(doctor_checks.NATIVE_MODULES.values()) <= set(doctor_checks.required_packages())
 
 
 def test_a_module_that_does_not_load_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
         == "tensorboard 2.20, for --tracker tensorboard"
     )
     absent = doctor_checks.check_extra("tensorboard", extra, lambda _: None)
-    assert (absent.state, absent.advice) == ("advice", "If you want it: pip install 'pipar[tensorboard]'")
+    assert (absent.state, absent.advice) == ("advice", "To install it: pip install 'pipar[tensorboard]'")
 
 
 def test_every_extra_that_pipar_offers_its_users_is_looked_for() -> None:
@@ -231,7 +231,7 @@ def _examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(doctor_checks, "examine", lambda _: list(findings))
 
 
-OK, ADVICE = Finding("cores", "ok", "2"), Finding("wandb", "advice", "not installed", "If you want it: pip")
+OK, ADVICE = Finding("cores", "ok", "2"), Finding("wandb", "advice", "not installed", "To install it: pip")
 PROBLEM = Finding("torch", "problem", "ModuleNotFoundError: " + "long " * 30, "Install it.")
 
 

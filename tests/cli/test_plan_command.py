@@ -183,7 +183,7 @@ def test_what_a_person_sees_fits_80_columns_and_has_all_parts(pipar: Pipar) -> N
 def test_every_method_has_a_plan_and_those_with_a_simulator_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
     text = pipar("--method", method, "--exhaustive")
     assert ("One iteration of" in text or "One epoch of" in text) == drawn
-    assert f"by {method}," in text
+    assert f", method {method}," in text
     assert "T_opt / T = " in text
 
 
@@ -289,7 +289,7 @@ def test_links_that_change_have_plans_for_each_of_their_states(pipar: Pipar) -> 
     assert second["plans"] != first["plans"]
     assert second["epoch_s"] > first["epoch_s"]
     text = pipar(*CHANGING)
-    assert "Links change every 60 s, plans with them; all else here is for the first row" in text
+    assert "Links change every 60 s, and plans with them; the rest is for the first row" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -298,8 +298,8 @@ def test_where_plans_stay_the_states_of_links_are_timed_with_them(pipar: Pipar) 
     first, second = document["states"]
     assert first["plans"] == second["plans"]
     assert second["epoch_s"] > first["epoch_s"]
-    assert "60 s, but plans stay; all else" in pipar(*CHANGING, "--method", "sfl2", "--set", "wire.encoding=raw")
-    assert "60 s, encodings with them; all else" in pipar(*CHANGING, "--method", "sfl2")
+    assert "60 s, but plans stay; the rest" in pipar(*CHANGING, "--method", "sfl2", "--set", "wire.encoding=raw")
+    assert "60 s, and encodings with them; the rest" in pipar(*CHANGING, "--method", "sfl2")
 
 
 CODING = {name: CodingTimes(1e-5, 1e-9, 1e-5, 1e-9) for name in ("planes", "sparse-planes")}
@@ -322,7 +322,7 @@ def test_a_plan_shows_its_encodings_and_what_they_leave(pipar: Pipar, board: Pat
 
 def test_the_picture_of_federated_learning_is_an_epoch_with_the_exchange_of_models(pipar: Pipar) -> None:
     text = pipar("--method", "fl", "--link", "4g")
-    assert "One epoch of device-1, P=5 N=1, with the exchange of models" in text
+    assert "One epoch of device-1, P=5 N=1, including the exchange of models" in text
     rows = {line.split()[0]: line for line in text.partition("One epoch of")[2].splitlines() if line.split()}
     assert rows["device"].count("=") >= 2  # a step of each iteration
     assert rows["uplink"].rstrip("·").endswith("m")
@@ -339,7 +339,11 @@ def test_a_difference_that_rounds_to_nothing_has_no_sign(share: float, text: str
 
 @pytest.mark.parametrize(
     ("relative", "says"),
-    [(1.01, None), (0.9995, "Up to 0.2 % is a tie, which goes to fewer micro-batches."), (0.97, "Those with a minus")],
+    [
+        (1.01, None),
+        (0.9995, "Differences up to 0.2 % are ties, which the plan with fewer micro-batches wins."),
+        (0.97, "Those with a minus"),
+    ],
 )
 def test_a_runner_up_that_seems_quicker_is_explained(board: Path, relative: float, says: str | None) -> None:
     explained = explain(job_to_plan(_config(board)), rehearse)
@@ -399,7 +403,7 @@ def test_a_person_reads_which_cuts_are_ruled_out_and_what_that_costs(pipar: Pipa
     assert "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.80), P=2 (leaks 0.80), P=3 (leaks 0.80), P=4" in text
     assert "P=5 N=1" in text or " 5 1 " in text  # the whole network on the device gives no activations away
     assert "rules out no cut." in " ".join(pipar(*limit(tmp_path)).split())
-    assert "which costs nothing" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
+    assert ", at no cost:" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
 
 
 def test_a_limit_below_what_a_guess_comes_to_is_said_to_be_none_that_a_cut_can_keep(

@@ -93,7 +93,7 @@ def test_many_short_stages_do_not_paint_over_the_time_that_a_lane_is_idle(share:
     assert abs(rows[2].count("#") - 70 * share) <= 1.5
     assert rows[2].count("=") == 1
     assert rows[2].count("·") >= 70 * (1 - share) - 2.5
-    assert rows[-1].strip() == "Where stages are shorter than a column, it shows their share."
+    assert rows[-1].strip() == "Stages shorter than a column are shown by their share of the time."
     assert max(map(len, rows)) <= 80
 
 

@@ -90,7 +90,7 @@ SAID: list[tuple[Event, str]] = [
         Starting("device", "vgg5 on digits as pi-1", "server:50051"),
         "pipar device: preparing vgg5 on digits as pi-1; server server:50051",
     ),
-    (Starting("run", "vgg5 on digits by fl"), "pipar run: preparing vgg5 on digits by fl"),
+    (Starting("run", "vgg5 on digits with fl"), "pipar run: preparing vgg5 on digits with fl"),
     (Preparing("Measuring the layers", 0.5), "debug: Measuring the layers: 50%"),
     (Pictured(3, (1, 2), is_whole=True), "debug: timeline of round 3: 2 spans"),
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),

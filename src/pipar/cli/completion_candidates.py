@@ -1,4 +1,4 @@
-"""What a shell completes: names that pipar knows, keys of the configuration and their values, runs that are here."""
+"""Candidates for shell completion: known names, configuration keys and their values, folders of runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipar.links import NAMED_LINKS
 from pipar.profiling.machines import MACHINES
 from pipar.storage.run_folder import runs_folder
 
-#: What click asks for candidates: the command so far, the parameter, and what was typed of its value.
+#: Returns candidates from the command so far, the parameter, and the typed part of its value.
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
 
-#: Keys whose values have names that their types do not say.
+#: Named values of keys whose types do not list them.
 _NAMED: dict[str, Iterable[str]] = {
     "server.aggregator": AGGREGATORS,
     "server.profile": MACHINES,
@@ -32,7 +32,7 @@ def one_of(names: Iterable[str]) -> Complete:
 
 
 def some_of(names: Iterable[str]) -> Complete:
-    """Complete the last name of a list with commas; each is there once."""
+    """Complete the last name of a comma-separated list; each name is offered once."""
 
     def complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",")
@@ -43,7 +43,7 @@ def some_of(names: Iterable[str]) -> Complete:
 
 
 def a_setting(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
-    """Complete "section.key=", and behind it the values that have names."""
+    """Complete "section.key=", and then the named values of that key."""
     key, equals, value = typed.partition("=")
     known = values_by_key()
     if not equals:
@@ -52,7 +52,7 @@ def a_setting(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
 
 
 def a_run(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem[str]]:
-    """Complete the folders of runs where runs go; elsewhere, any folder."""
+    """Complete the runs in the folder of runs; elsewhere, any folder."""
     folders = sorted(str(path.parent) for path in runs_folder().glob("*/config.toml"))
     found = [CompletionItem(name) for name in starting_with(folders, typed)]
     return found or [CompletionItem(typed, type="dir")]
@@ -63,7 +63,7 @@ def starting_with(names: Iterable[str], typed: str) -> list[str]:
 
 
 def values_by_key() -> dict[str, list[str]]:
-    """Return every key of the configuration as "section.key", with the values that have names."""
+    """Return every configuration key as "section.key", with its named values."""
     default = Config()
     sections = {name: type(getattr(default, name)) for name in Config.model_fields} | {"devices": DeviceSection}
     return {
@@ -74,7 +74,7 @@ def values_by_key() -> dict[str, list[str]]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the values that a type lists: "auto" of "auto" or a number."""
+    """Return the named values of a type: "auto" for `Literal["auto"] | int`."""
     if annotation is bool:
         return ["true", "false"]
     if get_origin(annotation) is Literal:

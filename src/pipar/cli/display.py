@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run goes on."""
+"""The terminal during a run: a line per epoch, and a live part below them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from pipar.monitoring.logs import one_line, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import plans_text
 
-#: How often the live part is drawn; more is a cost without a gain.
+#: How often the live part is drawn; more often would cost time without being seen.
 REFRESH_HZ = 4.0
-#: Without a terminal, a preparation that takes long says so this often.
+#: Interval of progress lines of a long preparation where no terminal shows it.
 _SAY_EVERY_S = 10.0
 
 
 class Display:
-    """Watches runs: a live part at the bottom of a terminal, and a line for each finished epoch anywhere.
+    """Shows runs: a line for each finished epoch and, on a terminal, a live part below them.
 
-    Without a terminal, on one that cannot move its cursor and in CI only the lines are written; `quiet` writes nothing
-    but what was asked for and is not done. On a terminal no line is longer than it is wide, and before a run begins
-    nothing stays on it: a mistake that is found until then is the only line. Elsewhere a line says at once what starts,
-    and another one every ten seconds how far a long preparation is. The folders of the runs are remembered.
+    Without a terminal, on one that cannot move its cursor, and in CI there are only lines: one at once that says what
+    starts, and one every ten seconds during a long preparation. On a terminal, lines are cut to its width, and nothing
+    stays on it before a run begins, so that an early error is the only line. `quiet` writes only what changes the
+    result: a failed tracker, a spent privacy budget. `folders` are those of the runs so far.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -58,8 +58,8 @@ class Display:
         self._preparing: Preparing | None = None
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
-        self._replanned: Replanned | None = None  # for an epoch whose predecessor has no line yet
-        self._spent: BudgetSpent | None = None  # behind an epoch that has no line yet
+        self._replanned: Replanned | None = None  # to be shown after the line of the epoch before it
+        self._spent: BudgetSpent | None = None  # to be shown after the line of its epoch
 
     def __enter__(self) -> Display:
         if not self._quiet and is_live(self._console, os.environ):
@@ -68,7 +68,7 @@ class Display:
                 console=self._console,
                 refresh_per_second=REFRESH_HZ,
                 transient=True,
-                # Children write nothing, and a redirected stdout is not to be captured.
+                # Child processes print nothing, and a redirected stdout must not be captured.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
@@ -80,7 +80,7 @@ class Display:
             self._live.stop()
 
     def observe(self, event: Event) -> None:
-        """Take one event; be quick about it."""
+        """Show one event; this must be quick."""
         self._progress.take(event)
         if isinstance(event, Starting):
             self._say_what_starts(event)
@@ -96,14 +96,14 @@ class Display:
             self._estimate.begin(0.0, time.monotonic())
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
-            self._tell_new_plans()
-            self._tell_budget()
+            self._show_new_plans()
+            self._show_budget()
         elif isinstance(event, Replanned):
             self._replanned = event
-            self._tell_new_plans()
+            self._show_new_plans()
         elif isinstance(event, BudgetSpent):
             self._spent = event
-            self._tell_budget()
+            self._show_budget()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, TrackerFailed):
@@ -111,17 +111,17 @@ class Display:
             self._print(Text(one_line(words), style="dim"), whole=True, always=True)
 
     def say(self, sentence: str) -> None:
-        """Write a line above the live part, as it is: an address in it is to be clicked on."""
+        """Write a line above the live part, unbroken, so that a URL in it can be clicked."""
         if not self._quiet:
             self._console.print(Text(sentence), soft_wrap=True, highlight=False)
 
     def _say_what_starts(self, starting: Starting) -> None:
-        """Write the first line of a log at once: who reads it sees no live part, and nothing else for some seconds."""
+        """Write at once what starts, where no live part shows it: the next line may take seconds."""
         if self._live is None:
             self._print(Text(one_line(starting_text(starting))))
 
     def _say_how_far(self, preparing: Preparing) -> None:
-        """Write how far a preparation is, now and then, where no terminal shows it all the time."""
+        """Write the progress of a preparation now and then, where no live part shows it."""
         if self._live is None and time.monotonic() - self._said >= _SAY_EVERY_S:
             self._said = time.monotonic()
             self._print(Text(f"{preparing.what} ({percent(preparing.share, 0)}, {self._elapsed()})", style="dim"))
@@ -130,28 +130,28 @@ class Display:
         return clock_text(time.monotonic() - self._since)
 
     def _left(self, started: Started) -> str:
-        """Return how long it has taken and will take: "0:12, 1:05 left"."""
+        """Return elapsed and remaining time: "0:12, 1:05 left"."""
         end = self._estimate.ends_at(started.epochs)
         return self._elapsed() if end is None else f"{self._elapsed()}, {clock_text(end - time.monotonic())} left"
 
-    def _tell_new_plans(self) -> None:
-        """Write which plans the next epoch has, below the line of the last one that has others.
+    def _show_new_plans(self) -> None:
+        """Write the plans of the next epoch, below the line of the last epoch with the old ones.
 
-        An epoch's record is complete only when its validation is, and that runs beside the next epoch.
+        That line may come later than the new plans: it waits for the validation, which runs during the next epoch.
         """
         new, done = self._replanned, self._progress.last.epoch if self._progress.last else 0
         if new is not None and done >= new.epoch - 1:
             plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
             why = f" ({one_line(new.reason)})" if new.reason else ""
-            said = f"Planned again: {plans} from epoch {new.epoch} on"
+            said = f"New plans from epoch {new.epoch} on: {plans}"
             if self._live is None:
                 self._print(Text(f"{said}{why}", style="dim"))
-            else:  # of many devices the plans fill a terminal, and why there are new ones is not to be lost behind them
+            else:  # plans of many devices fill a terminal's line, which would cut off the reason
                 self._print(Text(said, style="dim"))
                 self._print(Text(why.strip(), style="dim"), whole=True)
             self._replanned = None
 
-    def _tell_budget(self) -> None:
+    def _show_budget(self) -> None:
         """Write why the training has ended, below the line of its last epoch."""
         spent, done = self._spent, self._progress.last.epoch if self._progress.last else 0
         if spent is not None and done >= spent.epoch:
@@ -159,7 +159,7 @@ class Display:
             self._spent = None
 
     def _introduce(self, started: Started) -> None:
-        """Write what is emulated, once, and what the following lines are about."""
+        """Write what is emulated, once, and the title of the following lines."""
         if not self.folders and self._emulated:
             self._print(Text(f"Emulated: {self._emulated}."))
         title = f"{started.method}: {METHODS[started.method].title}, {plans_text(started.plans.values())}"
@@ -170,23 +170,21 @@ class Display:
         self._print(Text(epoch_header(private=started.is_private), style="dim"))
 
     def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:
-        """Write a line: all of it to a log; to a terminal as much as fits, or, if it is to be whole, several lines."""
+        """Write a line: whole to a log; cut to the width of a terminal, or wrapped if `whole`."""
         if self._live is not None and not whole:
             text.truncate(self._console.width, overflow="ellipsis")
         if always or not self._quiet:
             self._console.print(text, soft_wrap=self._live is None, highlight=False)
 
     def _picture(self) -> RenderableType:
-        preparing = self._preparing  # by another thread, it may be over at any moment
+        preparing = self._preparing  # another thread may clear it at any moment
         if preparing is not None:
             words = Text(f"{preparing.what}  {self._elapsed()}", no_wrap=True, overflow="ellipsis")
             return Group(words, _bar_line("", preparing.share, percent(preparing.share, 0)))
         if self._progress.started is None:
             return Text("Preparing", style="dim")
         if not self._progress.running:
-            return Text(
-                f"{self._progress.joined} of {len(self._progress.started.samples)} devices have joined", style="dim"
-            )
+            return Text(f"{self._progress.joined} of {len(self._progress.started.samples)} devices joined", style="dim")
         lanes = [_bar_line(lane, share, percent(share, 0)) for lane, share in self._progress.utilisation().items()]
         return Group(self._headline(self._progress.started), *lanes)
 
@@ -217,8 +215,8 @@ def _bar_line(label: str, share: float | None, text: str, more: str = "", style:
 
 
 def is_live(console: Console, environment: Mapping[str, str]) -> bool:
-    """Return whether a part of the screen can be drawn again and again: on a terminal, and not in a log of CI."""
-    forced = bool(environment.get("FORCE_COLOR")) and not console.file.isatty()  # colours are wanted, in a file
+    """Return whether a part of the screen can be redrawn: on a terminal, and not in the log of a CI job."""
+    forced = bool(environment.get("FORCE_COLOR")) and not console.file.isatty()  # colours are wanted, but it is a file
     return console.is_interactive and not console.is_dumb_terminal and not forced and not environment.get("CI")
 
 

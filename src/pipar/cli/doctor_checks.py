@@ -1,6 +1,6 @@
-"""Whether pipar can work here: checks of the machine and of what is installed, each with one line of advice.
+"""The checks of `pipar doctor`: the machine and the installation, each with one line of advice.
 
-What is found out about the machine and what is thought of it are functions of their own: the second kind is pure.
+Functions that find facts are separate from the `check_...` functions that judge them, which are pure.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipar.units import format_bytes, split_address
 State = Literal["ok", "advice", "problem"]
 
 _LEAST_PYTHON = (3, 11)
-#: Below the first a run does not fit; below the second it does if it is small.
+#: With less than the first, no run fits; with less than the second, only a small one.
 _LEAST_DISK, _GOOD_DISK = 100_000_000, 1_000_000_000
 _GOOD_MEMORY = 2 * 2**30
-#: Modules with machine code, which may be installed and not load, and the packages that bring them.
-MACHINE_CODE = {
+#: Modules with native code, which may be installed but fail to load, and their packages.
+NATIVE_MODULES = {
     "numpy": "numpy",
     "grpc": "grpcio",
     "cryptography": "cryptography",
@@ -49,7 +49,7 @@ MACHINE_CODE = {
 
 @dataclass(frozen=True)
 class Extra:
-    """Something that pipar does without: the packages that it needs, and what it is for."""
+    """An optional feature: the packages that it needs, and its purpose."""
 
     packages: tuple[str, ...]
     purpose: str
@@ -60,13 +60,13 @@ EXTRAS = {
     "mlflow": Extra(TRACKER_PACKAGES["mlflow"].packages, "--tracker mlflow"),
     "wandb": Extra(TRACKER_PACKAGES["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
-    "reproduce": Extra(("dp-accounting", "matplotlib"), "the figures of python -m reproduction, and its privacy"),
+    "reproduce": Extra(("dp-accounting", "matplotlib"), "figures and privacy of python -m reproduction"),
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found. A problem has to be mended before pipar works; advice need not be taken."""
+    """The result of one check. A problem must be fixed before pipar works; advice is optional."""
 
     check: str
     state: State
@@ -75,10 +75,10 @@ class Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Return what all checks find on this machine, for this configuration."""
+    """Return the results of all checks on this machine, for this configuration."""
     return [
         check_python(sys.version_info[:3]),
-        check_packages(required_packages(), loading_errors(list(MACHINE_CODE))),
+        check_packages(required_packages(), loading_errors(list(NATIVE_MODULES))),
         check_torch(torch_facts()),
         check_cores(os.cpu_count() or 1, usable_cores(), limits().cores),
         check_memory(available_memory(), limits()),
@@ -92,7 +92,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def is_usable(findings: Iterable[Finding]) -> bool:
-    """Return whether pipar can work: nothing is a problem."""
+    """Return whether pipar works: there is no problem."""
     return all(finding.state != "problem" for finding in findings)
 
 
@@ -103,25 +103,27 @@ def check_python(version: Sequence[int]) -> Finding:
     words = ".".join(map(str, version))
     if tuple(version[:2]) < _LEAST_PYTHON:
         least = ".".join(map(str, _LEAST_PYTHON))
-        return Finding("Python", "problem", words, f"pipar needs Python {least} or newer: install it, and pipar there.")
+        return Finding(
+            "Python", "problem", words, f"pipar needs Python {least} or newer: install it, then install pipar with it."
+        )
     return Finding("Python", "ok", words)
 
 
 def required_packages() -> dict[str, str | None]:
-    """Return every package that pipar needs, with the version that is here."""
+    """Return every package that pipar needs, with its installed version."""
     names = [re.split(r"[^\w.-]", line)[0] for line in metadata.requires("pipar") or () if "extra ==" not in line]
     return {name: installed(name) for name in names}
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, None if it is not here; nothing if a package of another name brought it."""
+    """Return the version of a package; None if it is missing, "" if another package provides its module."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "" if is_package(package.replace("-", "_")) else None
 
 
 def loading_errors(modules: Sequence[str]) -> dict[str, str]:
-    """Return why modules that are here cannot be imported."""
+    """Return, by module, why an installed module cannot be imported."""
     errors = {}
     for name in modules:
         if importlib.util.find_spec(name) is not None and (why := _why_not_imported(name)):
@@ -132,7 +134,7 @@ def loading_errors(modules: Sequence[str]) -> dict[str, str]:
 def _why_not_imported(module: str) -> str:
     try:
         importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever a broken package raises is what is asked for
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -140,19 +142,17 @@ def _why_not_imported(module: str) -> str:
 def check_packages(versions: Mapping[str, str | None], errors: Mapping[str, str]) -> Finding:
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        return Finding(
-            "packages", "problem", f"not here: {', '.join(missing)}", "Install pipar again: pip install -e ."
-        )
+        return Finding("packages", "problem", f"missing: {', '.join(missing)}", "Install pipar again: pip install -e .")
     if errors:
         name, why = next(iter(errors.items()))
-        advice = f"Install it again: pip install --force-reinstall {MACHINE_CODE.get(name, name)}"
+        advice = f"Install it again: pip install --force-reinstall {NATIVE_MODULES.get(name, name)}"
         return Finding("packages", "problem", f"{name} does not load: {why}", advice)
-    return Finding("packages", "ok", f"all {len(versions)} are here, and those with machine code load")
+    return Finding("packages", "ok", f"all {len(versions)} are installed, and those with native code load")
 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself; `error` if it cannot be imported."""
+    """Facts about torch; `error` if it cannot be imported."""
 
     version: str = ""
     threads: int = 0
@@ -162,7 +162,7 @@ class TorchFacts:
 
 
 def torch_facts() -> TorchFacts:
-    """Import torch and ask it."""
+    """Import torch and return its facts."""
     began = time.monotonic()
     if error := _why_not_imported("torch"):
         return TorchFacts(error=error)
@@ -174,12 +174,12 @@ def torch_facts() -> TorchFacts:
 
 def check_torch(facts: TorchFacts) -> Finding:
     if facts.error:
-        advice = "Install it: pip install -c constraints.txt torch. Only timing-only runs do without."
+        advice = "Install it: pip install -c constraints.txt torch. Only timing-only runs work without it."
         return Finding("torch", "problem", facts.error, advice)
     threads = "one thread" if facts.threads == 1 else f"{facts.threads} threads"
     words = f"{facts.version}, {threads}, {facts.capability}, imported in {facts.import_s:.1f} s"
     if facts.capability in ("DEFAULT", "NO AVX"):
-        return Finding("torch", "advice", words, "It computes without vector instructions here: training is slow.")
+        return Finding("torch", "advice", words, "It uses no vector instructions on this machine: training is slow.")
     return Finding("torch", "ok", words)
 
 
@@ -188,7 +188,7 @@ def check_torch(facts: TorchFacts) -> Finding:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a container's control group allows; None is as much as there is."""
+    """The limits of a container's control group; None is unlimited."""
 
     cores: float | None = None
     memory_bytes: int | None = None
@@ -196,7 +196,7 @@ class Limits:
 
 
 def limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Limits:
-    """Return the tightest limits of the control groups that this process is in, of version 2 or 1."""
+    """Return the tightest limits of this process's control groups, version 2 or 1."""
     paths = _group_paths(own)
     cores = [_core_limit(folder) for path in paths for folder in (root / path, root / "cpu" / path)]
     memory = [_memory_limit(folder) for path in paths for folder in (root / path, root / "memory" / path)]
@@ -206,7 +206,7 @@ def limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgr
 
 
 def _group_paths(own: Path) -> list[str]:
-    """Return the paths of this process's groups and of those around them; "" is the root."""
+    """Return the paths of this process's groups and their parents; "" is the root."""
     paths = [""]
     for line in _text(own).splitlines():
         parts = Path(line.rpartition(":")[2].strip("/")).parts
@@ -225,17 +225,17 @@ def _core_limit(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> tuple[int, int] | None:
-    """Return how much the group may have, and how much it has."""
+    """Return the limit of a group, and how much it uses."""
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         limit = _text(folder / most).strip()
-        if limit.isdecimal() and int(limit) < 2**60:  # version 1 says "none" by a number near 2**63
+        if limit.isdecimal() and int(limit) < 2**60:  # in version 1, no limit is a number near 2**63
             has = _text(folder / used).strip()
             return int(limit), int(has) if has.isdecimal() else 0
     return None
 
 
 def _text(path: Path) -> str:
-    """Return a file's content; nothing if it cannot be read."""
+    """Return a file's content; "" if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text("utf-8")
     return ""
@@ -245,13 +245,13 @@ def check_cores(cores: int, usable: int, limit: float | None) -> Finding:
     words = f"{usable} of {cores}" if usable < cores else str(cores)
     if limit is not None and limit < usable:
         fewer = max(1, int(limit))
-        advice = f"The container may use {limit:g} of them: give --set server.cores={fewer}, or plans count on all."
+        advice = f"The container is limited to {limit:g}: use --set server.cores={fewer}, or plans assume all of them."
         return Finding("cores", "advice", f"{words}, limited to {limit:g}", advice)
     return Finding("cores", "ok", words)
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes that a new program can have; None if the system does not say."""
+    """Return the bytes available to a new program; None if unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(meminfo), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
@@ -260,14 +260,14 @@ def check_memory(available: int | None, limits: Limits) -> Finding:
     left = None if limits.memory_bytes is None else max(0, limits.memory_bytes - limits.memory_used)
     known = [amount for amount in (available, left) if amount is not None]
     if not known:
-        return Finding("memory", "ok", "not known")
+        return Finding("memory", "ok", "unknown")
     least = min(known)
     words = f"{format_bytes(least)} free" + ("" if left != least else ", the container's limit")
     if least < BASE_BYTES:
-        advice = f"One process with torch takes {format_bytes(BASE_BYTES)}: end other programs, or use --timing-only."
+        advice = f"One process with torch takes {format_bytes(BASE_BYTES)}: close other programs, or use --timing-only."
         return Finding("memory", "problem", words, advice)
     if least < _GOOD_MEMORY:
-        advice = "A real run has a process for each device: take few devices, or --virtual, which has one for all."
+        advice = "A real run has one process per device: use few devices, or --virtual, which needs only one process."
         return Finding("memory", "advice", words, advice)
     return Finding("memory", "ok", words)
 
@@ -276,24 +276,22 @@ def check_memory(available: int | None, limits: Limits) -> Finding:
 
 
 def check_folder(check: str, folder: Path, variable: str, kept: str = "") -> Finding:
-    """Return whether files can be written to a folder that is there, or made there."""
+    """Return whether files can be written to a folder that exists or can be created."""
     place = nearest(folder)
-    elsewhere = f"set {variable} to a folder that has room"
+    elsewhere = f"set {variable} to a folder with more space"
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        return Finding(
-            check, "problem", f"{folder} cannot be written", f"Give the right to write there, or {elsewhere}."
-        )
+        return Finding(check, "problem", f"{folder} is not writable", f"Grant write permission, or {elsewhere}.")
     free = shutil.disk_usage(place).free
     words = ", ".join(filter(None, [str(folder), f"{format_bytes(free)} free", kept]))
     if free < _LEAST_DISK:
-        return Finding(check, "problem", words, f"Make room there, or {elsewhere}.")
+        return Finding(check, "problem", words, f"Free some space, or {elsewhere}.")
     if free < _GOOD_DISK:
-        return Finding(check, "advice", words, f"Checkpoints of a large network do not fit: {elsewhere}.")
+        return Finding(check, "advice", words, f"Checkpoints of a large network may not fit: {elsewhere}.")
     return Finding(check, "ok", words)
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder, or the one around it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     path = folder.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -306,16 +304,16 @@ def _profiles(folder: Path) -> str:
 
 
 def check_ports(listen: str, why_not: Callable[[str], str]) -> list[Finding]:
-    """Return whether processes can talk on this machine, and whether the server's port is free."""
+    """Return whether processes can connect over loopback, and whether the server's port is free."""
     loopback = "127.0.0.1:0"
     if why := why_not(loopback):
-        advice = "Nothing but virtual time works without loopback: bring up the network card lo."
+        advice = "Without loopback only virtual time works: bring up the network interface lo."
         return [Finding("loopback", "problem", f"cannot listen on 127.0.0.1: {why}", advice)]
-    found = [Finding("loopback", "ok", "a free port can be had on 127.0.0.1")]
+    found = [Finding("loopback", "ok", "ports of 127.0.0.1 are available")]
     if split_address(listen)[1] == 0:
         return found
     if why := why_not(listen):
-        advice = "End the program that has it, or give another address with --listen or server.listen."
+        advice = "End the program that uses it, or give another address with --listen or server.listen."
         return [*found, Finding("server port", "problem", f"{listen}: {why}", advice)]
     return [*found, Finding("server port", "ok", f"{listen} is free")]
 
@@ -328,17 +326,17 @@ def _data_path(config: Config) -> Path | None:
 
 
 def check_data(config: Config, datasets: Sequence[DatasetInfo], folder: Path) -> list[Finding]:
-    """Return which datasets are here whole, and whether the configuration's is."""
+    """Return which datasets are complete here, and whether that of the configuration is."""
     builtin = [info.name for info in datasets if info.builtin]
     here = [info.name for info in datasets if info.found is not None]
     wanted = next((info for info in datasets if info.name == config.data.name), None)
     words = f"{', '.join(builtin)} built in; {', '.join(here) or 'none'} in {folder}"
     if config.data.factory is None and wanted is not None and not wanted.builtin and wanted.found is None:
-        advice = f"Fetch it: pipar data get {wanted.name}. Timing-only runs and plans do without."
-        return [Finding("data", "problem", f"{wanted.name} is not whole in {folder}", advice)]
+        advice = f"Download it: pipar data get {wanted.name}. Timing-only runs and plans work without it."
+        return [Finding("data", "problem", f"{wanted.name} is not complete in {folder}", advice)]
     if os.environ.get("PIPAR_DATA") and not folder.is_dir():
-        advice = "Set PIPAR_DATA to the folder that holds the datasets, or leave it unset for ~/.cache/pipar/data."
-        return [Finding("data", "advice", f"PIPAR_DATA is {folder}, which is not there", advice)]
+        advice = "Set PIPAR_DATA to the folder of the datasets, or unset it to use ~/.cache/pipar/data."
+        return [Finding("data", "advice", f"PIPAR_DATA is {folder}, which does not exist", advice)]
     return [Finding("data", "ok", words)]
 
 
@@ -346,7 +344,7 @@ def check_extra(name: str, extra: Extra, version_of: Callable[[str], str | None]
     versions = {package: version_of(package) for package in extra.packages}
     if None in versions.values():
         return Finding(
-            name, "advice", f"not installed, for {extra.purpose}", f"If you want it: pip install 'pipar[{name}]'"
+            name, "advice", f"not installed, for {extra.purpose}", f"To install it: pip install 'pipar[{name}]'"
         )
     words = ", ".join(f"{package} {version}".strip() for package, version in versions.items())
     return Finding(name, "ok", f"{words}, for {extra.purpose}")
@@ -357,7 +355,7 @@ def programs_missing(programs: Sequence[str]) -> list[str]:
 
 
 def why_no_namespace() -> str:
-    """Return why no network namespace can be made, which kernel-shaped links need; nothing if it can."""
+    """Return why network namespaces, which the kernel's links need, are not available; "" if they are."""
     if shutil.which("unshare") is None:
         return "unshare is not installed"
     try:
@@ -368,16 +366,16 @@ def why_no_namespace() -> str:
 
 
 def check_links(missing: Sequence[str], why_not: str) -> Finding:
-    """Return how links are emulated: always by pacing what is sent; by the kernel where tests may ask for it."""
+    """Return how links can be emulated: always by pipar's pacing; by the kernel, for some tests, if possible."""
     ours = "pipar's own pacing works everywhere"
     if missing:
-        advice = f"Only tests on links of the kernel need {' and '.join(missing)}: install iproute2."
+        advice = f"Only tests with links of the kernel need {' and '.join(missing)}: install iproute2."
         return Finding("links", "advice", ours, advice)
     if why_not:
         return Finding(
-            "links", "advice", ours, f"Only tests on links of the kernel need namespaces, as root ({why_not})."
+            "links", "advice", ours, f"Only tests with links of the kernel need namespaces, as root ({why_not})."
         )
-    return Finding("links", "ok", f"{ours}; the kernel's (tc, ip netns) may be used, too")
+    return Finding("links", "ok", f"{ours}; the kernel's (tc, ip netns) can be used too")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:

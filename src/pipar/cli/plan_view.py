@@ -1,4 +1,4 @@
-"""What a person reads of plans: the choice, where its time goes, what came next, and one iteration as a picture."""
+"""The output of `pipar plan`: the choice, how busy the lanes are, one iteration as a timeline, and the runners-up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RUNNERS_UP = 5
 
 
 def plan_view(explained: Explanation) -> RenderableType:
-    """Return everything that `pipar plan` shows."""
+    """Return the whole output of `pipar plan`."""
     parts: list[RenderableType] = [_title(explained), _choice(explained), *_encodings(explained)]
     parts += [_epoch_line(explained), *_limit_line(explained), _lanes(explained)]
     if explained.states:
@@ -43,7 +43,9 @@ def _title(explained: Explanation) -> Text:
     job, fleet = explained.job, explained.fleet
     cores = "one core" if fleet.cores == 1 else f"{fleet.cores} cores"
     chosen = "by simulation" if explained.estimate == "simulation" else "by the paper's estimate"
-    words = f"{job.model} on {job.dataset} by {job.method.name}, batches of {fleet.batch_size}, server with {cores}"
+    words = (
+        f"{job.model} on {job.dataset}, method {job.method.name}, batches of {fleet.batch_size}, server with {cores}"
+    )
     return Text.assemble("\n", (f"Plans, {chosen}", "bold"), f"\n{words}")
 
 
@@ -51,7 +53,7 @@ def _title(explained: Explanation) -> Text:
 
 
 def _choice(explained: Explanation) -> Table:
-    """Return one row for devices that are alike; what none of them has is no column."""
+    """Return one row per group of equal devices; columns that would be empty are left out."""
     rows = explained.rows()
     windows, limits = any(row.plan.window for row in rows), any(row.memory_bytes is not None for row in rows)
     table = new_table()
@@ -72,13 +74,13 @@ def _choice(explained: Explanation) -> Table:
         plan = (str(row.plan.split_point), str(row.plan.micro_batches))
         link = link_text(row.devices[0].link).replace(" Mbit/s", "")
         seconds = f"{row.predicted_s:.2f}"
-        who = (_devices_text(row.devices), _machine_text(row), link)
-        table.add_row(*who, *plan, *schedule, seconds, *memory)
+        device = (_devices_text(row.devices), _machine_text(row), link)
+        table.add_row(*device, *plan, *schedule, seconds, *memory)
     return table
 
 
 def _encodings(explained: Explanation) -> list[Text]:
-    """Return a line for each kind of devices that send fewer bytes than raw values have."""
+    """Return a line for each group of devices that encode what they send."""
     rows = [row for row in explained.rows() if row.plan.encoding != "raw"]
     return [
         Text(f"{_devices_text(row.devices)}: {row.plan.encoding}, {_shares_text(row)} of the bytes") for row in rows
@@ -86,14 +88,14 @@ def _encodings(explained: Explanation) -> list[Text]:
 
 
 def _devices_text(members: Sequence[Member]) -> str:
-    """Return a device's name, or how many there are of a group: "4 x device"."""
+    """Return the name of one device, or the size of a group: "4 x device"."""
     groups = dict.fromkeys(member.name.rpartition("-")[0] or member.name for member in members)
     return members[0].name if len(members) == 1 else f"{len(members)} x {', '.join(groups)}"
 
 
 def _machine_text(row: DeviceGroup) -> str:
     machine, speed = row.machine or "this machine", row.devices[0].costs.speed
-    short = Path(machine).name  # of a file; a name stays as it is
+    short = Path(machine).name  # shortens the path of a file; a name has no folder
     return short if speed == 1 else f"{short} x {speed:g}"
 
 
@@ -110,11 +112,11 @@ def _shares_text(row: DeviceGroup) -> str:
 
 def _epoch_line(explained: Explanation) -> Text:
     seconds = f"{explained.chosen.epoch_s:.2f} s"
-    return Text.assemble("Predicted epoch ", (seconds, "bold"), ", with the exchange of models at its end")
+    return Text.assemble("Predicted epoch ", (seconds, "bold"), ", including the exchange of models at its end")
 
 
 def _limit_line(explained: Explanation) -> list[Text]:
-    """Return which cuts the limit on leakage has ruled out, and what that costs."""
+    """Return which cuts the limit on leakage rules out, and what that costs."""
     limited = explained.leakage_limit
     if limited is None:
         return []
@@ -126,10 +128,10 @@ def _cost_of_limit(explained: Explanation, limited: LeakageLimitCost) -> str:
     if not limited.ruled_out:
         return "."
     if limited.without.plans == explained.chosen.plans:
-        return ", which costs nothing: the plans would be the same without it."
+        return ", at no cost: the plans would be the same without it."
     plans = _plans_text(explained, _without_encodings(limited.without.plans))
     costs = signed_percent(explained.chosen.epoch_s / limited.without.epoch_s - 1)
-    return f": {costs} on the {limited.without.epoch_s:.2f} s of {plans} without it."
+    return f": {costs} compared to {limited.without.epoch_s:.2f} s with {plans} without it."
 
 
 def _lanes(explained: Explanation) -> Table:
@@ -147,7 +149,7 @@ def _lanes(explained: Explanation) -> Table:
 def _picture_title(explained: Explanation, picture: Timeline) -> Text:
     plan = explained.chosen.plans[picture.device]
     if picture.whole_epoch:
-        return Text(f"\nOne epoch of {picture.device}, {plan}, with the exchange of models\n", style="bold")
+        return Text(f"\nOne epoch of {picture.device}, {plan}, including the exchange of models\n", style="bold")
     return Text(f"\nOne iteration of {picture.device}, {plan}\n", style="bold")
 
 
@@ -155,12 +157,14 @@ def _states_line(explained: Explanation) -> Text:
     every = sorted({member.link.every_s for member in explained.fleet.members if member.link.cycle})
     times = " or ".join(f"{seconds:g}" for seconds in every)
     changing = "encodings" if explained.job.method.shares_server_model else "plans"
-    plans = f"{changing} with them" if explained.job.can_replan else "but plans stay"
-    return Text.assemble((f"\nLinks change every {times} s", "bold"), f", {plans}; all else here is for the first row")
+    plans = f"and {changing} with them" if explained.job.can_replan else "but plans stay"
+    return Text.assemble(
+        (f"\nLinks change every {times} s", "bold"), f", {plans}; the rest is for the first row"
+    )
 
 
 def _states(explained: Explanation) -> Table:
-    """Return the plans and the epoch for each state of links that change."""
+    """Return the plans and the epoch's duration for each state of changing links."""
     table = new_table()
     table.add_column("up/down Mbit/s", overflow="fold")
     table.add_column("plans", overflow="fold")
@@ -171,7 +175,7 @@ def _states(explained: Explanation) -> Table:
     return table
 
 
-# --- what else there is
+# --- the alternatives
 
 
 def _runners_up(explained: Explanation) -> Table:
@@ -190,13 +194,13 @@ def _without_encodings(plans: Plans) -> Plans:
 
 
 def _runners_up_title(explained: Explanation) -> Text:
-    """Return the title of rows that have no room for encodings, which hardly ever are other than the choice's."""
+    """Return the title of the runners-up; rows have no room for encodings, which rarely differ from the choice's."""
     coded = any(plan.encoding != "raw" for option in explained.runners_up for plan in option.plans.values())
     return Text.assemble(("\nRunners-up", "bold"), ", without their encodings" if coded else "")
 
 
 def _different(options: Sequence[Option]) -> list[Option]:
-    """Return the options without those that differ from another one in N only, and not in what a person sees."""
+    """Return the options without those that have the same cuts and displayed time as an earlier one."""
     seen: dict[tuple[object, ...], Option] = {}
     for option in options:
         cuts = tuple(plan.split_point for _, plan in sorted(option.plans.items()))
@@ -205,53 +209,55 @@ def _different(options: Sequence[Option]) -> list[Option]:
 
 
 def _why_not(explained: Explanation) -> list[Text]:
-    """Return why a plan that seems quicker was not chosen, if there is one."""
+    """Return why a plan that seems faster was not chosen, if there is one."""
     least = min(option.epoch_s for option in explained.runners_up) / explained.chosen.epoch_s
     if least >= 1 or explained.estimate == "paper":
         return []
     if least < 1 - TIE:
-        words = "Those with a minus gain nothing on average when layers take up to 15 % more or less than profiled."
+        words = "Those with a minus are not faster on average if layers take up to 15 % more or less than profiled."
     else:
-        words = f"Up to {TIE * 100:g} % is a tie, which goes to fewer micro-batches."
+        words = f"Differences up to {TIE * 100:g} % are ties, which the plan with fewer micro-batches wins."
     return [Text(words, style="dim")]
 
 
 def _plans_text(explained: Explanation, plans: Plans) -> str:
-    """Return the plan that all have, or each plan with those who have it."""
+    """Return the common plan, or each plan with its devices."""
     if len(set(plans.values())) == 1:
         return str(next(iter(plans.values())))
     return ", ".join(f"{_devices_text(row.devices)} {row.plan}" for row in explained.rows(plans))
 
 
 def _against(explained: Explanation, option: Option) -> str:
-    """Return how much longer an epoch would take than by the choice."""
+    """Return how much longer an epoch would take than with the chosen plans."""
     return signed_percent(option.epoch_s / explained.chosen.epoch_s - 1)
 
 
 def signed_percent(share: float) -> str:
-    """Return a difference in per cent with its sign; what rounds to nothing has none."""
+    """Return a signed difference in per cent; one that rounds to zero has no sign."""
     text = f"{share * 100:+.1f} %"
     return text[1:] if text[1:] == "0.0 %" else text
 
 
 def _other_line(explained: Explanation) -> Text:
-    who = "The paper's estimate" if explained.estimate == "simulation" else "The simulation"
+    other = "The paper's estimate" if explained.estimate == "simulation" else "The simulation"
     if explained.other.plans == explained.chosen.plans:
-        return Text(f"{who} would have chosen the same.")
+        return Text(f"{other} would have chosen the same.")
     plans, seconds = _plans_text(explained, explained.other.plans), f"{explained.other.epoch_s:.2f} s"
-    return Text(f"{who} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated.")
+    return Text(
+        f"{other} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated."
+    )
 
 
 def _exhaustive_lines(explained: Explanation, found: ExhaustiveSearch) -> Text:
     best = _plans_text(explained, found.best.plans)
-    tried = "Every plan" if found.grid is None else f"Every plan with N of {', '.join(map(str, found.grid))}"
+    tried = "All plans" if found.grid is None else f"All plans with N in {', '.join(map(str, found.grid))}"
     counts = f"{found.simulated:,} simulated in {found.seconds:.2f} s, {found.ruled_out:,} ruled out by their bounds"
     return Text.assemble(
-        f"Best of all is {best}: {found.best.epoch_s:.2f} s, chosen {found.chosen_epoch_s:.2f} s, T_opt / T = ",
+        f"Optimum: {best}, {found.best.epoch_s:.2f} s; chosen: {found.chosen_epoch_s:.2f} s; T_opt / T = ",
         (f"{found.score:.3f}", "bold"),
         (f"\n{tried}: {counts}.", "dim"),
     )
 
 
 def _effort_line(explained: Explanation) -> Text:
-    return Text(f"The choice: {explained.simulations} simulations in {explained.seconds:.2f} s.", style="dim")
+    return Text(f"Chosen after {explained.simulations} simulations in {explained.seconds:.2f} s.", style="dim")

@@ -1,4 +1,4 @@
-"""What a person reads when something has ended: a line for an epoch, tables for runs, profiles and datasets."""
+"""Results in the terminal: a line per epoch; tables of runs, profiles, datasets, leakage and checks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pipar.storage.result import Result
 
 _WIDEST = 110
-#: What a number of a comparison may take, with a space beside it, so that plans have room.
+#: Width of a number in the comparison, with a space beside it, so that plans have room.
 _CELL = 7
-#: Of how many different plans there is a line; more are counted.
+#: Different plans that are listed; further ones are only counted.
 _MOST_PLANS = 8
 
-#: Columns of an epoch's line: title and width. Together they leave room at 80 columns.
+#: Columns of an epoch's line: title and width, at most 80 together.
 _COLUMNS = (
     ("epoch", 5),
     ("seconds", 9),
@@ -48,24 +48,24 @@ _COLUMNS = (
 )
 
 
-#: Where updates have noise, its price stands in the place of this one: a line has no room for both.
-_LESS_WANTED = "samples/s"
+#: With noise on updates, epsilon replaces this column: a line has no room for both.
+_REPLACEABLE = "samples/s"
 
 
 def epoch_header(*, private: bool = False) -> str:
-    """Return the titles over the lines of epochs."""
-    titles = (("epsilon" if private and title == _LESS_WANTED else title, width) for title, width in _COLUMNS)
+    """Return the titles of the columns of `epoch_line`."""
+    titles = (("epsilon" if private and title == _REPLACEABLE else title, width) for title, width in _COLUMNS)
     return "".join(title.rjust(width) for title, width in titles)
 
 
 def epoch_line(result: EpochResult) -> str:
-    """Return what one epoch gave, in one line of at most 80 columns."""
+    """Return the results of one epoch in one line of at most 80 columns."""
     rate = result.samples / result.seconds if result.seconds else None
     widths = dict(_COLUMNS)
     values = (
         str(result.epoch),
         _number(result.seconds, 2, widths["seconds"]),
-        _number(*((rate, 1) if result.epsilon is None else (result.epsilon, 4)), widths[_LESS_WANTED]),
+        _number(*((rate, 1) if result.epsilon is None else (result.epsilon, 4)), widths[_REPLACEABLE]),
         _number(result.train_loss, 4, widths["train loss"]),
         _number(result.val_loss, 4, widths["val loss"]),
         percent(result.val_accuracy),
@@ -77,7 +77,7 @@ def epoch_line(result: EpochResult) -> str:
 
 
 def _number(value: float | None, digits: int, width: int) -> str:
-    """Return a number with so many digits behind its point; with fewer, or as a power of ten, if it needs the room."""
+    """Return a number with up to `digits` decimals; with fewer, or as a power of ten, if `width` is too small."""
     if value is None:
         return "-"
     texts = [*(f"{value:.{kept}f}" for kept in range(digits, -1, -1)), f"{value:.1e}", f"{value:.0e}"]
@@ -85,20 +85,20 @@ def _number(value: float | None, digits: int, width: int) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Return a share in per cent; a dash for one that is not known."""
+    """Return a share in per cent; a dash if it is unknown."""
     return "-" if share is None else f"{format_percent(share, digits)} %"
 
 
-# --- in words
+# --- plans in words
 
 
 def _replans(content: Mapping[str, Any]) -> list[str]:
-    """Return what changed plans were, each with its first epoch."""
+    """Return the new plans of the run, each with its first epoch."""
     return [f"from epoch {replan['epoch']} on {line}" for replan in content["replans"] for line in _plan_lines(replan)]
 
 
 def _plan_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return a line for each plan, with the number of devices that have it, the most frequent first, not too many."""
+    """Return a line for each of the most frequent plans, with its number of devices."""
     counts = Counter(_plans(content)).most_common()
     if len(counts) == 1:
         return [str(counts[0][0])]
@@ -107,7 +107,7 @@ def _plan_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def _plans_in_short(content: Mapping[str, Any]) -> str:
-    """Return the least and the greatest P and N, and the window of 1F1B if all have the same: "P=1-3 N=4"."""
+    """Return the ranges of P and N, and the window of 1F1B if it is the same for all: "P=1-3 N=4"."""
     plans = _plans(content)
     cuts, pieces = ([get(plan) for plan in plans] for get in (attrgetter("split_point"), attrgetter("micro_batches")))
     windows = {plan.window for plan in plans}
@@ -123,27 +123,29 @@ def _plans(content: Mapping[str, Any]) -> list[Plan]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console for the standard output or error; rows are not broken where no terminal gives a width."""
+    """Return a console for standard output or error; without a terminal it is wide enough for whole rows."""
     made = Console(stderr=stderr, highlight=False)
-    # Rich takes 80 columns where there is no terminal, also for a log that has no width at all.
+    # Rich assumes 80 columns without a terminal, but a file has no width.
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _WIDEST
     return made
 
 
 def new_table(*, header: bool = True) -> Table:
-    """Return an empty table in the style of all of them."""
+    """Return an empty table in the common style."""
     head = box.SIMPLE_HEAD if header else None
     return Table(box=head, show_header=header, pad_edge=False, collapse_padding=True, header_style="bold")
 
 
 def result_table(result: Result, config: Config) -> RenderableType:
-    """Return what is to be known of a finished run."""
+    """Return the summary of a finished run."""
     content, epochs = result.content, result.epochs
     table = new_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("training", f"{content['model']} on {content['dataset']} by {content['method']}, {_world(content)}")
+    table.add_row(
+        "training", f"{content['model']} on {content['dataset']}, method {content['method']}, {_world(content)}"
+    )
     table.add_row("emulated", setting_text(config, "\n"))
     table.add_row("plan", "\n".join([*_plan_lines(content), *_replans(content)]))
     if epochs:
@@ -181,11 +183,11 @@ def _traffic(epochs: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def comparison_table(results: Mapping[str, Result], config: Config) -> RenderableType:
-    """Return one row a method; the speed-up is against fl, or the first method if fl is not among them."""
+    """Return one row per method; speed-ups are relative to fl, or to the first method without fl."""
     base = "fl" if "fl" in results else next(iter(results))
     table = new_table()
     table.add_column("method", no_wrap=True)
-    table.add_column("plan")  # the only one that is cut where there is no room
+    table.add_column("plan")  # the only column that is cut if space is short
     private = any(result.content.get("epsilon") is not None for result in results.values())
     titles = ["s/epoch", f"vs {base}", "server\nidle s", "device\nidle s", "test\nacc.", "MB up", "MB\ndown"]
     titles[5:5] = ["epsilon"] if private else []
@@ -201,7 +203,7 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
 
 
 def _whole_plans(results: Mapping[str, Result]) -> list[RenderableType]:
-    """Return the plans of the methods of which a row has no room for all."""
+    """Return the full plans of methods whose row shows only a summary."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -233,9 +235,9 @@ def _comparison_row(result: Result, base_s: float, *, private: bool) -> list[str
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """Return two rows a layer: milliseconds at each batch size, and bytes: of a sample's output, of the weights.
+    """Return two rows per layer: milliseconds at each batch size (forward, backward), and bytes.
 
-    Under output stands what a sample's training keeps of the layer, under weights what the layer works with beside it.
+    The bytes are of the output and the saved activations of a sample, and of the weights and the working memory.
     """
     table = new_table()
     table.add_column("layer", no_wrap=True)
@@ -253,7 +255,7 @@ def profile_table(profile: Profile) -> RenderableType:
     lines: list[RenderableType] = [Text(f"\n{title}"), Text(profile.machine), table]
     if not profile.whole:
         here, total = len(profile.layers), profile.network_layers
-        lines.append(Text(f"These are the first {here} of {total} layers: more do not fit into memory."))
+        lines.append(Text(f"These are the first {here} of {total} layers; more do not fit into memory."))
     return Group(*lines)
 
 
@@ -262,7 +264,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def leakage_table(leakage: LeakageTable) -> RenderableType:
-    """Return one row a cut: the distance correlation, and the pixel correlation and PSNR of each attack."""
+    """Return one row per cut: the distance correlation, and the pixel correlation and PSNR of each attack."""
     table = new_table()
     table.add_column("P", justify="right", no_wrap=True)
     table.add_column("layer", no_wrap=True)
@@ -279,7 +281,7 @@ def leakage_table(leakage: LeakageTable) -> RenderableType:
 
 
 def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
-    """Return one row a dataset: what it is, and where it lies."""
+    """Return one row per dataset: what it is, and where it is."""
     table = new_table()
     for title, where in (("name", "left"), ("train", "right"), ("test", "right"), ("image", "right")):
         table.add_column(title, justify=where, no_wrap=True)  # type: ignore[arg-type]
@@ -290,14 +292,14 @@ def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
         shape = "x".join(map(str, info.shape)) if info.train else "any"
         classes = str(info.classes) if info.train else "any"
         table.add_row(info.name, *counts, shape, classes, dataset_place(info))
-    return Group(table, Text("pipar data get NAME fetches one that is not here."))
+    return Group(table, Text("To download one: pipar data get NAME"))
 
 
 _STATES = {"ok": "green", "advice": "yellow", "problem": "bold red"}
 
 
 def findings_table(findings: Sequence[Finding]) -> RenderableType:
-    """Return one row a check, with its advice below what was found, and a line for all of them."""
+    """Return one row per check, with its advice below what was found, and a summary."""
     table = new_table(header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -309,7 +311,7 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
         table.add_row(one.check, Text(one.state, style=_STATES[one.state]), words)
     problems = [one for one in findings if one.state == "problem"]
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return Group(table, Text(f"\nTo be mended: {count}." if problems else "\npipar can work here."))
+    return Group(table, Text(f"\nTo fix: {count}." if problems else "\npipar works here."))
 
 
 def dataset_place(info: DatasetInfo) -> str:
@@ -319,4 +321,4 @@ def dataset_place(info: DatasetInfo) -> str:
     if info.found is not None:
         return str(info.found)
     size = format_bytes(sum(file.size_bytes for file in info.files))
-    return f"no ({size})"
+    return f"no ({size} to download)"

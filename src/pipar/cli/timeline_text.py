@@ -1,4 +1,4 @@
-"""One iteration as a picture of characters: a row for each lane, a column for each stretch of time.
+"""A timeline of one iteration in characters: a row per lane, a column per interval of time.
 
     device   1>>>2>>>3>>>············1<<<<2<<<<3<<<<=
     uplink   ····1^^^^^2^^^^^3^^^^^··················
@@ -7,8 +7,8 @@
              |---------|---------|---------|---------
              0 s       0.5       1         1.5
 
-A block begins with the number of its micro-batch where that leaves room for what it is. Where many stages are shorter
-than a column, a lane has as many columns of each kind as its share of the time.
+A block begins with the number of its micro-batch if there is room. Where many stages are shorter than a column, each
+kind gets as many columns of the lane as its share of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, UPLINK, Span
 
-#: What fills a block, in words, and its style.
+#: By kind of stage: the character that fills its blocks, its name, its style.
 _KINDS = {
     "fc": (">", "forward", "black on cyan"),
     "bc": ("<", "backward", "black on green"),
@@ -39,15 +39,15 @@ _NOTHING = "·"
 _LANES = {COMPUTE: "device", UPLINK: "uplink", CORE: "server", DOWNLINK: "downlink"}
 _LABEL = 9
 _WIDEST = 120
-#: Blocks are at least a column wide; a lane on which that makes so many busy columns of idle ones is drawn by shares.
+#: Blocks are at least a column wide; a lane that this makes busier by more columns than this is drawn by shares.
 _TOO_BUSY = 5
-#: Columns from one mark of the axis to the next, at least.
+#: Least number of columns between two marks of the axis.
 _APART = 10
 
 
 @dataclass(frozen=True)
 class Block:
-    """Cells `first` up to, but not with, `end` of a lane's row."""
+    """The columns from `first` up to, but excluding, `end` in the row of a lane."""
 
     lane: str
     kind: str
@@ -63,7 +63,7 @@ class Block:
 
 
 def blocks(spans: Iterable[Span], columns: int) -> list[Block]:
-    """Return the blocks of the spans on the four lanes, the first of them at column 0; `columns` is their last's end.
+    """Return the blocks of the spans on the four lanes; together they reach from column 0 to `columns`.
 
     A block starts and ends at the columns nearest to its times, and is at least one column wide.
     """
@@ -82,14 +82,14 @@ def _shown(spans: Iterable[Span]) -> list[Span]:
 
 
 def _scale(spans: Sequence[Span], columns: int) -> tuple[float, float]:
-    """Return when the first span starts, and how many columns a second has."""
+    """Return the start of the first span, and the number of columns per second."""
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     return start, columns / (end - start) if end > start else 0.0
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Spans of one iteration, drawn as wide as the terminal, up to 120 columns."""
+    """The spans of one iteration, as wide as the terminal, up to 120 columns."""
 
     spans: Sequence[Span]
 
@@ -108,17 +108,17 @@ class Chart:
         yield from (Text(" " * _LABEL + line, style="dim") for line in axis(columns, seconds))
         yield Text(" " * _LABEL) + _legend({span.kind for span in shown})
         if by_share:
-            words = "Where stages are shorter than a column, it shows their share."
+            words = "Stages shorter than a column are shown by their share of the time."
             yield Text(" " * _LABEL + words, style="dim")
 
 
-#: What stands in the busy columns of a lane's row: a sign and its style.
+#: The busy columns in the row of a lane: a character and its style.
 Cells = dict[int, tuple[str, str]]
 
 
 def _block_cells(of_lane: Iterable[Block]) -> Cells:
     cells: Cells = {}
-    # The short last: one that is drawn wider than it is must not hide behind its neighbour; of two, not the step.
+    # Short blocks last: one that is drawn wider than it is must stay visible; of two short ones, the step.
     for block in sorted(of_lane, key=lambda block: (block.first - block.end, block.kind != "step")):
         for column, sign in enumerate(block.text, start=block.first):
             cells[column] = (sign, _KINDS[block.kind][2])
@@ -126,9 +126,9 @@ def _block_cells(of_lane: Iterable[Block]) -> Cells:
 
 
 def _share_cells(of_lane: Sequence[Span], start: float, second: float, columns: int) -> Cells:
-    """Return as many columns of each kind as its share of the time, where it is at work, and one at least.
+    """Return columns of each kind in proportion to its time, at places where it is busy, at least one.
 
-    From left to right, a column is busy when half of one has come together since the last that was.
+    From left to right, a column is marked busy when half a column of busy time has accumulated.
     """
     busy = _busy_shares(of_lane, start, second, columns)
     left: dict[str, float] = {}
@@ -145,7 +145,7 @@ def _share_cells(of_lane: Sequence[Span], start: float, second: float, columns: 
 
 
 def _busy_shares(of_lane: Sequence[Span], start: float, second: float, columns: int) -> list[dict[str, float]]:
-    """Return for each column how much of it each kind of stage takes."""
+    """Return for each column the share of it that each kind of stage takes."""
     busy: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in of_lane:
         begin, end = (span.start - start) * second, (span.end - start) * second
@@ -162,7 +162,7 @@ def _row(busy: Cells, columns: int) -> Text:
 
 
 def axis(columns: int, seconds: float) -> tuple[str, str]:
-    """Return a ruler and the seconds at its marks, which are round numbers."""
+    """Return a ruler, and the seconds at its marks, which are round numbers."""
     ruler, labels = ["-"] * columns, [" "] * columns
     step = _round_up(seconds * _APART / columns) if seconds else 0.0
     marks = int(seconds / step * (1 + 1e-9)) if step else 0

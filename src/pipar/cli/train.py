@@ -61,7 +61,7 @@ def run(
     CONFIG is a TOML file; without it, four devices train VGG-5 on digits.
     """
     world, loaded = _world(virtual, timing_only), load(config, settings)
-    starting = Starting("run", f"{training_text(loaded)} by {loaded.run.method}")
+    starting = Starting("run", f"{training_text(loaded)} with {loaded.run.method}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import run as train
 
@@ -104,7 +104,7 @@ def compare(
 ) -> None:
     """Train with several methods, and compare them in one table."""
     names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
-    starting = Starting("compare", f"{training_text(loaded)} by {', '.join(names)}")
+    starting = Starting("compare", f"{training_text(loaded)} with {', '.join(names)}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import compare as train
         from pipar.report import try_write_comparison
