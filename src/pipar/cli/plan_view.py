@@ -158,9 +158,7 @@ def _states_line(explained: Explanation) -> Text:
     times = " or ".join(f"{seconds:g}" for seconds in every)
     changing = "encodings" if explained.job.method.shares_server_model else "plans"
     plans = f"and {changing} with them" if explained.job.can_replan else "but plans stay"
-    return Text.assemble(
-        (f"\nLinks change every {times} s", "bold"), f", {plans}; the rest is for the first row"
-    )
+    return Text.assemble((f"\nLinks change every {times} s", "bold"), f", {plans}; the rest is for the first row")
 
 
 def _states(explained: Explanation) -> Table:
