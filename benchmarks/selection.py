@@ -28,7 +28,7 @@ from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.links import Link
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import search_plans
+from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from reproduction.judged import Beforehand, Judged, judged
 from reproduction.testbed import DATASETS, LINKS, SAMPLES

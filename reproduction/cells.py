@@ -22,9 +22,8 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
-from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import search_plans
-from pipar.planner.search import plans_by_device, search_kinds
+from pipar.planner.fleet import Fleet, plans_by_device
+from pipar.planner.search import search_kinds, search_plans
 from pipar.planner.simulator import predict_s, simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipar.planner.search import TIE
+from pipar.planner.search_settings import TIE
 from reproduction.experiment import Cell, Compared, Experiment, Found, Outcome, Row
 from reproduction.plots import plot_if_possible
 from reproduction.published import Statement, published

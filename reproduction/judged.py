@@ -14,9 +14,11 @@ from pipar.methods import Plan
 from pipar.planner.background_search import search_again
 from pipar.planner.compute_load import compute_seconds
 from pipar.planner.exhaustive import search_all
-from pipar.planner.fleet import Fleet
+from pipar.planner.fleet import Fleet, PlansByKind, plans_by_device
+from pipar.planner.paper_estimate import estimate_plans
 from pipar.planner.predictor import Predictor
-from pipar.planner.search import UNHURRIED, PlansByKind, SearchResult, estimate_plans, plans_by_device, search_kinds
+from pipar.planner.search import SearchResult, search_kinds
+from pipar.planner.search_settings import UNHURRIED
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 from reproduction.perturbed_world import JITTER, judging, judging_within, perturbed

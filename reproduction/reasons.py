@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipar.planner.search import TIE
+from pipar.planner.search_settings import TIE
 from reproduction.experiment import Row
 from reproduction.published import Statement, published
 

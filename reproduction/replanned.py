@@ -12,7 +12,7 @@ from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.background_search import search_again
 from pipar.planner.fleet import Fleet
-from pipar.planner.search import SearchSettings
+from pipar.planner.search_settings import SearchSettings
 
 
 def replanned(job: Job) -> dict[str, float | int]:

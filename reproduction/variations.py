@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, product
 
-from pipar.planner.search import TIE
+from pipar.planner.search_settings import TIE
 from reproduction.efficiency import (
     METHODS,
     TIME_NOTES,

@@ -105,7 +105,7 @@ def test_a_timing_only_run_imports_neither_torch_nor_grpc(
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("package", ["pipar", "pipar.planner.search", "pipar.planner.background_search", "pipar.cli"])
+@pytest.mark.parametrize("package", ["pipar", "pipar.planner.search", "pipar.planner.search_worker", "pipar.cli"])
 def test_importing_does_not_import_torch_or_grpc(package: str) -> None:
     program = f"import sys, {package}; print([name for name in ('torch', 'grpc') if name in sys.modules])"
     done = subprocess.run(

@@ -16,7 +16,8 @@ from pipar.job.plans import make_plans, search_job_plans, simulation, with_plans
 from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
-from pipar.planner.candidates import LowerBound, candidates
+from pipar.planner.bounds import LowerBound
+from pipar.planner.candidates import candidates
 from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import simulate

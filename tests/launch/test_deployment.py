@@ -84,7 +84,7 @@ def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process_behind(h
     server = here.server()
     address = address_of(server)
     device = here.device("pi", address)
-    until(lambda: any("pipar.planner.background_search" in line for line in here.alive()), "plans to be chosen")
+    until(lambda: any("pipar.planner.search_worker" in line for line in here.alive()), "plans to be chosen")
     server.kill()
     until(lambda: here.alive() == ["pi"], "the process that chooses plans to end")
     device.signal(signal.SIGTERM)

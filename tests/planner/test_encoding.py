@@ -16,7 +16,7 @@ from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.encoding import reencoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.search import estimate_plans
+from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message

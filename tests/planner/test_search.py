@@ -18,13 +18,14 @@ from pipar.errors import PlanError
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
-from pipar.planner import search
-from pipar.planner.candidates import Allow, Candidate, candidates
+from pipar.planner import plan_evaluator
+from pipar.planner.candidates import Allow, Candidate, candidates, check_given
 from pipar.planner.costs import Costs
 from pipar.planner.exhaustive import search_all
-from pipar.planner.fleet import Fleet, Member
-from pipar.planner.paper_estimate import iteration_s, stage_times
-from pipar.planner.search import ESTIMATE_TIE, TIE, check_given, estimate_plans, plans_by_device, search_kinds
+from pipar.planner.fleet import Fleet, Member, plans_by_device
+from pipar.planner.paper_estimate import ESTIMATE_TIE, estimate_plans, iteration_s, stage_times
+from pipar.planner.search import search_kinds
+from pipar.planner.search_settings import TIE
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import STEADY_ITERATIONS, Timing, epoch_timing, steady_epoch_s
 from pipar.profiling.memory import BASE_BYTES, training_bytes
@@ -395,7 +396,7 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
         called.append(member.name)
         return candidates(fleet, member, only)
 
-    monkeypatch.setattr(search, "candidates", counted)
+    monkeypatch.setattr(plan_evaluator, "candidates", counted)
     asked = []
     for count in (1, 5, 20):
         members = tuple(Member(f"d{n:02}", costs, WIFI, 24) for n in range(count))

@@ -14,7 +14,7 @@ from pipar.cli.tables import new_table, percent
 from pipar.cli.timeline_text import Chart
 from pipar.job.explanation import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
 from pipar.planner.fleet import Member
-from pipar.planner.search import TIE
+from pipar.planner.search_settings import TIE
 from pipar.planner.timing import LANES
 from pipar.wording import guess_text, link_text, ruled_out_text
 

@@ -15,11 +15,10 @@ from pipar.job.job import Job
 from pipar.job.plans import Rehearse, plans_by_estimate, search_job_plans, simulation
 from pipar.links import Link
 from pipar.planner.background_search import search_again
-from pipar.planner.candidates import candidates
+from pipar.planner.candidates import candidates, plans_in_common
 from pipar.planner.encoding import reencoded
 from pipar.planner.exhaustive import ExhaustiveResult, search_all
-from pipar.planner.fleet import Fleet, Member
-from pipar.planner.search import from_sample, plans_by_device, plans_in_common
+from pipar.planner.fleet import Fleet, Member, plans_by_device, plans_from_sample
 from pipar.planner.timing import Simulate, epoch_timing
 
 #: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
@@ -47,7 +46,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
 
     simulated = Option(choice.plans, choice.timing.epoch_s)
     estimated = timed(plans_by_estimate(job, fleet))
-    next_best = [timed(from_sample(fleet, sample, by_kind)) for by_kind, _ in choice.runners_up]
+    next_best = [timed(plans_from_sample(fleet, sample, by_kind)) for by_kind, _ in choice.runners_up]
     by_paper = job.config.plan.estimate == "paper"
     chosen, other = (estimated, simulated) if by_paper else (simulated, estimated)
     explanation = Explanation(
@@ -148,7 +147,7 @@ def _search(
         best = _best_in_common(alike, simulate, progress)
     else:
         best = search_all(alike, simulate, micro_batches=grid, progress=progress)
-    return best, timed(from_sample(fleet, alike, best.by_kind))
+    return best, timed(plans_from_sample(fleet, alike, best.by_kind))
 
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:

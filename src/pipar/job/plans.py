@@ -11,9 +11,9 @@ from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.encoding import reencoded
-from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import search_plans
-from pipar.planner.search import SearchResult, estimate_plans, plans_by_device
+from pipar.planner.fleet import Fleet, plans_by_device
+from pipar.planner.paper_estimate import estimate_plans
+from pipar.planner.search import SearchResult, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
 

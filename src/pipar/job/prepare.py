@@ -26,7 +26,7 @@ from pipar.job.profiles import (
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
-from pipar.planner.search import check_given
+from pipar.planner.candidates import check_given
 from pipar.privacy.budget import choose_noise
 from pipar.profiling.cache import find_profile
 from pipar.profiling.machines import MACHINES

@@ -1,9 +1,16 @@
 """Choosing plans: the split point P, the number of micro-batches N and the encoding of every device.
 
-Reading order: `fleet` (what is planned for), `costs` and `stage_times` (how long work takes), `candidates` (the
-plans of one device), `paper_estimate` (the paper's formula), `simulator` (all devices together; `pruning` stops what
-is too slow), `timing` (its result), `search` (the choice; `large_fleets` for many kinds, `exhaustive` for all
-plans), `encoding`, `exchange` (sending models), `compute_load` (how long machines compute), `calibration` (learning
-from epochs), `predictor` (the next epoch), `replanner` (when to choose again), `background_search` (choosing while a
-training runs). Nothing here imports torch.
+Reading order:
+
+- `fleet` (what is planned for), `costs` and `stage_times` (how long work takes), `candidates` (the plans that a device
+  may have) and `encoding` (how its tensors are encoded)
+- `paper_estimate` (the paper's formula), `simulator` (all devices together), `timing` (its result), `bounds` (what an
+  epoch takes at least)
+- `search` (the search for the best plans), `search_settings`, `plan_evaluator` (simulates plans and remembers the
+  results), `device_groups` (fleets of many kinds), `exhaustive` (all plans)
+- `compute_load` (how long machines compute), `calibration` (costs that agree with past epochs), `predictor` (the next
+  epoch), `replanner` (when to plan again), `background_search` (searching while a training runs), `search_worker` (the
+  process that does)
+
+Nothing here imports torch.
 """

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import struct
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import BinaryIO
 
 from pipar.errors import PlanError
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.calibration import situation_key
 from pipar.planner.encoding import reencoded
-from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import search_plans
+from pipar.planner.fleet import Fleet, plans_from_sample
+from pipar.planner.paper_estimate import estimate_plans
 from pipar.planner.predictor import Predictor
 from pipar.planner.replanner import differs
-from pipar.planner.search import QUICK, UNHURRIED, SearchResult, SearchSettings, estimate_plans, from_sample
+from pipar.planner.search import SearchResult, search_plans
+from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
@@ -46,7 +44,8 @@ _TRIAL_MOVES = 0.1
 _TRIAL_ROUNDS = 20
 #: Some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
-_LENGTH = struct.Struct("!Q")
+#: A question of `SearchProcess` begins with its number of bytes.
+LENGTH = struct.Struct("!Q")
 
 
 def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> Mapping[str, Plan]:
@@ -64,7 +63,7 @@ def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettin
     new_s, as_it_is_s = epoch_s(choice.plans), epoch_s(as_it_is)
     gained_s = as_it_is_s - new_s
     pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
-    if gained_s >= as_it_is_s * settings.worth:
+    if gained_s >= as_it_is_s * settings.least_gain:
         return choice.plans if pays else as_it_is
     if settings.trial_cost <= 0 or fleet.stable_rounds < _TRIAL_ROUNDS:
         return as_it_is
@@ -78,7 +77,7 @@ def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettin
 def _with_new_cuts(fleet: Fleet, choice: SearchResult, settings: SearchSettings) -> Iterator[Mapping[str, Plan]]:
     """Yield the plans of a choice, then the next best ones, that give devices new split points."""
     sample, had = fleet.sampled(settings.devices), _tried_by_kind(fleet)
-    next_best = (from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up)
+    next_best = (plans_from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up)
     for plans in chain([choice.plans], next_best):
         if _are_new(had, plans):
             yield plans
@@ -153,7 +152,7 @@ async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
 
 
 class SearchProcess:
-    """The process, seen from the one that asks; `cpu_s` is what its searches have used."""
+    """Searches in a process of its own (`search_worker`); `cpu_s` is the CPU time of its searches so far."""
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
@@ -165,12 +164,7 @@ class SearchProcess:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                *(
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "pipar.planner.background_search",
-                ),  # -P: not what lies in the user's folder
+                *(sys.executable, "-P", "-m", "pipar.planner.search_worker"),  # -P: not the user's folder's modules
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_ANSWER,
@@ -179,7 +173,7 @@ class SearchProcess:
         assert self._process.stdout is not None
         # Between two processes of ours: nothing of a peer is ever unpickled.
         question = pickle.dumps((fleet, dict(start), settings))
-        self._process.stdin.write(_LENGTH.pack(len(question)) + question)
+        self._process.stdin.write(LENGTH.pack(len(question)) + question)
         line = await self._process.stdout.readline()
         if not line:
             raise PlanError("the process that chooses plans has ended.")
@@ -194,28 +188,3 @@ class SearchProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-
-
-def _answer(questions: BinaryIO) -> bool:
-    """Answer one question on the standard output; return False if there are no more."""
-    head = questions.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return False
-    fleet, start, settings = pickle.loads(questions.read(*_LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
-    before, problem, plans = time.process_time(), "", {}
-    try:
-        plans = {name: astuple(plan) for name, plan in search_again(fleet, start, settings).items()}
-    except Exception as error:  # noqa: BLE001 - a question ends here, and who asked is told
-        problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-    answer = {"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}
-    print(json.dumps(answer), flush=True)
-    return True
-
-
-if __name__ == "__main__":
-    os.nice(19)
-    try:
-        while _answer(sys.stdin.buffer):
-            pass
-    except BrokenPipeError:  # who asked is gone
-        os._exit(0)

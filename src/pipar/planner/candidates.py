@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.execution.stages import Work
-from pipar.methods import METHODS, Plan
+from pipar.methods import METHODS, Method, Plan, check_plan
 from pipar.planner.encoding import with_encodings
-from pipar.planner.exchange import Exchange
-from pipar.planner.fleet import Fleet, Member
+from pipar.planner.fleet import Auto, Fleet, Member, PlansByKind
 from pipar.profiling.memory import BASE_BYTES, fitting_window, training_bytes
 
 #: Whether a {P, N} is looked at.
@@ -27,46 +26,6 @@ class Candidate:
     alone_s: float  # with a server and its cores for itself
     lane_s: float  # on the busiest of its own lanes
     server_s: float  # on the server's cores, of which all devices have a share
-
-
-class LowerBound:
-    """What an epoch takes at least: any device with most data of its kind, and all work over all cores."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        full = [fleet.full_batches(kind) for kind in fleet.device_kinds()]
-        self._most, self._all = [max(each) for each in full], [sum(each) for each in full]
-        self._cores = fleet.cores
-        self._exchange = Exchange(fleet)
-
-    def alone_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return it with each device as if it had the server for itself, and with the exchange of models."""
-        exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
-        return max(self.cores_s(chosen), self._slowest_s(chosen) + exchange_s)
-
-    def lanes_s(self, chosen: Sequence[Candidate], slack: float = 0.0) -> float:
-        """Return it by the busiest lane, and by the exchange of models, which waits for a device's own lanes.
-
-        `slack` is how much shorter than its costs a stage of an iteration may be.
-        """
-        lane_s = max(o.lane_s * n for o, n in zip(chosen, self._most, strict=True))
-        exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
-        return max(self.cores_s(chosen) * (1 - slack), lane_s * (1 - slack) + exchange_s)
-
-    def likely_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return what is no bound, but mostly not far off: each device alone, and the exchange of models."""
-        exchange_s = self._exchange.likely_s([option.plan.split_point for option in chosen])
-        return max(self.cores_s(chosen), self._slowest_s(chosen)) + exchange_s
-
-    def _slowest_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return the iterations of the device that takes longest for them, with the server for itself."""
-        return max(o.alone_s * n for o, n in zip(chosen, self._most, strict=True))
-
-    def cores_s(self, chosen: Sequence[Candidate]) -> float:
-        return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores
-
-    def own_s(self, kind: int, option: Candidate) -> float:
-        """Return what a kind's plan takes at least where nobody else is; of less than a batch, as if it were one."""
-        return option.alone_s * max(1, self._most[kind])
 
 
 def candidates(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Candidate]:
@@ -86,6 +45,33 @@ def allowed_plans(fleet: Fleet, member: Member, only: Allow | None = None) -> li
             raise PlanError(problem)
         raise TooLittleMemoryError(_too_little_memory(fleet, member))
     return with_encodings(fleet, member, plans)
+
+
+def check_given(
+    method: Method,
+    split_point: int | Auto,
+    micro_batches: int | Auto,
+    *,
+    layers: int,
+    batch_size: int,
+    model: str,
+) -> None:
+    """Raise PlanError if a given P or N that counts for the method does not fit the network or the batch."""
+    p = split_point if method.splits and split_point != "auto" else layers
+    n = micro_batches if method.pipelines and micro_batches != "auto" else 1
+    check_plan(Plan(p, n), layers=layers, batch_size=batch_size, model=model)
+
+
+def plans_in_common(fleet: Fleet) -> list[PlansByKind]:
+    """Return the plans with each split point that all may have: a shared server-side model is cut in one place only."""
+    options = [{plan.split_point: plan for plan in allowed_plans(fleet, kind[0])} for kind in fleet.device_kinds()]
+    common = set.intersection(*map(set, options))
+    if not common:
+        raise PlanError(
+            f"{fleet.method.name} shares one server-side model, but no split point is allowed for all of the devices: "
+            "give them the same one, or use sfl or pipar."
+        )
+    return [tuple(of[cut] for of in options) for cut in sorted(common)]
 
 
 def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from pipar.planner.candidates import Candidate, LowerBound, candidates
-from pipar.planner.fleet import Fleet
-from pipar.planner.search import PlansByKind, plans_by_device
+from pipar.planner.bounds import LowerBound
+from pipar.planner.candidates import Candidate, candidates
+from pipar.planner.fleet import Fleet, PlansByKind, plans_by_device
 from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, steady_epoch_within_s
 
 

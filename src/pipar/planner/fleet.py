@@ -10,11 +10,14 @@ from typing import Literal
 
 from pipar.execution.schedule import count_batches, cut_batch, cut_epoch
 from pipar.links import Link
-from pipar.methods import Method
+from pipar.methods import Method, Plan
 from pipar.planner.costs import Costs
 from pipar.units import LIMITLESS_BPS
 
 Auto = Literal["auto"]
+
+#: One plan for each kind of device, in the order of `Fleet.device_kinds`.
+PlansByKind = tuple[Plan, ...]
 
 #: A fleet of more devices is planned for, and predicted, by a sample of it.
 _SAMPLE = 128
@@ -189,3 +192,18 @@ def _by_samples(members: list[Member]) -> list[tuple[Member, ...]]:
             groups.append([])
         groups[-1].append(member)
     return [tuple(sorted(group, key=lambda member: member.name)) for group in groups]
+
+
+def plans_by_device(fleet: Fleet, by_kind: PlansByKind) -> dict[str, Plan]:
+    """Return each device's plan from those of the kinds."""
+    return {m.name: plan for kind, plan in zip(fleet.device_kinds(), by_kind, strict=True) for m in kind}
+
+
+def extend_plans(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return each device's plan from those of a sample of the fleet, which has the first device of every kind."""
+    return {member.name: plans[kind[0].name] for kind in fleet.device_kinds() for member in kind}
+
+
+def plans_from_sample(fleet: Fleet, sample: Fleet, by_kind: PlansByKind) -> dict[str, Plan]:
+    """Return each device's plan from those of the kinds of a sample of the fleet."""
+    return extend_plans(fleet, plans_by_device(sample, by_kind))

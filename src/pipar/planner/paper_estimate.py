@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from pipar.errors import PlanError
 from pipar.links import Link
 from pipar.methods import Plan, check_plan
+from pipar.planner.candidates import allowed_plans
 from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
+
+#: Estimates this close, relative to the best, are a tie, which goes to the smaller N. The estimate is no more exact.
+#: Where the link or the server is the bottleneck, it never grows with N: without a tie, micro-batches of one sample
+#: would win.
+ESTIMATE_TIE = 0.01
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,30 @@ def batches_to_fill_idle_time(times: StageTimes) -> int:
         raise PlanError("A device whose forward or backward takes no time cannot fill its idle time with it.")
     # Times such as 0.1 and 0.2 are not exact: a quotient one rounding above 3 is 3, not 4.
     return 1 + math.ceil(idle / filling * (1 - 1e-12))
+
+
+def estimate_plans(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
+    """Return each device's plan with the shortest iteration by the paper's estimate; ties go to the smaller N."""
+    chosen = {}
+    for kind in fleet.device_kinds():
+        best = _best_plan_by_estimate(fleet, kind[0])
+        chosen.update({member.name: best for member in kind})
+    return chosen
+
+
+def _best_plan_by_estimate(fleet: Fleet, member: Member) -> tuple[Plan, float]:
+    times: dict[tuple[object, ...], StageTimes] = {}
+    found = []
+    for plan in allowed_plans(fleet, member):
+        p, n = plan.split_point, plan.micro_batches
+        key = (p, plan.up, plan.down)
+        if key not in times:
+            shares = member.costs.profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down)
+            times[key] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link, shares)
+        found.append((plan, closed_form_s(times[key].divided_by(n), n)))
+    within = min(seconds for _, seconds in found) * (1 + ESTIMATE_TIE)
+    tied = [(plan, seconds) for plan, seconds in found if seconds <= within]
+    return min(tied, key=lambda item: (item[0].micro_batches, item[0].split_point))
 
 
 def _transfer_s(size_bytes: float, bits_per_second: float | None) -> float:

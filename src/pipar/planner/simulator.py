@@ -23,8 +23,8 @@ from pipar.execution.schedule import device_order
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
 from pipar.execution.stages import Work
 from pipar.methods import Plan
+from pipar.planner.bounds import Cutoff
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.pruning import Cutoff
 from pipar.planner.stage_times import (
     BatchTimes,
     batch_times,

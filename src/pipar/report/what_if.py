@@ -15,8 +15,8 @@ from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import search_plans
-from pipar.planner.search import SearchSettings
+from pipar.planner.search import search_plans
+from pipar.planner.search_settings import SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, LANES, STEADY_ITERATIONS, Timing, steady_epoch_s
 from pipar.wording import plans_text
@@ -28,7 +28,7 @@ _Question = tuple[str, str, Fleet, Plans | None]
 #: Behind so many seconds of computing only the first questions are asked: who waits has seen the numbers already.
 _PATIENCE_S = 2.0
 #: A question is about how much, not about which plan of two that are close.
-_SETTINGS = SearchSettings(devices=16, pieces=5_000, worlds=0, iterations=FEWEST_ITERATIONS)
+_SETTINGS = SearchSettings(devices=16, micro_batch_budget=5_000, worlds=0, iterations=FEWEST_ITERATIONS)
 #: Methods that others are compared with.
 _BASES = ("fl", "sfl")
 #: Split points to each side of the chosen one that are tried.

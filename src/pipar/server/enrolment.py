@@ -12,7 +12,7 @@ from pipar.job.job import Job
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.encoding import reencoded
-from pipar.planner.search import estimate_plans
+from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import Profile
 from pipar.server.session import Introduction
 from pipar.wire.orders import Orders

@@ -1,35 +1,14 @@
-"""Fleets of any size and number of kinds: chosen for by a sample of them, and in groups of what is nearly alike."""
+"""Kinds of devices that are nearly alike, merged into groups: a fleet of many kinds is searched by these first."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 
-from pipar.errors import PlanError
-from pipar.methods import Plan
-from pipar.planner.candidates import Allow, allowed_plans
-from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.search import (
-    COARSE,
-    THOROUGH,
-    PlansByKind,
-    SearchResult,
-    SearchSettings,
-    extended,
-    from_sample,
-    plans_by_device,
-    search_kinds,
-)
-from pipar.planner.timing import Simulate, SimulateWithin, epoch_timing, steady_epoch_s
 
-#: More kinds of devices than so many are searched in so many groups first, then in so many smaller ones.
-_GROUPS, _SMALLER_GROUPS = 2, 8
-#: Then cuts up to so many layers beside those of the groups count, too.
-_NEARLY = 2
 #: Groups within which nothing differs by more than this are not divided.
 _ABOUT = math.log(1.2)
 #: Shorter latencies hardly count.
@@ -39,74 +18,7 @@ _LATENCY_S = 1e-3
 _Places = Mapping[str, tuple[float, ...]]
 
 
-def search_plans(
-    fleet: Fleet,
-    simulate: Simulate,
-    *,
-    within: SimulateWithin | None = None,
-    start: Mapping[str, Plan] | None = None,
-    progress: Callable[[int], None] | None = None,
-    settings: SearchSettings = THOROUGH,
-) -> SearchResult:
-    """Return the choice for a fleet of any size, from a sample of it if it is large; `start` are the plans in force.
-
-    Of many kinds of devices, two groups are searched first, then more and smaller ones around the plans of these.
-    """
-    sample = fleet.sampled(settings.devices)
-    ask = partial(_search_sampled, simulate=simulate, within=within, progress=progress)
-    if fleet.method.shares_server_model or len(sample.device_kinds()) <= _GROUPS:
-        return ask(fleet, start=start, settings=settings)
-    half = replace(settings, pieces=settings.pieces // 2)
-    try:
-        coarse = ask(merged(fleet, _GROUPS), start=start, settings=half)
-    except PlanError:
-        for kind in fleet.device_kinds():  # it is said of the device that it is true of
-            allowed_plans(fleet, kind[0])
-        raise
-    groups = merged(fleet, _SMALLER_GROUPS)
-    fine = ask(groups, start=coarse.plans, only=_around(coarse.plans.values()), settings=half)
-
-    def of_kinds(plans: Mapping[str, Plan]) -> PlansByKind:
-        coded = reencoded(sample, plans)
-        return tuple(coded[kind[0].name] for kind in sample.device_kinds())
-
-    by_kind = of_kinds(fine.plans)
-    plans = plans_by_device(sample, by_kind)
-    in_groups = groups.sampled(settings.devices)
-    return SearchResult(
-        plans=extended(fleet, plans),
-        by_kind=by_kind,
-        epoch_s=steady_epoch_s(simulate, sample, plans, settings.iterations),
-        timing=epoch_timing(simulate, sample, plans),
-        runners_up=tuple((of_kinds(from_sample(groups, in_groups, of)), s) for of, s in fine.runners_up),
-        simulations=coarse.simulations + fine.simulations,
-    )
-
-
-def _around(plans: Iterable[Plan]) -> Allow:
-    """Return what says whether a {P, N} is like these: cut between them or nearly so, N not far above or round."""
-    cuts, numbers = zip(*((plan.split_point, plan.micro_batches) for plan in set(plans)), strict=True)
-    least, most, above = min(cuts) - _NEARLY, max(cuts) + _NEARLY, 2 * max(numbers)
-    return lambda p, n: least <= p <= most and (n <= above or n in COARSE)
-
-
-def _search_sampled(
-    fleet: Fleet,
-    *,
-    start: Mapping[str, Plan] | None,
-    only: Allow | None = None,
-    simulate: Simulate,
-    within: SimulateWithin | None,
-    progress: Callable[[int], None] | None,
-    settings: SearchSettings,
-) -> SearchResult:
-    sample = fleet.sampled(settings.devices)
-    begin = None if start is None else tuple(start[kind[0].name] for kind in sample.device_kinds())
-    choice = search_kinds(sample, simulate, within=within, start=begin, only=only, progress=progress, settings=settings)
-    return replace(choice, plans=extended(fleet, choice.plans))
-
-
-def merged(fleet: Fleet, most: int) -> Fleet:
+def merge_kinds(fleet: Fleet, most: int) -> Fleet:
     """Return the fleet with at most so many kinds, or as many as have to stay apart.
 
     A round waits for the slowest, so all devices of a group are as slow as the slowest of it, on a link as slow, with

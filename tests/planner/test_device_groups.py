@@ -12,11 +12,12 @@ from pipar.errors import TooLittleMemoryError
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner import search
-from pipar.planner.candidates import allowed_plans
+from pipar.planner import plan_evaluator
+from pipar.planner.candidates import Candidate, allowed_plans
+from pipar.planner.device_groups import merge_kinds
 from pipar.planner.fleet import Fleet
-from pipar.planner.large_fleets import merged, search_plans
-from pipar.planner.search import search_kinds
+from pipar.planner.search import search_kinds, search_plans
+from pipar.planner.search_settings import QUICK
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
 
@@ -45,7 +46,7 @@ def test_a_group_is_as_slow_as_its_slowest_and_has_the_memory_of_who_has_least(m
     fleet = fleet_of("vgg5", "cifar10", 30)
     limited = tuple(replace(m, memory_bytes=(400 + n) * MIB) for n, m in enumerate(fleet.members))
     fleet = replace(fleet, members=limited)
-    few = merged(fleet, most)
+    few = merge_kinds(fleet, most)
     assert len(few.device_kinds()) == most
     assert [member.name for member in few.members] == [member.name for member in fleet.members]
     own = {member.name: member for member in fleet.members}
@@ -57,13 +58,13 @@ def test_a_group_is_as_slow_as_its_slowest_and_has_the_memory_of_who_has_least(m
 
 def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
     fleet = fleet_of("vgg5", "cifar10", 4)
-    assert merged(fleet, 4) is fleet
+    assert merge_kinds(fleet, 4) is fleet
 
 
 def test_devices_that_were_given_different_things_are_of_no_group_together() -> None:
     fleet = fleet_of("vgg5", "cifar10", 9)
     given = tuple(replace(m, split_point=1 + n % 3) for n, m in enumerate(fleet.members))
-    kinds = merged(replace(fleet, members=given), 2).device_kinds()
+    kinds = merge_kinds(replace(fleet, members=given), 2).device_kinds()
     assert sorted(kind[0].split_point for kind in kinds) == [1, 2, 3]
     plans = search_plans(replace(fleet, members=given), simulate).plans
     assert [plans[member.name].split_point for member in given] == [member.split_point for member in given]
@@ -113,13 +114,13 @@ def test_who_has_too_little_memory_is_named() -> None:
 def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
 
-    def counted(*arguments: object) -> list[search.Candidate]:
+    def counted(*arguments: object) -> list[Candidate]:
         searched.append(arguments[1])
         return original(*arguments)  # type: ignore[arg-type]
 
-    original = search.candidates
-    monkeypatch.setattr(search, "candidates", counted)
-    search_plans(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, settings=search.QUICK)
+    original = plan_evaluator.candidates
+    monkeypatch.setattr(plan_evaluator, "candidates", counted)
+    search_plans(fleet_of("vgg5", "mnist", 100), simulate, within=simulate_within, settings=QUICK)
     assert 2 < len(searched) <= 2 + 8
 
 
@@ -127,4 +128,4 @@ def test_devices_that_take_no_time_are_merged_too() -> None:
     fleet = fleet_of("vgg5", "cifar10", 4)
     at_once = fleet.members[0].costs.varied(lambda: 0.0)
     members = tuple(replace(member, costs=at_once, samples=0) for member in fleet.members)
-    assert len(merged(replace(fleet, members=members), 2).device_kinds()) == 2
+    assert len(merge_kinds(replace(fleet, members=members), 2).device_kinds()) == 2

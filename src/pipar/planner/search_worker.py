@@ -1,0 +1,50 @@
+"""The process that searches for plans beside a training: `python -m pipar.planner.search_worker`.
+
+It reads the questions of `background_search.SearchProcess` from its standard input: a length, then a pickled fleet, the
+plans in force and the settings. It answers each with one line of JSON on its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+from dataclasses import astuple
+from typing import BinaryIO
+
+from pipar.errors import PlanError
+from pipar.planner.background_search import LENGTH, search_again
+
+#: The lowest priority: a search must not slow the training down.
+_NICENESS = 19
+
+
+def answer(questions: BinaryIO) -> bool:
+    """Answer the next question on the standard output; return False if there is none."""
+    head = questions.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return False
+    fleet, start, settings = pickle.loads(questions.read(*LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
+    before, problem, plans = time.process_time(), "", {}
+    try:
+        plans = {name: astuple(plan) for name, plan in search_again(fleet, start, settings).items()}
+    except Exception as error:  # noqa: BLE001 - the question ends here, and its answer says what went wrong
+        problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    print(json.dumps({"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}), flush=True)
+    return True
+
+
+def main() -> None:
+    """Answer questions until the standard input ends, or the process that asks is gone."""
+    os.nice(_NICENESS)
+    try:
+        while answer(sys.stdin.buffer):
+            pass
+    except BrokenPipeError:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
