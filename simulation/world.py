@@ -312,7 +312,6 @@ class World:
             Checkpoints(checkpoints, 3, self._disk),
             learner,
             folder,
-            config=self._config,
             job=lambda: enrolment.job,
             lane=lane,
             observe=observe,

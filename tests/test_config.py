@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipar.config import Config, DeviceSection, device_specs
 from pipar.config_file import config_from, dump_config, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.launch.deployed_server import server_workload
+from pipar.launch.deployed_job import server_workload
 from pipar.links import Link
 
 

@@ -98,11 +98,9 @@ def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_on
 
     async def keep() -> list[dict[str, Any]]:
         lane = VirtualLanes(["save"], Recorder("server"), lambda _: 0.0)
-        job: Any = SimpleNamespace(sizes={})
+        job: Any = SimpleNamespace(config=config, sizes={})
         learner: Any = SimpleNamespace(snapshot=lambda: EMPTY)
-        checkpointer = CheckpointWriter(
-            saved, learner, folder, config=config, job=lambda: job, lane=lane, observe=ignore, done=0
-        )
+        checkpointer = CheckpointWriter(saved, learner, folder, job=lambda: job, lane=lane, observe=ignore, done=0)
         found = []
         for epoch, last in ((0, True), (1, False), (1, True), (1, True)):
             await checkpointer.save_if_due(epoch, last=last)

@@ -25,19 +25,19 @@ def test_a_restart_keeps_the_count_and_draws_new_noise(tmp_path: Path) -> None:
     path = tmp_path / "pi.json"
     target = epsilon_after(4.0, 3, 1e-5) * 1.001
     config = config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}})
-    first = device_guard(config, memory=BudgetFile.open(path, "pi"))
+    first = device_guard(config, budget_file=BudgetFile.open(path, "pi"))
     for _ in range(2):
         first.note(4.0)
-    again = device_guard(config, memory=BudgetFile.open(path, "pi"))
+    again = device_guard(config, budget_file=BudgetFile.open(path, "pi"))
     assert again.used == BudgetUse(2, 2 * cost(4.0))
     assert again.noise_seed != first.noise_seed
     again.note(4.0)
     with pytest.raises(BudgetSpentError, match="has sent 3 updates"):
-        device_guard(config, memory=BudgetFile.open(path, "pi")).check(4.0)
+        device_guard(config, budget_file=BudgetFile.open(path, "pi")).check(4.0)
 
 
 def test_the_servers_count_is_saved_too(tmp_path: Path) -> None:
-    guard = device_guard(config_from({}), memory=BudgetFile.open(tmp_path / "pi.json", "pi"))
+    guard = device_guard(config_from({}), budget_file=BudgetFile.open(tmp_path / "pi.json", "pi"))
     guard.accept(4.0, BudgetUse(5, 5 * cost(4.0)))
     assert BudgetFile.open(tmp_path / "pi.json", "pi").used.releases == 5
 
@@ -49,7 +49,7 @@ def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
 
 def test_an_update_that_cannot_be_counted_is_not_sent(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    guard = device_guard(config_from({}), memory=BudgetFile.open(folder / "pi.json", "pi"))
+    guard = device_guard(config_from({}), budget_file=BudgetFile.open(folder / "pi.json", "pi"))
     (folder / "pi.json").unlink()
     folder.rmdir()
     folder.write_text("no folder any more")

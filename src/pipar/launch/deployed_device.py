@@ -35,25 +35,25 @@ from pipar.transport.limits import Keepalive
 from pipar.transport.reconnect import Reconnector
 from pipar.transport.tls import DeviceSecurity
 
-#: A server that has not answered for so long is tried anew.
-_DIAL_S = 10.0
+#: A connection attempt that takes longer than this is given up and retried.
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What a device's command line says beside the configuration."""
+    """Options of `pipar device` that are not in the configuration."""
 
     name: str
     server: str
     security: DeviceSecurity = field(default_factory=DeviceSecurity)
     data: str | None = None  # a folder with the device's own data
     give_up_after_s: float | None = None
-    noise_seed: int | None = None  # None: drawn from the system, and known to nobody
-    privacy_file: Path | None = None  # what the device remembers of its privacy over restarts; None: nothing
+    noise_seed: int | None = None  # None: drawn from the system, and not stored anywhere
+    privacy_file: Path | None = None  # keeps the privacy budget over restarts; None: it is not kept
 
 
 def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
-    """Take part in a training to its end; return the exit code."""
+    """Take part in a training to its end; return the exit code: 130 on SIGINT, else 0."""
     with contextlib.nullcontext() if options.privacy_file is None else locked(options.privacy_file):
         return _take_part(config, options, observe)
 
@@ -61,41 +61,47 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
 def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     prepare_process()
     spec = next((spec for spec in listed_specs(config) if spec.name == options.name), unlisted_spec(options.name))
-    memory = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
+    budget_file = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
-    workload = device_workload(config, options, seed, None if memory is None else memory.label_seed)
+    workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
     samples, model = workload.keep_only_shard(options.name), workload.checked_model()
-    guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), memory=memory)
+    guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
     )
     seed_dropout(config.run.seed, options.name)
     build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
     equipment = Equipment(samples, build, lanes, profile, guard)
-    stopped = run_until_signal(_live(config, options, spec, equipment, observe))
+    stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 
 
-async def _live(
+async def _train(
     config: Config, options: DeviceOptions, spec: DeviceSpec, equipment: Equipment, observe: Observer
 ) -> None:
     clock = asyncio.get_running_loop().time
     backoff = Backoff.of_device(config.run.seed, options.name, clock, options.give_up_after_s)
-    patience_s = min(_DIAL_S, options.give_up_after_s or _DIAL_S)
+    timeout_s = min(_CONNECT_TIMEOUT_S, options.give_up_after_s or _CONNECT_TIMEOUT_S)
     keepalive = Keepalive.every(config.server.keepalive)
-    dial = partial(connect, options.server, security=options.security, timeout_s=patience_s, keepalive=keepalive)
-    reconnector = Reconnector(options.name, options.server, dial, backoff, observe)
+    connect_to_server = partial(
+        connect, options.server, security=options.security, timeout_s=timeout_s, keepalive=keepalive
+    )
+    reconnector = Reconnector(options.name, options.server, connect_to_server, backoff, observe)
     take_part = partial(
         run_device, options.name, spec.link, equipment, reconnector=reconnector, is_real=True, observe=observe
     )
     await reconnector.run(take_part)
-    observe(Stopping("The training is over."))
+    observe(Stopping("The training has ended."))
 
 
 def device_guard(
-    config: Config, noise_seed: int | None = None, *, cuts: AllowedCuts | None = None, memory: BudgetFile | None = None
+    config: Config,
+    noise_seed: int | None = None,
+    *,
+    cuts: AllowedCuts | None = None,
+    budget_file: BudgetFile | None = None,
 ) -> PrivacyGuard:
-    """Return what a device allows by its own configuration, whatever its server says."""
+    """Return the limits that a device keeps by its own configuration, whatever its server asks for."""
     privacy = config.privacy
     budget = math.inf
     if privacy.target_epsilon is not None:
@@ -103,30 +109,32 @@ def device_guard(
     return PrivacyGuard(
         noise_seed,
         PrivacyLimits(privacy.noise_multiplier or 0.0, budget, privacy.delta, cuts),
-        used=None if memory is None else memory.used,
-        save=None if memory is None else memory.save,
+        used=None if budget_file is None else budget_file.used,
+        save=None if budget_file is None else budget_file.save,
     )
 
 
 def allowed_cuts(workload: Workload, model: nn.Sequential) -> AllowedCuts | None:
-    """Return where a device lets the network be cut: nowhere in federated learning, or where it leaks little enough."""
+    """Return the split points that a device allows: only P = Q in federated learning, else those within its limit on
+    leakage; None for all.
+    """
     config, layers = workload.config, len(model)
     if not METHODS[config.run.method].splits:
-        why = f"by its own configuration, method = '{config.run.method}', no activations leave this device"
+        why = f"by its own configuration, method = '{config.run.method}', this device sends no activations"
         return AllowedCuts(layers, frozenset([layers]), why)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     if limit is None:
         return None
     leaky = limit.leaky_cuts(list(model._modules))
-    why = f"by this device's own privacy.max_leakage = {limit.most:g} that one leaks too much"
+    why = f"by this device's own privacy.max_leakage = {limit.most:g}, that split point leaks too much"
     return AllowedCuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
 
 
 def without_sample_statistics(config: Config, profile: Profile) -> Profile:
-    """Return a profile without what its samples have told, where a server is to learn nothing of them by that.
+    """Return the profile without compression ratios, which were measured with the device's own samples.
 
-    How well activations, gradients and changes are compressed was measured with the device's own samples. Where no
-    activations leave it, or these have noise, that would be told besides.
+    They are removed where the server learns nothing else about the samples without noise: if inputs have noise, or if
+    updates have noise and no activations leave the device.
     """
     splits = METHODS[config.run.method].splits
     if not (config.privacy.pixel_scale or (config.privacy.clips and not splits)):
@@ -137,24 +145,24 @@ def without_sample_statistics(config: Config, profile: Profile) -> Profile:
 def device_workload(
     config: Config, options: DeviceOptions, noise_seed: int | None = None, label_seed: int | None = None
 ) -> Workload:
-    """Return the workload of one device: its share of a known dataset, or data of its own."""
+    """Return the workload of one device: its share of a named dataset, or its own data."""
     if config.privacy.label_epsilon is not None and config.data.factory is not None and config.data.classes is None:
         raise ConfigError(
-            "privacy.label_epsilon with data.factory needs data.classes: counted in this device's own labels, the "
-            "classes that others are told from would give the highest one away."
+            "privacy.label_epsilon with data.factory needs data.classes: otherwise the classes are counted from this "
+            "device's own labels, which reveals the highest one."
         )
     names = [spec.name for spec in listed_specs(config)]
     if config.data.factory is None and options.data is None:
         if options.name in names:
             return Workload(config, noise_seed=noise_seed, label_seed=label_seed)
         raise ConfigError(
-            f"'{options.name}' is not in the configuration, so no share of {config.data.name} is its own: add it to "
-            "[[devices]], or give its own data with --data."
+            f"'{options.name}' is not in the configuration, so it has no share of {config.data.name}: add it to "
+            "[[devices]], or give it its own data with --data."
         )
     if options.data is not None and config.data.factory is None and config.data.name in ("digits", "synthetic"):
         raise ConfigError(
-            f"--data {options.data} is given, but {config.data.name} is in no folder: name another dataset as "
-            "data.name, or give your own by data.factory."
+            f"--data {options.data} is given, but {config.data.name} is not read from a folder: set data.name to "
+            "another dataset, or give your own data with data.factory."
         )
     alone = DeviceSection(name=options.name)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})

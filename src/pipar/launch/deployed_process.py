@@ -1,4 +1,4 @@
-"""What both programs of a deployment need: their devices' settings, and an end on SIGTERM or SIGINT."""
+"""What both programs of a deployment need: the settings of devices, and an orderly end on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NO_LINK = Link()
 
 
 def listed_specs(config: Config) -> list[DeviceSpec]:
-    """Return the devices of the configuration; a link or a speed is emulated only where it is written down."""
+    """Return the devices of the configuration; a link or a speed is emulated only if the configuration gives it."""
     given = config.model_copy(update={"devices": tuple(_as_given(group) for group in config.devices)})
     return list(device_specs(given))
 
 
 def unlisted_spec(name: str) -> DeviceSpec:
-    """Return a device of its own speed on a link of its own."""
+    """Return the settings of a device that is not in the configuration: nothing about it is emulated."""
     return DeviceSpec(name, _NO_LINK, 1.0, None, "auto", "auto")
 
 
@@ -35,16 +35,18 @@ def _as_given(group: DeviceSection) -> DeviceSection:
 
 
 def prepare_process() -> None:
-    import torch._dynamo  # the first optimiser would import it, for more than a second, while the server waits
+    """Set torch up for this process: one thread, freed memory kept, slow imports done."""
+    # The first optimiser imports it, which takes more than a second: better now than during training.
+    import torch._dynamo
 
     torch.set_num_threads(1)
     keep_freed_memory()
 
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:
-    """Run a coroutine to its end; SIGTERM and SIGINT cut it short, and the one that did is returned.
+    """Run a coroutine; SIGTERM and SIGINT cancel it. Return the signal that did, None if it ended by itself.
 
-    Behind it they do what they did before.
+    Afterwards both signals have their earlier handlers again.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 

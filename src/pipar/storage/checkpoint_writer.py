@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pipar.config import Config
 from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
 from pipar.execution.lanes import Lanes
@@ -33,7 +32,6 @@ class CheckpointWriter:
         learner: SupportsSnapshot,
         folder: RunFolder,
         *,
-        config: Config,
         job: Callable[[], Job],
         lane: Lanes,
         observe: Observer,
@@ -42,7 +40,6 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._learner = learner
         self._folder = folder
-        self._config = config
         self._job = job
         self._lane = lane
         self._observe = observe
@@ -54,7 +51,7 @@ class CheckpointWriter:
         """Save the state after a round if a checkpoint is due; return when the state is copied."""
         if last:  # if the copy before cannot be saved, this one is tried
             await self.finish()
-        every, spent = self._config.server.checkpoint_every, self._folder.accountant.as_notes()
+        every, spent = self._job().config.server.checkpoint_every, self._folder.accountant.as_notes()
         # Privacy that devices have spent in an unfinished round is saved too.
         is_new = epoch > self._copied or (epoch == self._copied > 0 and spent != self._copied_spent)
         if not is_new or (not is_due(epoch, every) and not (last and every)):
@@ -66,7 +63,7 @@ class CheckpointWriter:
         checkpoint = Checkpoint(
             round=epoch,
             tensors=tensors,
-            identity=identity_of(self._config),
+            identity=identity_of(job.config),
             plans=dict(self._folder.plans),
             samples=dict(job.sizes),
             metrics=[result.to_dict() for result in self._folder.epochs],

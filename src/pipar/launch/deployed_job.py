@@ -1,0 +1,89 @@
+"""What a deployment's server knows before any device has joined, without the devices' data."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+
+from pipar.config import Config
+from pipar.data.catalog import dataset_info
+from pipar.data.datasets import Images
+from pipar.errors import ConfigError, DataError
+from pipar.events import Observer
+from pipar.job.job import Job
+from pipar.job.model_setup import measure_test_accuracy
+from pipar.job.prepare import check_given_plans, sample_bytes
+from pipar.job.profiles import measured_profile
+from pipar.job.workload import UserObjects, Workload
+from pipar.leakage.limit import LeakageLimit
+from pipar.leakage.table import Subject
+from pipar.nn.learner import Batches, TorchLearner
+from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.privacy.budget import choose_noise
+
+
+def server_workload(config: Config) -> Workload:
+    """Return the workload of a server: of the data it knows only the shape of a sample and the number of classes."""
+    shape, classes = config.data.shape, config.data.classes
+    if config.data.factory is None:
+        info = dataset_info(config.data.name)
+        shape, classes = shape or info.shape, classes or info.classes
+    if shape is None or classes is None:
+        raise ConfigError(
+            f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
+            "also give data.shape and data.classes."
+        )
+    return Workload(config, UserObjects(input_shape=tuple(shape), classes=classes))
+
+
+def job_without_devices(workload: Workload, observe: Observer) -> Job:
+    """Return the job of a server before any device has joined."""
+    config = workload.config
+    choose_noise(config)  # raises on a wrong privacy budget, before the network is measured
+    model = workload.checked_model()
+    check_given_plans(config, len(model), workload.model_name)
+    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
+    return Job(
+        config=config,
+        specs=(),
+        sizes={},
+        server_profile=measured_profile(_workload_to_measure(workload), model, observe),
+        device_profiles={},
+        batch_statistics=uses_batch_statistics(model),
+        dropout=uses_dropout(model),
+        plans={},
+        dataset=workload.data_name,
+        model=workload.model_name,
+        leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
+        leakage_guess=None if limit is None else limit.table.guess,
+        sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
+    )
+
+
+def _workload_to_measure(workload: Workload) -> Workload:
+    """Return a workload to profile the network with: it has blank samples if the server does not have the dataset."""
+    name = workload.names[0]
+    if workload.config.data.factory is None:
+        with contextlib.suppress(DataError):
+            workload.shard(name)
+            return workload
+    blank = Images(torch.zeros((1, *workload.input_shape)), torch.zeros(1, dtype=torch.int64))
+    return Workload(workload.config, replace(workload.user_objects, training={name: blank}))
+
+
+def validation_batches(workload: Workload) -> Batches:
+    """Return the batches of the validation set; none if the server does not have it."""
+    try:
+        return workload.held_out_batches("validation")
+    except DataError:
+        return []
+
+
+def accuracy_on_test_set(learner: TorchLearner, workload: Workload) -> float | None:
+    """Return the accuracy of the global model on the test set; None if the server does not have it."""
+    try:
+        return measure_test_accuracy(learner, workload)
+    except DataError:
+        return None
