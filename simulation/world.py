@@ -37,6 +37,7 @@ from pipar.launch.assemble import Equipment, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
+from pipar.nn.learner import LearnerSettings
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.enrolment import OpenEnrolment
@@ -349,14 +350,13 @@ class World:
             server.close()
 
     def _make_learner(self, job: Job, life: _Life) -> CountedLearner:
-        learner = CountedLearner(
-            self._workload.build_model(),
-            job.split_points,
+        settings = LearnerSettings(
             self._workload.optimizer(),
-            classes=_CLASSES,
+            _CLASSES,
             shares_server_model=job.method.shares_server_model,
             keep_momentum=job.keep_momentum,
         )
+        learner = CountedLearner(self._workload.build_model(), job.split_points, settings)
         learner.aggregated = _while_alive(life, self._aggregated)
         return learner
 

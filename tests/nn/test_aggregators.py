@@ -20,7 +20,7 @@ from pipar.errors import ConfigError, PiparError, ProtocolError, TrainingError
 from pipar.nn import robust_aggregators
 from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
 from pipar.nn.averaging import federated_average
-from pipar.nn.learner import TorchLearner
+from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.parts import Optimizer
 from pipar.nn.robust_aggregators import krum_scores
@@ -364,15 +364,8 @@ def trained(seed: int) -> State:
 
 
 def learner(aggregator: Aggregator, split_points: dict[str, int], *, shared: bool = False) -> TorchLearner:
-    return TorchLearner(
-        network(),
-        split_points,
-        Optimizer(),
-        classes=3,
-        shares_server_model=shared,
-        keep_momentum=False,
-        aggregator=aggregator,
-    )
+    settings = LearnerSettings(Optimizer(), classes=3, shares_server_model=shared)
+    return TorchLearner(network(), split_points, settings, aggregator)
 
 
 def bring_back(one: TorchLearner, name: str, split_point: int, seed: int) -> TrainedPart:

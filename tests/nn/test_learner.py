@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
 from pipar.nn.averaging import federated_average
-from pipar.nn.learner import TorchLearner, evaluate_batch
+from pipar.nn.learner import LearnerSettings, TorchLearner, evaluate_batch
 from pipar.nn.parts import Optimizer, Part, TorchDevicePart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, weights_sha256
@@ -30,15 +30,14 @@ def network() -> nn.Sequential:
 def learner(
     split_points: dict[str, int], *, shared: bool = False, keep_momentum: bool = False, proximal: float = 0.0
 ) -> TorchLearner:
-    return TorchLearner(
-        network(),
-        split_points,
+    settings = LearnerSettings(
         Optimizer(learning_rate=0.1, momentum=0.9),
         classes=3,
         shares_server_model=shared,
         keep_momentum=keep_momentum,
         proximal=proximal,
     )
+    return TorchLearner(network(), split_points, settings)
 
 
 def changed(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -389,7 +388,7 @@ def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None
     model[2] = nn.Linear(5, 4).double()
     model.append(nn.Linear(4, 5).double())
     model[3].weight = model[0].weight
-    one = TorchLearner(model, {"a": 4}, Optimizer(), classes=3, shares_server_model=False, keep_momentum=False)
+    one = TorchLearner(model, {"a": 4}, LearnerSettings(Optimizer(), classes=3))
     one.aggregate([TrainedPart("a", state_body(changed(model.state_dict(), 1)), 1)])
     assert one.model[3].weight is one.model[0].weight
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipar.errors import InputError
-from pipar.nn.learner import TorchLearner
+from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.micro_batches import cut_micro_batches
 from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.snapshot import Snapshot
@@ -44,7 +44,7 @@ class World:
     """A learner and its devices' parts, which survive a restart of the server."""
 
     def __init__(self, split_points: dict[str, int], *, shared: bool = False, keep: bool = False) -> None:
-        self.settings = {"shares_server_model": shared, "keep_momentum": keep}
+        self.settings = LearnerSettings(OPTIMIZER, classes=3, shares_server_model=shared, keep_momentum=keep)
         self.split_points = split_points
         self.learner = self.new_learner()
         self.parts = {
@@ -53,7 +53,7 @@ class World:
         }
 
     def new_learner(self) -> TorchLearner:
-        return TorchLearner(network(), self.split_points, OPTIMIZER, classes=3, **self.settings)
+        return TorchLearner(network(), self.split_points, self.settings)
 
     def train(self, rounds: range) -> str:
         """Train some rounds of two batches and return the hash of the global model."""
@@ -66,7 +66,7 @@ class World:
             ]
             self.learner.aggregate(returned)
             for device, part in self.parts.items():
-                part.unpack_and_install(self.learner.pack(device), keep_momentum=self.settings["keep_momentum"])
+                part.unpack_and_install(self.learner.pack(device), keep_momentum=self.settings.keep_momentum)
         return self.learner.sha256()
 
     def _train_batch(self, device: str, part: TorchDevicePart, seed: int) -> None:
@@ -165,7 +165,7 @@ def test_momentum_of_devices_and_layers_that_are_gone_is_left_out() -> None:
     world = World({"a": 1, "b": 1}, keep=True)
     world.train(range(1))
     body = world.learner.snapshot()
-    other = TorchLearner(network(), {"a": 2, "c": 1}, OPTIMIZER, classes=3, **world.settings)
+    other = TorchLearner(network(), {"a": 2, "c": 1}, world.settings)
     other.restore(body)
     assert set(other.replica("a").momentum()) == {"3.weight", "3.bias"}
     assert other.replica("c").momentum() == {}

@@ -11,7 +11,7 @@ import torch
 from pipar import random_streams
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.learner import TorchLearner
+from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
@@ -21,17 +21,16 @@ from pipar.wire.orders import Orders
 
 def make_learner(job: Job, workload: Workload) -> TorchLearner:
     """Return the server's mathematics, with the first weights."""
-    return TorchLearner(
-        workload.build_model(),
-        job.split_points,
+    settings = LearnerSettings(
         workload.optimizer(),
-        classes=workload.classes,
+        workload.classes,
         shares_server_model=job.method.shares_server_model,
         keep_momentum=job.keep_momentum,
         proximal=job.config.server.proximal,
         seed=job.config.run.seed,
-        aggregator=make_aggregator(job.config.server.aggregator, job.config.server.aggregation),
     )
+    aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
+    return TorchLearner(workload.build_model(), job.split_points, settings, aggregator)
 
 
 def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDevicePart]:

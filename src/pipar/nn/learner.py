@@ -26,6 +26,18 @@ from pipar.wire.orders import TrainedPart
 Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]
 
 
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How the server-side models of one training are trained."""
+
+    optimizer: Optimizer
+    classes: int
+    shares_server_model: bool = False
+    keep_momentum: bool = False  # over aggregations
+    proximal: float = 0.0  # mu of FedProx
+    seed: int = 0  # of the rounding in lossy encodings
+
+
 class TorchLearner:
     """The global model, and one server-side replica per device (or one for all, if the method shares it).
 
@@ -37,24 +49,15 @@ class TorchLearner:
         self,
         model: nn.Sequential,
         split_points: Mapping[str, int],
-        optimizer: Optimizer,
-        *,
-        classes: int,
-        shares_server_model: bool,
-        keep_momentum: bool,
-        proximal: float = 0.0,
-        seed: int = 0,
+        settings: LearnerSettings,
         aggregator: Aggregator | None = None,
     ) -> None:
         self.model = model
         self.aggregator = aggregator or FedAvg()
         self._split_points = dict(split_points)
-        self._optimizer = optimizer
-        self._classes = classes
-        self._shared = shares_server_model
-        self._keep_momentum = keep_momentum
-        self._proximal = proximal
-        self._seed = seed
+        self._settings = settings
+        self._shared = settings.shares_server_model
+        self._keep_momentum = settings.keep_momentum
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[tuple[int, bool], Body] = {}
         self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
@@ -67,10 +70,10 @@ class TorchLearner:
             _, module = split_model(self.model, self._split_points[device])
             replica = TorchServerPart(
                 copy.deepcopy(module),
-                self._optimizer,
-                classes=self._classes,
-                proximal=self._proximal,
-                rounding=partial(random_streams.generator, self._seed, "rounding", key, "down"),
+                self._settings.optimizer,
+                classes=self._settings.classes,
+                proximal=self._settings.proximal,
+                rounding=partial(random_streams.generator, self._settings.seed, "rounding", key, "down"),
             )
             replica.set_proximal_target(module.state_dict())
             self._replicas[key] = replica

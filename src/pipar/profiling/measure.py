@@ -26,7 +26,7 @@ from torch.nn import functional
 from pipar import random_streams
 from pipar.errors import ConfigError, PlanError
 from pipar.methods import Plan
-from pipar.nn.learner import TorchLearner
+from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.parts import Optimizer, TorchDevicePart
 from pipar.nn.rectified import rectified_cuts
@@ -603,9 +603,7 @@ def _aggregations(model: nn.Sequential, task: _Task, *, with_loss: bool) -> list
     network = copy.deepcopy(layers)
     names = ("one", "two")
     cuts = dict.fromkeys(names, _first_cut(network))
-    learner = TorchLearner(
-        network, cuts, Optimizer(), classes=task.classes, shares_server_model=False, keep_momentum=False
-    )
+    learner = TorchLearner(network, cuts, LearnerSettings(Optimizer(), task.classes))
 
     def returned(devices: tuple[str, ...]) -> Callable[[], object]:
         brought = [TrainedPart(device, _as_received(learner.pack(device)), 1) for device in devices]
