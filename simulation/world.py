@@ -33,7 +33,7 @@ from pipar.job.job import Job
 from pipar.job.model_setup import repeatable
 from pipar.job.plans import make_plans
 from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, assemble_server, run_device
+from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
@@ -320,18 +320,19 @@ class World:
         lanes = _lanes(Costs(self._profile))
         server = self._server = assemble_server(
             job,
-            learner,
-            (),
-            enrolment=enrolment,
-            pool=lanes,
-            background=lanes,
-            emit=_while_alive(life, folder.add_epoch),
-            observe=observe,
-            replan=self._choose if self.scenario.replans else None,
-            session_numbers=iter(lambda: 1 + self._numbers.getrandbits(31), 0),
-            checkpointer=checkpointer,
-            accountant=folder.accountant,
-            done=[result.val_loss for result in folder.epochs][:done],
+            ServerSetup(
+                learner=learner,
+                enrolment=enrolment,
+                pool=lanes,
+                background=lanes,
+                emit=_while_alive(life, folder.add_epoch),
+                observe=observe,
+                replan=self._choose if self.scenario.replans else None,
+                session_numbers=iter(lambda: 1 + self._numbers.getrandbits(31), 0),
+                checkpointer=checkpointer,
+                accountant=folder.accountant,
+                done=[result.val_loss for result in folder.epochs][:done],
+            ),
         )
         self._network.listen(server.admit, contextvars.copy_context(), self._admitted)
         if found is not None:
@@ -341,7 +342,7 @@ class World:
             await server.wait_until_left()
         except asyncio.CancelledError:
             if not life.is_dead:
-                await server.dismiss("The server stops for now.")
+                await server.suspend("The server stops for now.")
             raise
         finally:
             if not life.is_dead:

@@ -23,8 +23,8 @@ from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.server.device_messages import Introduction, read_profile
 from pipar.server.enrolment import OpenEnrolment
-from pipar.server.session import Introduction, read_profile
 from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import EMPTY
 from pipar.wire.orders import Orders

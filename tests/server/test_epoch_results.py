@@ -16,7 +16,7 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.job.job import Bounds
 from pipar.links import Link
-from pipar.server.epoch_results import ResultCollector
+from pipar.server.epoch_results import ResultCollector, RoundSummary, TimeBounds
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
 
@@ -29,14 +29,8 @@ class Book:
         self.spans: list[list[Span]] = []
         self.recorder, self.background = Recorder("server"), Recorder("server")
         self.reported: defaultdict[int, set[str]] = defaultdict(set)  # whose traces are in
-        self.collector = ResultCollector(
-            links,
-            bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0),
-            2,
-            recorder=self.recorder,
-            background=self.background,
-            emit=self.emit,
-        )
+        time_bounds = TimeBounds(links, bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0), 2)
+        self.collector = ResultCollector(time_bounds, self.recorder, self.background, self.emit)
 
     def emit(self, result: EpochResult, spans: list[Span]) -> None:
         self.results.append(result)
@@ -57,9 +51,8 @@ class Book:
     def add_round(self, epoch: int) -> None:
         self.recorder.busy("core 0", "fs", epoch, 1, 1, 12.0, 15.0, "a")
         self.recorder.busy("core 1", "fs", epoch, 1, 1, 12.0, 14.0, "b")
-        self.collector.add_round(
-            epoch, {"a": 30, "b": 20}, 1.25, reporting={"a", "b"} - self.reported[epoch], seconds=9.0
-        )
+        summary = RoundSummary({"a": 30, "b": 20}, 1.25, seconds=9.0)
+        self.collector.add_round(epoch, summary, reporting={"a", "b"} - self.reported[epoch])
 
     def add_validation(self, epoch: int, loss: float | None = 0.5) -> None:
         self.background.busy("validation", "validate", epoch, 0, 0, 20.0, 20.75)

@@ -151,7 +151,7 @@ def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
 
     async def stop(world: World) -> None:
         await asyncio.sleep(5.0)
-        await world.server.dismiss("The server stops for now.")
+        await world.server.suspend("The server stops for now.")
 
     outcome = train([roaming("a", observe=seen.append), roaming("b"), ("the operator", stop)], epochs=3)
     assert outcome.failure is None

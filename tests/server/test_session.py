@@ -7,7 +7,8 @@ import pytest
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.planner.replanner import MeasuredLink
-from pipar.server.session import End, Introduction, Session
+from pipar.server.device_messages import EndOfEpoch, Introduction
+from pipar.server.session import Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
 from pipar.transport.rate_estimate import FrameTime
@@ -25,12 +26,12 @@ def test_a_real_link_is_measured_in_both_directions_and_the_device_told_of_its_o
         device = Channel(far, Recorder("pi"), UPLINK)
         channel = Channel(near, Recorder("server"), DOWNLINK, is_real=True)
         session = Session(Introduction("pi", 10), 1, channel, Recorder("pi"))
-        session.begin(1)
+        session.begin_round(1)
         channel.received_frames.times |= burst(1000.0, 0.1, 100_000)  # as fast as 8 Mbit/s
         channel.sent_frames.times |= burst(2000.0, 0.0, 100_000)
-        end = End(10, None, Traffic(5, 1.0), ready=burst(70.0, 0.0), came=burst(80.0, 0.05))
+        end = EndOfEpoch(10, None, Traffic(5, 1.0), ready=burst(70.0, 0.0), came=burst(80.0, 0.05))
         measured = session.measure(end, 1)
-        session.begin(2)
+        session.begin_round(2)
         rounds = [await device.receive() for _ in range(2)]
         rate_bps = channel.rate_bps(1)
         await channel.close()
@@ -50,7 +51,7 @@ def test_where_nothing_shows_how_fast_a_link_is_the_devices_own_count_stands() -
         near, _ = memory_pair()
         channel = Channel(near, Recorder("server"), DOWNLINK)
         session = Session(Introduction("pi", 10), 1, channel, Recorder("pi"))
-        measured = session.measure(End(10, None, Traffic(100_000, 0.5)), 1)
+        measured = session.measure(EndOfEpoch(10, None, Traffic(100_000, 0.5)), 1)
         await channel.close()
         return measured
 

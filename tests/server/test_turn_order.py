@@ -18,11 +18,11 @@ def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[t
     async def device(turns: TurnOrder, name: str) -> None:
         for iteration in range(1, iterations[name] + 1):
             await asyncio.sleep(delays[name][iteration])
-            await turns.mine(name)
+            await turns.wait_for(name)
             log.append((iteration, name))
             await asyncio.sleep(1.0)  # it has the model for so long
             log.append((iteration, name))
-            turns.done(name)
+            turns.end_turn(name)
         await asyncio.sleep(delays[name][0])
         turns.finish(name)
 
@@ -69,12 +69,12 @@ def test_a_device_waits_for_a_slower_one_that_comes_before_it_by_name() -> None:
 
         async def slow() -> None:
             await asyncio.sleep(5.0)
-            await turns.mine("a")
+            await turns.wait_for("a")
             await asyncio.sleep(2.0)
-            turns.done("a")
+            turns.end_turn("a")
 
         first = asyncio.create_task(slow())
-        await turns.mine("b")
+        await turns.wait_for("b")
         at = asyncio.get_running_loop().time()
         await first
         return at
@@ -85,7 +85,7 @@ def test_a_device_waits_for_a_slower_one_that_comes_before_it_by_name() -> None:
 def test_a_device_that_finishes_while_it_is_next_lets_the_others_on() -> None:
     async def main() -> None:
         turns = TurnOrder(["a", "b"])
-        waiting = asyncio.create_task(turns.mine("b"))
+        waiting = asyncio.create_task(turns.wait_for("b"))
         await asyncio.sleep(1.0)
         assert not waiting.done()
         turns.finish("a")
@@ -98,7 +98,7 @@ def test_a_turn_is_held_up_by_who_has_it_while_others_wait() -> None:
     async def main() -> None:
         turns = TurnOrder(["a", "b", "c"])
         assert turns.held_up_by() is None
-        waiting = asyncio.create_task(turns.mine("c"))
+        waiting = asyncio.create_task(turns.wait_for("c"))
         await asyncio.sleep(1.0)
         assert turns.held_up_by() == "a"
         turns.finish("a")

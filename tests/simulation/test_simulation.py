@@ -25,7 +25,9 @@ from pipar.methods import Plan
 from pipar.nn import learner
 from pipar.nn.learner import TorchLearner
 from pipar.server.membership import Membership
-from pipar.server.program import Server
+from pipar.server.participants import Participants
+from pipar.server.replicas import SharedReplica
+from pipar.server.serving import Serving
 from pipar.server.session import Session
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, Disk, _content
 from pipar.storage.run_folder import RunFolder
@@ -285,7 +287,7 @@ def test_a_shared_model_that_keeps_what_it_may_not_is_found(method: str, monkeyp
     if method == "sl":
         monkeypatch.setattr(TorchLearner, "rewind_shared_model", nothing)
     else:
-        monkeypatch.setattr(Server, "_partly", lambda *_: {})
+        monkeypatch.setattr(SharedReplica, "partly_trained", lambda *_: {})
     assert found(in_turns) == "aggregate is the mean"
 
 
@@ -301,7 +303,7 @@ def test_rounds_that_are_told_of_before_they_are_saved_are_found(monkeypatch: py
 @pytest.mark.slow
 def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def abandon(self: Session, epoch: int) -> None:
-        self.outstanding = 0
+        self.round.outstanding = 0
         self.channel.post(Message(Kind.ABANDON, epoch))
 
     def expect(message: Message, kind: Kind, epoch: int) -> None:  # noqa: ARG001
@@ -309,8 +311,8 @@ def test_models_that_come_too_late_and_count_in_the_next_round_are_found(monkeyp
             raise ProtocolError(f"{message} is not {kind}.")
 
     monkeypatch.setattr(Session, "abandon", abandon)
-    monkeypatch.setattr("pipar.server.program.expect", expect)
-    monkeypatch.setattr("pipar.server.session.expect", expect)
+    monkeypatch.setattr("pipar.server.serving.expect", expect)
+    monkeypatch.setattr("pipar.server.device_messages.expect", expect)
 
     def slow_federated(scenario: Scenario) -> Scenario:
         return replace(one_is_late(scenario), method="fl", plans=dict.fromkeys(scenario.names, Plan(3, 1)))
@@ -449,7 +451,7 @@ def test_a_replica_of_a_device_that_has_left_is_found(monkeypatch: pytest.Monkey
         plans = {name: Plan(1, 2) for name in scenario.names}
         return replace(scenario, method="pipar", plans=plans, faults=tuple(crashes), min_devices=1, rounds=8)
 
-    monkeypatch.setattr(Server, "_let_go", nothing)
+    monkeypatch.setattr(Participants, "release_absent", nothing)
     assert found(leaves_behind_a_round) == "memory is bounded"
 
 
@@ -460,7 +462,7 @@ def test_a_server_that_waits_for_ever_for_a_lost_device_is_found(monkeypatch: py
             pass
         return message
 
-    monkeypatch.setattr(Session, "next", patient)
+    monkeypatch.setattr(Session, "next_message", patient)
     assert found() == "training ends"
 
 
@@ -474,10 +476,10 @@ def test_weights_that_are_no_numbers_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_a_server_that_falls_over_a_lost_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def drop(self: Server, session: Session, epoch: int, reason: str) -> None:  # noqa: ARG001
+    async def drop(self: Serving, session: Session, epoch: int, reason: str) -> None:  # noqa: ARG001
         raise KeyError(session.device)
 
-    monkeypatch.setattr(Server, "_drop", drop)
+    monkeypatch.setattr(Serving, "drop", drop)
     assert found() == "programs do not fail"
 
 

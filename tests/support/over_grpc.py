@@ -11,7 +11,7 @@ from pipar.events import EpochResult, Observer, ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import Span
 from pipar.job.model_setup import make_learner, part_builder
-from pipar.launch.assemble import Equipment, assemble_server, run_device
+from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
 from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect
@@ -36,14 +36,16 @@ async def train_over_grpc(case: Case, replan: Replan | None = None, observe: Obs
     lanes = partial(ThreadLanes, speed=1.0)
     server = assemble_server(
         job,
-        learner,
-        validation,
-        enrolment=ClosedEnrolment(job),
-        pool=lanes,
-        background=lanes,
-        emit=emit,
-        observe=observe,
-        replan=replan,
+        ServerSetup(
+            learner=learner,
+            validation=validation,
+            enrolment=ClosedEnrolment(job),
+            pool=lanes,
+            background=lanes,
+            emit=emit,
+            observe=observe,
+            replan=replan,
+        ),
     )
     listener = Listener(server.admit)
     port = await listener.start("127.0.0.1:0")

@@ -16,7 +16,7 @@ from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
 from pipar.job.model_setup import make_learner, part_builder, repeatable
 from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
+from pipar.launch.assemble import Equipment, MakeLanes, ServerSetup, assemble_server, run_device
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
@@ -78,7 +78,7 @@ def roam(
     async def choose(links: Mapping[str, object]) -> Mapping[str, Plan]:
         return dict.fromkeys(links, next(plans))
 
-    def lanes(costs: Costs) -> MakeCompute:
+    def lanes(costs: Costs) -> MakeLanes:
         return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds, costs.contention)
 
     async def main(learner: TorchLearner) -> None:
@@ -94,15 +94,17 @@ def roam(
         of_server = lanes(job.server_costs())
         server = assemble_server(
             job,
-            learner,
-            workload.held_out_batches("validation"),
-            enrolment=ClosedEnrolment(job),
-            pool=of_server,
-            background=of_server,
-            emit=lambda result, _: out.results.append(result),
-            observe=observe,
-            replan=choose if replan else None,
-            done=[1.0] * (0 if goes_on is None else goes_on[0]),
+            ServerSetup(
+                learner=learner,
+                validation=workload.held_out_batches("validation"),
+                enrolment=ClosedEnrolment(job),
+                pool=of_server,
+                background=of_server,
+                emit=lambda result, _: out.results.append(result),
+                observe=observe,
+                replan=choose if replan else None,
+                done=[1.0] * (0 if goes_on is None else goes_on[0]),
+            ),
         )
         costs, admissions, lives, first = shared_costs(), [], [], {}
 

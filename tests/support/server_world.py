@@ -22,9 +22,10 @@ from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard, UpdateNoise
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.server.epoch_results import ResultCollector
-from pipar.server.program import Checkpointer, Server, Training
-from pipar.server.session import Introduction
+from pipar.server.device_messages import Introduction
+from pipar.server.epoch_results import ResultCollector, TimeBounds
+from pipar.server.interfaces import Checkpointer, ServerLanes, Services, SessionSettings, Training
+from pipar.server.program import Server
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.in_memory import memory_pair
@@ -76,23 +77,23 @@ class Enrolled:
         self._orders = orders
         self._plan_joined = plan_joined
 
-    def check(self, who: Introduction) -> None:
-        if who.name not in self._orders:
-            raise ProtocolError(f"'{who.name}' is not a device of this training.")
+    def check(self, introduction: Introduction) -> None:
+        if introduction.name not in self._orders:
+            raise ProtocolError(f"'{introduction.name}' is not a device of this training.")
 
     def link(self, _: str) -> Link:
         return LINK
 
-    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+    async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
         if self._plan_joined is not None:
-            plans = self._plan_joined({who.name: who.profile for who in everybody if who.profile is not None})
+            plans = self._plan_joined({one.name: one.profile for one in introductions if one.profile is not None})
             self._orders = {
                 name: Orders(1, plans[name], 2, 10, False, one.keep_momentum) for name, one in self._orders.items()
             }
         return self._orders
 
-    def join(self, who: Introduction) -> Orders:
-        return self._orders[who.name]
+    def join(self, introduction: Introduction) -> Orders:
+        return self._orders[introduction.name]
 
 
 @dataclass
@@ -179,7 +180,7 @@ def train(
         outcome.spans += spans
 
     async def main() -> None:
-        recorder, beside, enough = Recorder(SERVER), Recorder(SERVER), asyncio.Event()
+        recorder, background, enough = Recorder(SERVER), Recorder(SERVER), asyncio.Event()
 
         def observe(event: Event) -> None:
             outcome.events.append(event)
@@ -189,15 +190,7 @@ def train(
                 enough.set()
 
         links = dict.fromkeys(devices, LINK)
-        results = ResultCollector(
-            links,
-            Bounds(dict.fromkeys(devices, 1.0), 1.0),
-            1,
-            recorder=recorder,
-            background=beside,
-            emit=emit,
-            done=done,
-        )
+        bounds = TimeBounds(links, Bounds(dict.fromkeys(devices, 1.0), 1.0), 1)
         costs = Costs(PROFILE)
         outcome.learner = learner(dict.fromkeys(devices, plan.split_point), losses)
         server = Server(
@@ -208,23 +201,25 @@ def train(
                 plans=dict.fromkeys(devices, plan),
                 min_devices=min_devices,
                 round_deadline_s=round_deadline_s,
-                resume_window_s=resume_window_s,
                 validation=validation,
-                profile=PROFILE,
             ),
             outcome.learner,
             Enrolled(orders, plan_joined),
-            pool=VirtualLanes(
-                ["core 0"], recorder, lambda work: aggregate_s if work.kind == "aggregate" else costs.seconds(work)
+            ServerLanes(
+                VirtualLanes(
+                    ["core 0"], recorder, lambda work: aggregate_s if work.kind == "aggregate" else costs.seconds(work)
+                ),
+                VirtualLanes(["validation"], background, costs.seconds),
+                recorder,
             ),
-            background=VirtualLanes(["validation"], beside, costs.seconds),
-            recorder=recorder,
-            results=results,
-            keep_spans=keep_spans,
-            replanner=Replanner({}, replan) if replan is not None else None,  # who comes is not known before
-            accountant=outcome.accountant,
-            checkpointer=checkpointer,
-            observe=observe,
+            Services(
+                ResultCollector(bounds, recorder, background, emit, done=done),
+                outcome.accountant,
+                Replanner({}, replan) if replan is not None else None,  # which devices join is not known yet
+                checkpointer,
+                observe,
+            ),
+            SessionSettings(PROFILE, resume_window_s, keep_spans=keep_spans),
         )
         world = World(server)
         tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
@@ -235,7 +230,7 @@ def train(
         try:
             outcome.failure = await training
         except asyncio.CancelledError:
-            await server.dismiss("The server stops for now.")
+            await server.suspend("The server stops for now.")
         await server.wait_until_left()
         outcome.lives = [await task for task in tasks]
         await asyncio.gather(*world.admissions)

@@ -13,7 +13,9 @@ from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.nn.tensors import read_labels, read_tensor, tensor_body
-from pipar.server.session import Answer, Introduction, Session
+from pipar.server.device_messages import Introduction
+from pipar.server.gradient_reply import GradientReply
+from pipar.server.session import Allowance, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.wire.frames import Frame
@@ -173,10 +175,11 @@ def test_a_device_that_is_told_to_abandon_between_two_chunks_gets_both_in_order(
         device = Channel(near, Recorder("pi"), UPLINK)
         server = Channel(far, Recorder("server"), DOWNLINK)
         session = Session(Introduction("pi", 5), 1, server, Recorder("pi"))
-        session.outstanding, session.allowed = 1, 1
+        session.allow(Allowance(micro_batches=1))
         activation, _ = coded()
-        answer = Answer(session, activation)
-        ended = answer.ended_behind(1)
+        session.take(activation)
+        answer = GradientReply(session, activation)
+        ended = answer.chunk_sender(1)
         body = tensor_body(TENSOR, encoding="planes")
         ended(0, body)
         before: Body | Payload = body
@@ -191,13 +194,13 @@ def test_a_device_that_is_told_to_abandon_between_two_chunks_gets_both_in_order(
             await asyncio.sleep(ENCODING_S)
             if chunk == chunks_before:
                 session.abandon(1)
-                assert session.outstanding == 0
+                assert session.round.outstanding == 0
                 server.post(Message(Kind.ROUND, 2))
             before = answer.encode_next(before)
             ended(chunk, before)
         async with asyncio.timeout(10.0):
             await hearing
-        assert session.outstanding == 0
+        assert session.round.outstanding == 0
         assert torch.equal(read_tensor(heard[0], "planes"), TENSOR)
         await asyncio.gather(device.close(), server.close())
         return [message.kind for message in heard]
@@ -213,11 +216,12 @@ def test_an_answer_to_an_abandoned_round_is_not_begun() -> None:
         device = Channel(near, Recorder("pi"), UPLINK)
         server = Channel(far, Recorder("server"), DOWNLINK)
         session = Session(Introduction("pi", 5), 1, server, Recorder("pi"))
-        session.outstanding = session.allowed = 1
+        session.allow(Allowance(micro_batches=1))
         activation, _ = coded()
-        answer = Answer(session, activation)
+        session.take(activation)
+        answer = GradientReply(session, activation)
         session.abandon(1)
-        ended, body = answer.ended_behind(1), tensor_body(TENSOR, encoding="planes")
+        ended, body = answer.chunk_sender(1), tensor_body(TENSOR, encoding="planes")
         ended(0, body)
         payload: Body | Payload = body
         for chunk in range(1, CHUNKS):
@@ -228,7 +232,7 @@ def test_an_answer_to_an_abandoned_round_is_not_begun() -> None:
         while not kinds or kinds[-1] is not Kind.ABANDON:
             kinds.append((await device.receive()).kind)
         await asyncio.gather(device.close(), server.close())
-        return session.outstanding, kinds
+        return session.round.outstanding, kinds
 
     outstanding, kinds = run_virtually(main())
     assert outstanding == 0

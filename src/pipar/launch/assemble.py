@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -13,113 +13,144 @@ from pipar.device.program import Device, DevicePart, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
-from pipar.job.job import Job
+from pipar.job.job import Bounds, Job
 from pipar.links import Link
+from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
 from pipar.planner.predictor import Predictor
 from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard
 from pipar.profiling.profile import Profile
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
-from pipar.server.epoch_results import ResultCollector
-from pipar.server.program import Checkpointer, Learner, Server, Training
+from pipar.server.epoch_results import ResultCollector, TimeBounds
+from pipar.server.interfaces import Checkpointer, Learner, ServerLanes, Services, SessionSettings, Training
+from pipar.server.program import Server
 from pipar.server.session import fault
 from pipar.transport.channel import Channel, Transport
 from pipar.transport.reconnect import Reconnector
 from pipar.wire.orders import Orders
 
 #: Makes lanes of these names that leave their spans with this recorder.
-MakeCompute = Callable[[Sequence[str], Recorder], Lanes]
+MakeLanes = Callable[[Sequence[str], Recorder], Lanes]
 
 
-def assemble_server(
-    job: Job,
-    learner: Learner,
-    validation: Sequence[tuple[int, Any]],
-    *,
-    enrolment: ClosedEnrolment | OpenEnrolment,
-    pool: MakeCompute,
-    background: MakeCompute,
-    emit: Callable[[EpochResult, list[Span]], None],
-    observe: Observer,
-    replan: Replan | None = None,
-    search: PlanSearch | None = None,
-    session_numbers: Iterable[int] | None = None,
-    checkpointer: Checkpointer | None = None,
-    accountant: PrivacyAccountant | None = None,
-    done: Sequence[float | None] = (),
-) -> Server:
-    """Return the server of a job, ready to admit devices; `enrolment` says which, and by which orders.
+@dataclass(frozen=True)
+class ServerSetup:
+    """What a server is made of, besides its job."""
 
-    `replan` makes new plans when links change; without it, they are those that `search` finds for what the server has
-    learned of the fleet. `accountant` is what the devices have spent of their privacy before, and where it is counted.
-    `done` are the validation losses of the epochs that were trained before.
-    """
-    config = job.config
-    keep = job.traced_devices
-    own = keep | {SERVER} if keep else keep  # a sample of the devices, and all that the server does for nobody alone
-    recorder, beside = Recorder(SERVER, own), Recorder(SERVER, own)
-    # How a shared server-side model is served, device by device in turn, is not foreseen.
-    predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans)
-    is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
-    replan_encodings = ReplanEncodings(job.fleet(), job.plans)
-    if replan is None and search is not None and predictor is not None and is_auto:
-        by_paper = config.plan.estimate == "paper"
-        replan = ReplanBySearch(predictor, search_by_estimate if by_paper else search)
-    elif replan is None and search is not None and config.wire.encoding == "auto":
-        replan = replan_encodings
-    results = ResultCollector(
-        job.links,
-        job.bounds(),
-        job.cores,
-        recorder=recorder,
-        background=beside,
-        emit=emit,
-        bounds_of=lambda plans: replace(enrolment.job, plans={**enrolment.job.plans, **plans}).bounds(),
-        predictor=predictor,
-        done=done,
-    )
-    replanner = None
-    if replan is not None and job.can_replan:
-        learned = predictor.has_learned if predictor is not None else lambda: False
-        replanner = Replanner(job.links, replan, observe, learned=learned)
+    learner: Learner
+    enrolment: ClosedEnrolment | OpenEnrolment  # which devices may join, and their orders
+    pool: MakeLanes
+    background: MakeLanes
+    emit: Callable[[EpochResult, list[Span]], None]
+    observe: Observer
+    validation: Sequence[tuple[int, Any]] = ()  # held-out batches
+    replan: Replan | None = None  # makes new plans when links change
+    search: PlanSearch | None = None  # without `replan`, finds them for what the server has learned of the fleet
+    session_numbers: Iterable[int] | None = None
+    checkpointer: Checkpointer | None = None
+    accountant: PrivacyAccountant | None = None  # with what the devices have spent of their privacy budgets before
+    done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
-    def changed(now: Job) -> None:
-        """Tell everybody who counts on the fleet that it has grown, or that its machines are known better."""
-        replan_encodings.fleet, replan_encodings.plans = now.fleet(), now.plans
-        if predictor is not None:
-            predictor.fleet = replan_encodings.fleet
-        for name, link in now.links.items():
-            results.join(name, link)
 
-    enrolment.add_listener(changed)
-    training = Training(
-        method=job.method,
-        epochs=config.run.epochs,
-        patience=config.run.patience,
-        plans=job.plans,
-        min_devices=config.server.min_devices or len(job.specs) or len(device_names(config)),
-        round_deadline_s=config.server.round_deadline,
-        resume_window_s=config.server.resume_window,
-        validation=validation,
-        profile=job.server_profile,
-    )
-    return Server(
-        training,
-        learner,
-        enrolment,
-        pool=pool([f"{CORE} {number}" for number in range(job.cores)], recorder),
-        background=background(["validation"], beside),
-        recorder=recorder,
-        results=results,
-        keep_spans=keep,
-        session_numbers=session_numbers,
-        real_links=isinstance(enrolment, OpenEnrolment),
-        replanner=replanner,
-        checkpointer=checkpointer,
-        accountant=accountant or PrivacyAccountant(job.update_noise),
-        observe=observe,
-    )
+def assemble_server(job: Job, setup: ServerSetup) -> Server:
+    """Return the server of a job, ready to admit devices."""
+    return _ServerBuilder(job, setup).build()
+
+
+class _ServerBuilder:
+    """Makes the parts of a server, and lets those that depend on the fleet follow its changes."""
+
+    def __init__(self, job: Job, setup: ServerSetup) -> None:
+        self._job = job
+        self._setup = setup
+        kept = job.traced_devices
+        # A sample of the devices, and the server's own work that is for no device alone.
+        own = kept | {SERVER} if kept else kept
+        self._recorder, self._background = Recorder(SERVER, own), Recorder(SERVER, own)
+        # How devices take turns at a shared server-side model is not predicted.
+        self._predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans)
+        self._replan_encodings = ReplanEncodings(job.fleet(), job.plans)
+        self._results = self._make_results()
+
+    def build(self) -> Server:
+        """Return the server."""
+        job, setup = self._job, self._setup
+        setup.enrolment.add_listener(self._follow)
+        lanes = ServerLanes(
+            setup.pool([f"{CORE} {number}" for number in range(job.cores)], self._recorder),
+            setup.background(["validation"], self._background),
+            self._recorder,
+        )
+        services = Services(
+            self._results,
+            setup.accountant or PrivacyAccountant(job.update_noise),
+            self._make_replanner(),
+            setup.checkpointer,
+            setup.observe,
+        )
+        sessions = SessionSettings(
+            network=job.server_profile,
+            resume_window_s=job.config.server.resume_window,
+            numbers=setup.session_numbers,
+            real_links=isinstance(setup.enrolment, OpenEnrolment),
+            keep_spans=job.traced_devices,
+        )
+        return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
+
+    def _training(self) -> Training:
+        job, config = self._job, self._job.config
+        return Training(
+            method=job.method,
+            epochs=config.run.epochs,
+            patience=config.run.patience,
+            plans=job.plans,
+            min_devices=config.server.min_devices or len(job.specs) or len(device_names(config)),
+            round_deadline_s=config.server.round_deadline,
+            validation=self._setup.validation,
+        )
+
+    def _make_results(self) -> ResultCollector:
+        job, enrolment = self._job, self._setup.enrolment
+
+        def bounds_of(plans: Mapping[str, Plan]) -> Bounds:
+            return replace(enrolment.job, plans={**enrolment.job.plans, **plans}).bounds()
+
+        return ResultCollector(
+            TimeBounds(job.links, job.bounds(), job.cores, bounds_of),
+            self._recorder,
+            self._background,
+            self._setup.emit,
+            predictor=self._predictor,
+            done=self._setup.done,
+        )
+
+    def _make_replanner(self) -> Replanner | None:
+        replan = self._setup.replan or self._make_replan()
+        if replan is None or not self._job.can_replan:
+            return None
+        learned = self._predictor.has_learned if self._predictor is not None else lambda: False
+        return Replanner(self._job.links, replan, self._setup.observe, learned=learned)
+
+    def _make_replan(self) -> Replan | None:
+        """Return how new plans are chosen: P, N and encodings, encodings alone, or none at all."""
+        job, search = self._job, self._setup.search
+        if search is None:
+            return None
+        is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+        if self._predictor is not None and is_auto:
+            return ReplanBySearch(
+                self._predictor, search_by_estimate if job.config.plan.estimate == "paper" else search
+            )
+        return self._replan_encodings if job.config.wire.encoding == "auto" else None
+
+    def _follow(self, job: Job) -> None:
+        """Take over a fleet that has grown, or whose machines are known better."""
+        self._replan_encodings.fleet, self._replan_encodings.plans = job.fleet(), job.plans
+        if self._predictor is not None:
+            self._predictor.fleet = self._replan_encodings.fleet
+        for name, link in job.links.items():
+            self._results.join(name, link)
 
 
 @dataclass(frozen=True)
@@ -131,7 +162,7 @@ class Equipment:
 
     samples: Samples
     build_part: Callable[[Orders], DevicePart]
-    compute: MakeCompute
+    compute: MakeLanes
     profile: Profile | None = None
     guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # one for all of the device's sessions
 

@@ -20,7 +20,7 @@ from pipar.job.job import Job
 from pipar.job.model_setup import make_learner, seed_dropout
 from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
-from pipar.launch.assemble import assemble_server
+from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.deployed_job import accuracy_on_test_set, job_without_devices, server_workload, validation_batches
 from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec
 from pipar.launch.rehearsal import rehearse
@@ -236,7 +236,7 @@ class _ServerProgram:
         except asyncio.CancelledError:
             self._is_stopping = True
             self._observe(Stopping("The server was asked to stop. Start it with --resume to continue."))
-            await server.dismiss("The server stops for now.")
+            await server.suspend("The server stops for now.")
             raise
         finally:
             if watching is not None:
@@ -267,18 +267,20 @@ class _ServerProgram:
         run, folder = self._run, self._run.folder
         return assemble_server(
             run.job,
-            run.learner,
-            validation_batches(run.workload),
-            enrolment=enrolment,
-            pool=partial(ThreadLanes, speed=run.job.config.server.speed),
-            background=partial(ThreadLanes, nice=19),
-            emit=folder.epoch_recorder(self._observe, pictures=self._options.pictures),
-            observe=self._observe,
-            search=search,
-            session_numbers=_session_numbers(),
-            checkpointer=checkpointer,
-            accountant=folder.accountant,
-            done=run.val_losses,
+            ServerSetup(
+                learner=run.learner,
+                validation=validation_batches(run.workload),
+                enrolment=enrolment,
+                pool=partial(ThreadLanes, speed=run.job.config.server.speed),
+                background=partial(ThreadLanes, nice=19),
+                emit=folder.epoch_recorder(self._observe, pictures=self._options.pictures),
+                observe=self._observe,
+                search=search,
+                session_numbers=_session_numbers(),
+                checkpointer=checkpointer,
+                accountant=folder.accountant,
+                done=run.val_losses,
+            ),
         )
 
     def _make_listener(self, server: Server) -> Listener:

@@ -74,7 +74,7 @@ async def _serve(
     job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, accountant: PrivacyAccountant
 ) -> None:
     from pipar.execution.lanes import ThreadLanes
-    from pipar.launch.assemble import assemble_server
+    from pipar.launch.assemble import ServerSetup, assemble_server
     from pipar.planner.background_search import SearchProcess
     from pipar.server.enrolment import ClosedEnrolment
     from pipar.transport.grpc import Listener
@@ -82,15 +82,17 @@ async def _serve(
     search_process = SearchProcess()
     server = assemble_server(
         job,
-        learner,
-        workload.held_out_batches("validation"),
-        pool=partial(ThreadLanes, speed=job.config.server.speed),
-        background=partial(ThreadLanes, nice=19),
-        emit=emit,
-        observe=observe,
-        enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
-        search=search_process,
-        accountant=accountant,
+        ServerSetup(
+            learner=learner,
+            validation=workload.held_out_batches("validation"),
+            pool=partial(ThreadLanes, speed=job.config.server.speed),
+            background=partial(ThreadLanes, nice=19),
+            emit=emit,
+            observe=observe,
+            enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
+            search=search_process,
+            accountant=accountant,
+        ),
     )
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")

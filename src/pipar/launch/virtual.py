@@ -13,14 +13,14 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
-from pipar.launch.assemble import Equipment, MakeCompute, assemble_server, run_device
+from pipar.launch.assemble import Equipment, MakeLanes, ServerSetup, assemble_server, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
 from pipar.planner.background_search import PlanSearch, search_inline
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.enrolment import ClosedEnrolment
-from pipar.server.program import Learner
+from pipar.server.interfaces import Learner
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
 
@@ -93,16 +93,18 @@ async def _train(
     server_lanes = _lanes(job.server_costs())
     server = assemble_server(
         job,
-        learner,
-        validation,
-        enrolment=ClosedEnrolment(job),
-        pool=server_lanes,
-        background=server_lanes,
-        emit=emit,
-        observe=observe,
-        replan=replan,
-        search=search,
-        accountant=accountant,
+        ServerSetup(
+            learner=learner,
+            validation=validation,
+            enrolment=ClosedEnrolment(job),
+            pool=server_lanes,
+            background=server_lanes,
+            emit=emit,
+            observe=observe,
+            replan=replan,
+            search=search,
+            accountant=accountant,
+        ),
     )
     costs = shared_costs()
     try:
@@ -119,5 +121,5 @@ async def _train(
         raise failures.exceptions[0] from None
 
 
-def _lanes(costs: Costs) -> MakeCompute:
+def _lanes(costs: Costs) -> MakeLanes:
     return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.contention)

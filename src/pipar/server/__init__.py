@@ -1,7 +1,14 @@
 """Algorithm 2: the server's program.
 
-Reading order: `program` (the training, round by round), `membership` (devices join, are lost and come back),
-`session` (one device's part), `enrolment` (which devices may take part, by which orders), `turn_order` (the turns of
-devices that share one server-side model), `validation`, `liveness` (devices that have fallen silent),
-`epoch_results` (the numbers of each epoch).
+Reading order: `program` (the algorithm, round by round), `rounds` (the devices of a round, up to its deadline, and
+their aggregation), `serving` (one device in a round), `replicas` (server-side models, own or shared) with `turn_order`,
+`gradient_reply`, `model_exchange` (models to and from devices), `plan_updates` (orders in force, and new plans between
+rounds), `participants` (devices get their orders before a round).
+
+Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
+(what they say, checked), `limits` (how much they may send), `enrolment` (which may join, and their first plans),
+`liveness` (which have fallen silent).
+
+Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),
+`progress`.
 """

@@ -14,7 +14,7 @@ from pipar.methods import Plan
 from pipar.planner.encoding import reencoded
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import Profile
-from pipar.server.session import Introduction
+from pipar.server.device_messages import Introduction
 from pipar.wire.orders import Orders
 
 #: Is called with the job when it has changed.
@@ -35,24 +35,28 @@ class ClosedEnrolment:
         """Call this with the job whenever its devices, their profiles or their first plans change."""
         self._listeners.append(listener)
 
-    def check(self, who: Introduction) -> None:
-        if who.name not in self.job.links:
-            raise ProtocolError(f"'{who.name}' is not a device of this training.")
+    def check(self, introduction: Introduction) -> None:
+        if introduction.name not in self.job.links:
+            raise ProtocolError(f"'{introduction.name}' is not a device of this training.")
 
     def link(self, name: str) -> Link:
         return self.job.links[name]
 
-    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+    async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
         """Return the orders of all devices of the job, with plans for the profiles that were brought."""
         if self._plan_joined is not None:
-            brought = {who.name: who.profile for who in everybody if who.profile is not None}
+            brought = {
+                introduction.name: introduction.profile
+                for introduction in introductions
+                if introduction.profile is not None
+            }
             self.job = replace(self.job, device_profiles={**self.job.device_profiles, **brought})
             self.job = replace(self.job, plans=self._plan_joined(brought))
             _tell(self._listeners, self.job)
         return self.job.orders()
 
-    def join(self, who: Introduction) -> Orders:
-        return self.job.orders()[who.name]
+    def join(self, introduction: Introduction) -> Orders:
+        return self.job.orders()[introduction.name]
 
 
 class OpenEnrolment:
@@ -80,14 +84,16 @@ class OpenEnrolment:
         """Call this with the job whenever its devices, their profiles or their first plans change."""
         self._listeners.append(listener)
 
-    def check(self, who: Introduction) -> None:
-        if who.profile is None:
-            raise ProtocolError(f"'{who.name}' brings no profile of itself, so nothing can be planned for it.")
-        known = self.job.sizes.get(who.name)
-        if known is not None and known != who.samples:
-            raise ProtocolError(f"'{who.name}' had {known} samples before and says {who.samples} now.")
+    def check(self, introduction: Introduction) -> None:
+        if introduction.profile is None:
+            raise ProtocolError(f"'{introduction.name}' brings no profile of itself, so nothing can be planned for it.")
+        known = self.job.sizes.get(introduction.name)
+        if known is not None and known != introduction.samples:
+            raise ProtocolError(
+                f"'{introduction.name}' had {known} samples before and says {introduction.samples} now."
+            )
         if known is None:
-            fleet = self._with(self._nobodys_job, who).fleet()
+            fleet = self._with(self._empty_job, introduction).fleet()
             (member,) = fleet.members
             cut = self._common_plan
             if cut is not None:
@@ -95,19 +101,19 @@ class OpenEnrolment:
             try:
                 estimate_plans(replace(fleet, members=(member,)))
             except _UNUSABLE as error:
-                raise _unusable(who.name, error) from None
+                raise _unusable(introduction.name, error) from None
 
     def link(self, name: str) -> Link:
         return self._spec(name).link
 
-    async def begin(self, everybody: Sequence[Introduction]) -> Mapping[str, Orders]:
+    async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
         job = self.job
-        for who in everybody:
-            job = self._with(job, who)
+        for introduction in introductions:
+            job = self._with(job, introduction)
         try:
             plans = await self._first_plans(job)
         except (ArithmeticError, ValueError):
-            await self._blame(everybody)
+            await self._blame(introductions)
             raise
         self._change(replace(job, plans={**job.plans, **plans}))
         return self.job.orders()
@@ -119,35 +125,35 @@ class OpenEnrolment:
         # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
         return await asyncio.to_thread(self._make_plans, job)
 
-    async def _blame(self, everybody: Sequence[Introduction]) -> None:
+    async def _blame(self, introductions: Sequence[Introduction]) -> None:
         """Raise if there is somebody for whom nothing can be planned, even alone."""
-        for who in everybody:
+        for introduction in introductions:
             try:
-                await self._first_plans(self._with(self._nobodys_job, who))
+                await self._first_plans(self._with(self._empty_job, introduction))
             except _UNUSABLE as error:
-                raise _unusable(who.name, error) from None
+                raise _unusable(introduction.name, error) from None
 
-    def join(self, who: Introduction) -> Orders:
+    def join(self, introduction: Introduction) -> Orders:
         """Return orders with a first plan, by the paper's estimate or that of an equal device; all are chosen later."""
-        job = self._with(self.job, who)
+        job = self._with(self.job, introduction)
         try:
-            plan = self._first_plan(job, who)
+            plan = self._first_plan(job, introduction)
         except _UNUSABLE as error:
-            raise _unusable(who.name, error) from None
-        self._change(replace(job, plans={**job.plans, who.name: plan}))
-        return self.job.orders()[who.name]
+            raise _unusable(introduction.name, error) from None
+        self._change(replace(job, plans={**job.plans, introduction.name: plan}))
+        return self.job.orders()[introduction.name]
 
-    def _first_plan(self, job: Job, who: Introduction) -> Plan:
+    def _first_plan(self, job: Job, introduction: Introduction) -> Plan:
         fleet = job.fleet()
-        kind = next(kind for kind in fleet.device_kinds() if who.name in {member.name for member in kind})
-        kept = self._kept_plan(job, who.name)
+        kind = next(kind for kind in fleet.device_kinds() if introduction.name in {member.name for member in kind})
+        kept = self._kept_plan(job, introduction.name)
         if kept is not None:
-            return reencoded(fleet.of({who.name}), {who.name: kept})[who.name]
+            return reencoded(fleet.of({introduction.name}), {introduction.name: kept})[introduction.name]
         plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
-        return plan or estimate_plans(fleet.of({who.name}))[who.name][0]
+        return plan or estimate_plans(fleet.of({introduction.name}))[introduction.name][0]
 
     @property
-    def _nobodys_job(self) -> Job:
+    def _empty_job(self) -> Job:
         """Return the job without any device, to see what can be planned for one alone."""
         return replace(self.job, specs=(), sizes={}, device_profiles={})
 
@@ -168,16 +174,16 @@ class OpenEnrolment:
         )
         return plan if is_allowed else None
 
-    def _with(self, job: Job, who: Introduction) -> Job:
-        if who.name in job.sizes:
+    def _with(self, job: Job, introduction: Introduction) -> Job:
+        if introduction.name in job.sizes:
             return job
-        assert who.profile is not None
-        specs = sorted([*job.specs, self._spec(who.name)], key=lambda spec: spec.name)
+        assert introduction.profile is not None
+        specs = sorted([*job.specs, self._spec(introduction.name)], key=lambda spec: spec.name)
         return replace(
             job,
             specs=tuple(specs),
-            sizes={**job.sizes, who.name: who.samples},
-            device_profiles={**job.device_profiles, who.name: who.profile},
+            sizes={**job.sizes, introduction.name: introduction.samples},
+            device_profiles={**job.device_profiles, introduction.name: introduction.profile},
         )
 
     def _spec(self, name: str) -> DeviceSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipar.events import EpochResult
@@ -16,6 +16,9 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Predictor, entries_from
 from pipar.planner.replanner import MeasuredLink
 
+#: How long the server waits for the traces of the last round, apart from five times the length of the round.
+_LAST_TRACES_TIMEOUT_S = 60.0
+
 
 @dataclass
 class _Epoch:
@@ -25,15 +28,71 @@ class _Epoch:
     bytes_down: dict[str, int] = field(default_factory=dict)
     server: EpochTrace | None = None
     awaited: set[str] = field(default_factory=set)  # devices whose traces are still to come
-    counted: Mapping[str, int] = field(default_factory=dict)  # samples of the devices that took part
-    seconds: float = 0.0  # on the server's clock, for a round of which no device is left to tell
-    train_loss: float | None = None
-    errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
-    epsilon: float | None = None
+    round: RoundSummary | None = None
     validated: bool = False
     val_loss: float | None = None
     val_accuracy: float | None = None
     validation: EpochTrace | None = None
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What the server knows of a round when it is over."""
+
+    counted: Mapping[str, int]  # samples of the devices that count, by name
+    train_loss: float | None
+    seconds: float  # on the server's clock
+    errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
+    epsilon: float | None = None
+
+
+class TimeBounds:
+    """The time that no schedule of an epoch's bytes on these links and lanes can beat.
+
+    `bounds` are those of the first plans, and `bounds_of` gives those of others.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[str, Link],
+        bounds: Bounds,
+        cores: int,
+        bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
+    ) -> None:
+        self.cores = cores
+        self._links = links
+        self._bounds = {1: bounds}  # by the first epoch that they hold for
+        self._bounds_of = bounds_of
+
+    def join(self, device: str, link: Link) -> None:
+        """Add a device."""
+        self._links = {**self._links, device: link}
+
+    def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
+        """From this epoch on the devices train by other plans."""
+        if self._bounds_of is not None:
+            self._bounds[first_epoch] = self._bounds_of(plans)
+
+    def forget(self, epoch: int) -> None:
+        """Keep only the bounds of later epochs."""
+        self._bounds = entries_from(self._bounds, epoch + 1)
+
+    def seconds(self, number: int, epoch: _Epoch) -> float:
+        """Return the bound of an epoch, from the bytes sent over the configured rates, and from profiled compute.
+
+        No measured span is part of it, except where a link has no constant rate.
+        """
+        bounds = self._bounds[max(first for first in self._bounds if first <= number)]
+        slowest = bounds.server_s / self.cores
+        downlinks = {trace.owner: trace for trace in epoch.downlinks}
+        for name in epoch.devices:
+            link = self._links[name]
+            # Without a constant rate, the measured one: the bytes over it are the time they were on the link.
+            up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
+            up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
+            down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
+            slowest = max(slowest, up, down, bounds.device_s.get(name, 0.0))
+        return slowest
 
 
 class ResultCollector:
@@ -41,28 +100,23 @@ class ResultCollector:
 
     def __init__(
         self,
-        links: Mapping[str, Link],
-        bounds: Bounds,
-        cores: int,
-        *,
+        bounds: TimeBounds,
         recorder: Recorder,
         background: Recorder,
         emit: Callable[[EpochResult, list[Span]], None],
-        bounds_of: Callable[[Mapping[str, Plan]], Bounds] | None = None,
+        *,
         predictor: Predictor | None = None,
         done: Sequence[float | None] = (),
     ) -> None:
-        self._links = links
-        self._bounds = {1: bounds}  # by the first epoch that they hold for
-        self._bounds_of = bounds_of
+        self._bounds = bounds
         self._predictor = predictor
-        self._cores = cores
         self._recorder = recorder
         self._background = background
         self._emit = emit
         self._epochs: dict[int, _Epoch] = {}
         self._emitted = len(done)
         self._losses = list(done)
+        self._last_round_s = 0.0
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -76,28 +130,18 @@ class ResultCollector:
         epoch.bytes_down[trace.owner] = bytes_down
         self._settle()
 
-    def add_round(
-        self,
-        number: int,
-        counted: Mapping[str, int],
-        train_loss: float | None,
-        *,
-        reporting: Iterable[str],
-        seconds: float,
-        errors: tuple[float | None, float | None] = (None, None),
-        epsilon: float | None = None,
-    ) -> None:
-        """Take what the server knows of a round when it is over; the traces of the `reporting` devices are to come."""
+    def add_round(self, number: int, summary: RoundSummary, reporting: Iterable[str]) -> None:
+        """Take what the server knows of a round; the traces of the `reporting` devices will follow."""
         epoch = self._epoch(number)
-        epoch.counted, epoch.train_loss, epoch.seconds = dict(counted), train_loss, seconds
-        epoch.errors, epoch.epsilon = errors, epsilon
+        epoch.round = summary
         epoch.awaited |= set(reporting)
         epoch.server = self._recorder.take(number)
+        self._last_round_s = summary.seconds
         self._settle()
 
     def join(self, device: str, link: Link) -> None:
-        """A device has come that was not there before."""
-        self._links = {**self._links, device: link}
+        """Add a device that joins later."""
+        self._bounds.join(device, link)
 
     def lose(self, device: str) -> None:
         """Nothing more will come of a device's traces."""
@@ -115,8 +159,7 @@ class ResultCollector:
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """From this epoch on the devices train by other plans, which have another compute."""
-        if self._bounds_of is not None:
-            self._bounds[first_epoch] = self._bounds_of(plans)
+        self._bounds.replan(first_epoch, plans)
         if self._predictor is not None:
             self._predictor.replan(first_epoch, plans)
 
@@ -144,6 +187,17 @@ class ResultCollector:
         while self._emitted < last_epoch:
             await self._wait()
 
+    async def deliver(self, last_epoch: int, devices: Collection[str]) -> None:
+        """Return when all results are out; after a timeout, the missing traces of these devices are left out."""
+        try:
+            # Traces follow the models, which take their time on slow links.
+            async with asyncio.timeout(_LAST_TRACES_TIMEOUT_S + 5 * self._last_round_s):
+                await self.complete(last_epoch)
+        except TimeoutError:
+            for device in sorted(devices):
+                self.lose(device)
+            await self.complete(last_epoch)
+
     async def stale_epochs(self, number: int) -> int:
         """Return for how many epochs, up to this one, the validation loss has not improved."""
         while len(self._losses) < number:
@@ -165,7 +219,7 @@ class ResultCollector:
             del self._epochs[self._emitted]
             self._emit(self._result(self._emitted, epoch), _spans(epoch))
             self._learn(self._emitted, epoch)
-            self._bounds = entries_from(self._bounds, self._emitted + 1)
+            self._bounds.forget(self._emitted)
         self._changed.set()
 
     def _learn(self, number: int, epoch: _Epoch) -> None:
@@ -178,23 +232,25 @@ class ResultCollector:
         return epoch.validated and epoch.server is not None and not epoch.awaited
 
     def _result(self, number: int, epoch: _Epoch) -> EpochResult:
+        summary = epoch.round
+        assert summary is not None
         assert epoch.server is not None
         assert epoch.validation is not None
         traces = [epoch.devices[name] for name in sorted(epoch.devices)]
         start = min((trace.totals[IO].first_start for trace in traces), default=0.0)
-        seconds = max((trace.totals[COMPUTE].last_end for trace in traces), default=epoch.seconds) - start
+        seconds = max((trace.totals[COMPUTE].last_end for trace in traces), default=summary.seconds) - start
         busy = {
             "device": _mean([trace.totals[COMPUTE].busy_s for trace in traces]),
             "uplink": _mean([_busy(trace, UPLINK) for trace in traces]),
-            "server": sum(lane.busy_s for lane in epoch.server.totals.values()) / self._cores,
+            "server": sum(lane.busy_s for lane in epoch.server.totals.values()) / self._bounds.cores,
             "downlink": _mean([_busy(trace, DOWNLINK) for trace in epoch.downlinks]),
         }
-        bound = self._bound(number, epoch)
+        bound = self._bounds.seconds(number, epoch)
         return EpochResult(
             epoch=number,
             seconds=seconds,
-            samples=sum(epoch.counted.values()),
-            train_loss=epoch.train_loss,
+            samples=sum(summary.counted.values()),
+            train_loss=summary.train_loss,
             val_loss=epoch.val_loss,
             val_accuracy=epoch.val_accuracy,
             bytes_up=sum(epoch.bytes_up.values()),
@@ -205,30 +261,13 @@ class ResultCollector:
             efficiency=bound / seconds if seconds else 0.0,
             validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
-            devices=len(epoch.counted),
-            error_up=epoch.errors[0],
-            error_down=epoch.errors[1],
-            epsilon=epoch.epsilon,
+            devices=len(summary.counted),
+            error_up=summary.errors[0],
+            error_down=summary.errors[1],
+            epsilon=summary.epsilon,
             device_bytes={name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)},
-            predicted_s=self._predictor.predicted_s(number, epoch.counted) if self._predictor is not None else None,
+            predicted_s=self._predictor.predicted_s(number, summary.counted) if self._predictor is not None else None,
         )
-
-    def _bound(self, number: int, epoch: _Epoch) -> float:
-        """Return the time that no schedule of these bytes on these lanes can beat.
-
-        Bytes really sent over the configured rates, and profiled compute: nothing that was measured as a span.
-        """
-        bounds = self._bounds[max(first for first in self._bounds if first <= number)]
-        slowest = bounds.server_s / self._cores
-        downlinks = {trace.owner: trace for trace in epoch.downlinks}
-        for name in epoch.devices:
-            link = self._links[name]
-            # Without one configured rate, the measured one: the bytes over it are the time they were on the link.
-            up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
-            up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
-            down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
-            slowest = max(slowest, up, down, bounds.device_s.get(name, 0.0))
-        return slowest
 
 
 def stale_epochs(losses: Iterable[float | None]) -> int:

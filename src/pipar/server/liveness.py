@@ -76,7 +76,7 @@ class LivenessMonitor:
         if heard_at != rhythm.heard_at:
             if rhythm.is_silent:
                 self._observe(Heard(session.device, rhythm.waited_s))
-            rhythm.hear(heard_at, session.round)
+            rhythm.hear(heard_at, session.round.epoch)
         if not session.channel.is_attached:
             rhythm.is_silent = False  # it is known to be away
         rhythm.waited_s = max(rhythm.waited_s, session.awaited_s(now))

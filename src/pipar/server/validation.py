@@ -23,7 +23,6 @@ class Validation:
         self,
         evaluator: Callable[[], Evaluate],
         batches: Sequence[tuple[int, Any]],
-        *,
         background: Lanes,
         results: ResultCollector,
     ) -> None:

@@ -1,0 +1,158 @@
+"""Reads and checks what a device says about itself and its epochs: HELLO, END_EPOCH, and the order of micro-batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipar.errors import ConfigError, ProtocolError
+from pipar.privacy.budget import BudgetUse
+from pipar.profiling.profile import NetworkSizes, Profile, check_network
+from pipar.transport.rate_estimate import FrameTimes, read_frame_times, read_traffic
+from pipar.transport.shaping import Traffic
+from pipar.wire.messages import Kind, Message, read_json
+
+#: Sums of squared errors and of squared values of what was encoded lossily; None if all was exact.
+SquaredError = tuple[float, float] | None
+
+_LONGEST_NAME = 64
+_MOST_SAMPLES = 100_000_000
+
+
+def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
+    """Return the sums over all errors that are known."""
+    known = [error for error in errors if error is not None]
+    return (sum(lost for lost, _ in known), sum(values for _, values in known)) if known else None
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a device says about itself when it joins; with a credential, its name is the one in the credential."""
+
+    name: str
+    samples: int
+    profile: Profile | None = None
+    spent: BudgetUse = field(default_factory=BudgetUse)  # on all updates that it has sent, also to other servers
+
+
+def read_hello(message: Message, network: Profile | None, peer: str | None) -> Introduction:
+    """Return a device's introduction; `peer` is the name in its credential, which its own name has to match."""
+    content = read_json(message)
+    name, samples = content.get("name"), content.get("samples")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise ProtocolError(f"A device said {str(name)[:80]!r} where its name belongs.")
+    if peer is not None and name != peer:
+        raise ProtocolError(f"A device with the credential of '{peer}' says that it is '{name}'.")
+    if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
+        raise ProtocolError(f"'{name}' says that it has {samples!r} samples; there may be 1 to {_MOST_SAMPLES}.")
+    return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
+
+
+def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
+    releases, spent = content.get("releases", 0), content.get("spent", 0.0)
+    if type(releases) is not int or type(spent) is not float or releases < 0 or not 0 <= spent < math.inf:
+        raise ProtocolError(f"'{name}' says that it has sent {releases!r} updates, which have cost {spent!r}.")
+    return BudgetUse(releases, spent)
+
+
+def read_profile(said: Any, network: Profile | None) -> Profile | None:
+    """Return the profile in a device's hello, if there is one; it has to be of the network that is trained."""
+    if said is None:
+        return None
+    try:
+        profile = Profile.from_json(json.dumps(said))
+    except (ConfigError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"The device's profile cannot be used: {error}") from None
+    if network is not None:
+        try:
+            check_network(profile, NetworkSizes.of(network), "that the device brings")
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
+    return profile
+
+
+def expect(message: Message, kind: Kind, epoch: int) -> None:
+    """Raise if a message has another kind or another epoch."""
+    if message.kind is not kind or message.epoch != epoch:
+        raise ProtocolError(f"{message} came where {kind.name} of epoch {epoch} belongs.")
+
+
+@dataclass(frozen=True)
+class EndOfEpoch:
+    """The content of END_EPOCH, the paper's 'stop epoch'."""
+
+    samples: int  # that the device trained on
+    loss_sum: float | None  # over them, if the device computed it
+    uplink: Traffic  # as the device measured it
+    error: SquaredError = None  # of its activations
+    ready: FrameTimes = field(default_factory=dict)  # when the last frames up were ready to be sent
+    came: FrameTimes = field(default_factory=dict)  # when the last frames down arrived
+
+
+def read_end(message: Message, epoch: int) -> EndOfEpoch:
+    """Return the content of END_EPOCH, or raise ProtocolError."""
+    expect(message, Kind.END_EPOCH, epoch)
+    content = read_json(message)
+    samples, loss = content.get("samples"), content.get("loss_sum")
+    if type(samples) is not int or samples < 1 or not (loss is None or type(loss) is float):
+        raise ProtocolError(f"{message} carries {samples!r} samples and the loss {loss!r}.")
+    uplink = read_traffic(content)
+    if uplink is None:
+        raise ProtocolError(f"{message} carries {content.get('up_bytes')!r} bytes sent in {content.get('up_s')!r} s.")
+    ready, came = (read_frame_times(content.get(key, [])) for key in ("ready", "came"))
+    if ready is None or came is None:
+        raise ProtocolError(f"{message} carries something else where the moments of frames belong.")
+    return EndOfEpoch(samples, loss, uplink, _read_error(message, content.get("error")), ready, came)
+
+
+def _read_error(message: Message, said: Any) -> SquaredError:
+    if said is None:
+        return None
+    are_sums = isinstance(said, list) and all(type(one) is float and math.isfinite(one) and one >= 0 for one in said)
+    if not are_sums or len(said) != 2:
+        raise ProtocolError(f"{message} carries {str(said)[:80]!r} where the error of a lossy encoding belongs.")
+    return said[0], said[1]
+
+
+class BatchCounter:
+    """Checks that a device's micro-batches arrive in order and add up to whole batches."""
+
+    def __init__(self, epoch: int, micro_batches: int) -> None:
+        self.samples = 0  # of the epoch
+        self._epoch = epoch
+        self._micro_batches = micro_batches
+        self._iteration, self._number, self._trained, self._batch = 1, 1, 0, 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last batch is complete."""
+        return self._trained == 0
+
+    def count(self, message: Message) -> None:
+        """Count one micro-batch, or raise if another one is due."""
+        if self._number == 1:
+            self._batch = message.batch_samples
+        place = (message.epoch, message.iteration, message.micro_batch, message.batch_samples)
+        trained = self._trained + message.samples
+        if (
+            place != (self._epoch, self._iteration, self._number, self._batch)
+            or self._number > self._micro_batches
+            or not self._trained < trained <= self._batch
+        ):
+            raise ProtocolError(
+                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
+                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
+                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
+            )
+        self.samples += message.samples
+        self._trained, self._number = trained, self._number + 1
+        if trained == self._batch:
+            self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
+
+    def check_end(self, message: Message, end: EndOfEpoch) -> None:
+        """Raise if the samples of END_EPOCH are not those that arrived in whole batches."""
+        if not self.is_whole or end.samples != self.samples:
+            raise ProtocolError(f"{message} says {end.samples} samples, but {self.samples} came in whole batches.")

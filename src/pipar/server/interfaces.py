@@ -1,0 +1,130 @@
+"""What a server is given: the model that it trains, the devices that may join, and where it saves and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipar.events import Observer, ignore
+from pipar.execution.lanes import Lanes
+from pipar.execution.spans import Recorder
+from pipar.execution.stages import Place
+from pipar.links import Link
+from pipar.methods import Method, Plan
+from pipar.planner.replanner import Replanner
+from pipar.privacy.budget import PrivacyAccountant
+from pipar.profiling.profile import Profile
+from pipar.server.device_messages import Introduction
+from pipar.server.epoch_results import ResultCollector
+from pipar.wire.messages import Body, Message
+from pipar.wire.orders import Orders, TrainedPart
+
+
+class ServerPart(Protocol):
+    """M^s_k, the server-side model of one device."""
+
+    def decode(self, message: Message, encoding: str) -> Any: ...
+    def forward(self, decoded: Any) -> Any: ...
+    def backward(self, forwarded: Any) -> Any: ...
+    def chunk_bytes(self, message: Message, encoding: str) -> Sequence[int]: ...  # of its gradient, chunk by chunk
+    def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
+    def step(self) -> None: ...
+    def take_loss(self) -> float | None: ...
+    def take_encoding_error(
+        self,
+    ) -> tuple[float, float] | None: ...  # squared errors and values; None if exact
+    def receive_momentum(self, body: Body) -> None: ...
+
+
+class Learner(Protocol):
+    """The global model M and its replicas M^s_k."""
+
+    def replica(self, device: str) -> ServerPart: ...
+    def pack(self, device: str, *, changes: bool = False) -> Body: ...
+    def part_bytes(self, device: str) -> int: ...
+    def model_bytes(self) -> int: ...
+    def decode(self, device: str, body: Body) -> Any: ...  # of the part that the device returns
+    def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None: ...
+    def discard_progress(self, device: str) -> None: ...  # what it has trained since the last aggregation
+    def keep_replicas_of(self, devices: Collection[str]) -> None: ...  # their replicas, or the one that all share
+    def rewind_shared_model(self) -> None: ...  # a shared model to the last aggregation
+    def restore_point(
+        self,
+    ) -> Callable[[], None]: ...  # of the global model: call the result to restore
+    def move_cuts(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
+    def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
+
+
+class Checkpointer(Protocol):
+    """Saves the training, so that another server can resume it."""
+
+    async def save_if_due(self, epoch: int, *, last: bool) -> None:
+        """Save the state after a round; returns when it is copied."""
+
+    async def finish(self) -> None:
+        """Return when all is saved."""
+
+
+class AdmissionPolicy(Protocol):
+    """Knows which devices may join."""
+
+    def check(self, introduction: Introduction) -> None:
+        """Raise ProtocolError if the device may not join."""
+
+    def link(self, name: str) -> Link:
+        """Return the link of a device."""
+
+
+class Enrolment(AdmissionPolicy, Protocol):
+    """Knows which devices may join, and gives them their orders."""
+
+    async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
+        """Return the first orders of all devices that begin the training together."""
+
+    def join(self, introduction: Introduction) -> Orders:
+        """Return the orders of a device that joins later; one that took part before keeps its plan."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings that the server follows."""
+
+    method: Method
+    epochs: int
+    patience: int | None = None  # epochs without a better validation loss after which the training stops
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # as made before any device joined
+    min_devices: int = 1
+    round_deadline_s: float | None = None  # devices that have not finished by then are excluded, if any has
+    validation: Sequence[tuple[int, Any]] = ()  # held-out batches: number of samples, and the evaluator's argument
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How sessions are made and kept."""
+
+    network: Profile | None = None  # of the network that is trained; a device's own profile has to match it
+    resume_window_s: float = 0.0  # a device whose link is lost may resume its session for this long
+    numbers: Iterable[int] | None = None  # of sessions; 1, 2, 3 ... if None
+    real_links: bool = False  # their rates are measured, not configured
+    keep_spans: frozenset[str] | None = None  # devices whose spans are kept; None: all
+
+
+@dataclass(frozen=True)
+class ServerLanes:
+    """Where the server computes, and the recorder of its spans."""
+
+    pool: Lanes  # serves devices, first come first served
+    background: Lanes  # validates, at the lowest priority
+    recorder: Recorder
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts that a server reports to, saves with and plans by."""
+
+    results: ResultCollector
+    accountant: PrivacyAccountant = field(default_factory=lambda: PrivacyAccountant(None))
+    replanner: Replanner | None = None
+    checkpointer: Checkpointer | None = None
+    observe: Observer = ignore

@@ -1,0 +1,43 @@
+"""How much a device may send by its orders, so that the server's memory stays bounded."""
+
+from __future__ import annotations
+
+from pipar.profiling.profile import Profile
+from pipar.server.interfaces import Learner
+from pipar.server.session import Allowance, Session
+from pipar.wire.frames import SMALL_BODY_BYTES
+from pipar.wire.messages import LABEL_BYTES
+from pipar.wire.orders import Orders
+
+#: The most that a trace takes for each micro-batch of an epoch.
+_SPAN_BYTES = 1024
+_LARGEST_TRACE_BYTES = 256_000_000
+
+
+class Limits:
+    """Sets the limits of sessions by the plans of their devices."""
+
+    def __init__(self, learner: Learner, network: Profile | None) -> None:
+        self._learner = learner
+        self._network = network
+
+    def set(self, session: Session, orders: Orders) -> None:
+        """Let a device send no more than its plan needs."""
+        plan, network = orders.plan, self._network
+        if network is None:
+            session.allow(Allowance(plan.micro_batches))
+            return
+        # A left-over sample may join the last batch; with batch statistics a short batch is cut into two and three.
+        largest_piece = max(-(-(orders.batch_size + 1) // plan.micro_batches), 3 if orders.batch_statistics else 1)
+        iterations = session.introduction.samples // orders.batch_size + 2
+        spans_bytes = _SPAN_BYTES * iterations * (plan.micro_batches + 1)
+        session.allow(
+            Allowance(
+                plan.micro_batches,
+                is_sized=True,
+                activation_bytes=largest_piece * (network.output_bytes(plan.split_point) + LABEL_BYTES),
+                model_bytes=self._learner.part_bytes(session.device),
+                state_bytes=self._learner.model_bytes() if orders.keep_momentum else 0,
+                trace_bytes=min(_LARGEST_TRACE_BYTES, SMALL_BODY_BYTES + spans_bytes),
+            )
+        )

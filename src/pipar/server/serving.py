@@ -1,0 +1,172 @@
+"""Serves one device in a round: lines 4 to 18 of Algorithm 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pipar.errors import LinkError, ProtocolError, forget_frames
+from pipar.events import Dropped, Observer
+from pipar.execution.stages import Work
+from pipar.server.device_messages import BatchCounter, SquaredError, added_errors, expect, read_end
+from pipar.server.gradient_reply import GradientReply
+from pipar.server.interfaces import ServerPart
+from pipar.server.membership import Membership
+from pipar.server.model_exchange import ModelExchange
+from pipar.server.plan_updates import PlanUpdates
+from pipar.server.progress import ProgressReporter
+from pipar.server.replicas import Replicas
+from pipar.server.session import Session
+from pipar.wire.messages import Kind, Message, chunk_count
+from pipar.wire.orders import Orders, TrainedPart
+
+
+@dataclass(frozen=True)
+class DeviceUpdate:
+    """The result of one device's round; its session may be over already."""
+
+    session: Session
+    returned: TrainedPart
+    loss_sum: float | None
+    errors: tuple[SquaredError, SquaredError] = (None, None)  # of lossy encodings, up and down
+
+
+class Serving:
+    """Serves the devices of a round, each in a task of its own. A fault of one device ends its session only."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        replicas: Replicas,
+        plans: PlanUpdates,
+        exchange: ModelExchange,
+        progress: ProgressReporter,
+        observe: Observer,
+    ) -> None:
+        self._membership = membership
+        self._replicas = replicas
+        self._plans = plans
+        self._exchange = exchange
+        self._progress = progress
+        self._observe = observe
+
+    def begin(self, group: Sequence[Session], epoch: int) -> None:
+        """Let the devices of a group train, at the same time."""
+        devices = [session.device for session in group]
+        self._replicas.begin_turns(devices)
+        self._plans.begin_measuring(devices)
+        for session in group:
+            session.begin_round(epoch)
+
+    async def serve(self, session: Session, epoch: int) -> DeviceUpdate | None:
+        """Serve one device's epoch; return its update, or None if the device was lost or broke the protocol."""
+        try:
+            return await self._serve_epoch(session, epoch)
+        except LinkError as error:
+            await self.drop(session, epoch, str(error))
+            forget_frames(error)  # the session keeps it for the next reader
+        except ProtocolError as error:
+            await self.dismiss(session, epoch, error)
+            forget_frames(error)
+        return None
+
+    async def _serve_epoch(self, session: Session, epoch: int) -> DeviceUpdate:
+        orders, replica = self._plans.orders(session.device), self._replicas.of(session.device)
+        if session.round.expects_momentum:
+            await self._receive_momentum(session, replica, epoch)
+        splits = orders.plan.split_point < orders.layers
+        batches = BatchCounter(epoch, orders.plan.micro_batches if splits else 0)
+        losses: list[float | None] = []
+        errors: list[SquaredError] = []
+        while (message := await self._next(session)).kind is Kind.ACTIVATION:  # until 'stop epoch'
+            batches.count(message)
+            if batches.samples > session.introduction.samples:
+                raise ProtocolError(f"{message} is more than the {session.introduction.samples} samples that it has.")
+            await self._serve_micro_batch(session, replica, message)
+            if batches.is_whole:
+                loss, error = await self._finish_iteration(session, replica, message)
+                losses.append(loss)
+                errors.append(error)
+        self._replicas.finish(session.device)
+        end = read_end(message, epoch)
+        if splits:
+            batches.check_end(message, end)
+        session.check_end(message, end)
+        self._plans.add_measured(session.device, session.measure(end, epoch), epoch)
+        model = await session.next_message()
+        expect(model, Kind.MODEL, epoch)
+        session.end_round()
+        returned = await self._exchange.receive(session, model, end.samples)
+        known = [loss for loss in losses if loss is not None]
+        return DeviceUpdate(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
+
+    async def _next(self, session: Session) -> Message:
+        """Return the next message of a device; after an abandoned round, its plan's limits hold again."""
+        message = await session.next_message()
+        if session.catch_up(message):
+            self._plans.limit(session)
+        return message
+
+    async def _receive_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
+        """Take the momentum of the layers that a device has handed over, before it trains on without them."""
+        message = await session.next_message()
+        expect(message, Kind.STATE, epoch - 1)
+        session.expect_no_momentum()
+        await self._exchange.receive_momentum(session, replica, message, epoch)
+
+    async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
+        """Lanes the gradients of one micro-batch, and send that of its activations to the device."""
+        await self._replicas.wait_for_turn(session.device)
+        orders = self._plans.orders(session.device)
+        plan, work = orders.plan, _work_of(message, orders, session.device)
+        first, *others = (
+            replace(work("encode"), size_bytes=size, encoding=plan.down)
+            for size in replica.chunk_bytes(message, plan.down)
+        )
+        reply = GradientReply(session, message)
+        decode = replace(work("decode"), encoding=plan.up, chunks=chunk_count(message.body))
+        steps = (
+            (decode, partial(replica.decode, message, encoding=plan.up)),
+            (work("fs"), replica.forward),
+            (work("bs"), replica.backward),
+            (first, partial(replica.encode, encoding=plan.down, place=(*reply.place, session.device))),
+        )
+        if others:  # the first chunk leaves while they are encoded
+            more = tuple((chunk, reply.encode_next) for chunk in others)
+            await self._replicas.compute(session, *steps, *more, ended=reply.chunk_sender(len(steps)))
+        else:
+            reply.send_first(await self._replicas.compute(session, *steps))
+
+    async def _finish_iteration(
+        self, session: Session, replica: ServerPart, message: Message
+    ) -> tuple[float | None, SquaredError]:
+        """Apply the gradients of a batch; return its summed loss, and the error of a lossy encoding."""
+        step = _work_of(message, self._plans.orders(session.device), session.device)("step")
+        self._replicas.note_step(session.device, message)
+        await self._replicas.compute(session, (step, replica.step))
+        # Before the turn ends: the next device's forward, in another thread, adds to those of a shared model.
+        loss, error = replica.take_loss(), replica.take_encoding_error()
+        self._replicas.end_turn(session.device)
+        self._progress.note_batch(session, message, loss)
+        return loss, error
+
+    async def drop(self, session: Session, epoch: int, reason: str) -> None:
+        """Exclude a device from a round, and discard all that it has done in it."""
+        await self._replicas.discard(session, epoch)
+        session.expect_no_momentum()
+        self._replicas.finish(session.device)
+        self._plans.measure_without(session.device, epoch)
+        self._observe(Dropped(session.device, epoch, reason))
+
+    async def dismiss(self, session: Session, epoch: int, error: ProtocolError) -> None:
+        """Exclude a device that broke the protocol from a round, and end its session."""
+        await self.drop(session, epoch, f"it broke the protocol: {error}")
+        await self._membership.dismiss(session, error)
+
+
+def _work_of(message: Message, orders: Orders, device: str) -> Callable[[str], Work]:
+    """Return a function that gives the work of each kind for one micro-batch, on layers P+1..Q."""
+    place = (message.epoch, message.iteration, message.micro_batch)
+    first, last = orders.plan.split_point + 1, orders.layers
+    return lambda kind: Work(kind, *place, first, last, message.samples, message.body.size_bytes, device)
