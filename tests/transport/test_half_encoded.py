@@ -14,7 +14,7 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.nn.tensors import read_labels, read_tensor, tensor_body
 from pipar.server.device_messages import Introduction
-from pipar.server.gradient_reply import GradientReply
+from pipar.server.serving import GradientReply
 from pipar.server.session import Allowance, Session
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair

@@ -2,7 +2,7 @@
 
 Reading order: `program` (the algorithm, round by round), `rounds` (the devices of a round, up to its deadline, and
 their aggregation), `serving` (one device in a round), `replicas` (server-side models, own or shared) with `turn_order`,
-`gradient_reply`, `model_exchange` (models to and from devices), `plan_updates` (orders in force, and new plans between
+`model_exchange` (models to and from devices), `plan_updates` (orders in force, and new plans between
 rounds), `participants` (devices get their orders before a round).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`

@@ -1,4 +1,4 @@
-"""Reads and checks what a device says about itself and its epochs: HELLO, END_EPOCH, and the order of micro-batches."""
+"""Reads and checks what a device says about itself in HELLO and about its epochs in END_EPOCH."""
 
 from __future__ import annotations
 
@@ -115,44 +115,3 @@ def _read_error(message: Message, said: Any) -> SquaredError:
     if not are_sums or len(said) != 2:
         raise ProtocolError(f"{message} carries {str(said)[:80]!r} where the error of a lossy encoding belongs.")
     return said[0], said[1]
-
-
-class BatchCounter:
-    """Checks that a device's micro-batches arrive in order and add up to whole batches."""
-
-    def __init__(self, epoch: int, micro_batches: int) -> None:
-        self.samples = 0  # of the epoch
-        self._epoch = epoch
-        self._micro_batches = micro_batches
-        self._iteration, self._number, self._trained, self._batch = 1, 1, 0, 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the last batch is complete."""
-        return self._trained == 0
-
-    def count(self, message: Message) -> None:
-        """Count one micro-batch, or raise if another one is due."""
-        if self._number == 1:
-            self._batch = message.batch_samples
-        place = (message.epoch, message.iteration, message.micro_batch, message.batch_samples)
-        trained = self._trained + message.samples
-        if (
-            place != (self._epoch, self._iteration, self._number, self._batch)
-            or self._number > self._micro_batches
-            or not self._trained < trained <= self._batch
-        ):
-            raise ProtocolError(
-                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
-                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
-                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
-            )
-        self.samples += message.samples
-        self._trained, self._number = trained, self._number + 1
-        if trained == self._batch:
-            self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
-
-    def check_end(self, message: Message, end: EndOfEpoch) -> None:
-        """Raise if the samples of END_EPOCH are not those that arrived in whole batches."""
-        if not self.is_whole or end.samples != self.samples:
-            raise ProtocolError(f"{message} says {end.samples} samples, but {self.samples} came in whole batches.")

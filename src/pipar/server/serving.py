@@ -1,16 +1,16 @@
-"""Serves one device in a round: lines 4 to 18 of Algorithm 2."""
+"""Serves one device in a round, micro-batch by micro-batch: lines 4 to 18 of Algorithm 2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Dropped, Observer
-from pipar.execution.stages import Work
-from pipar.server.device_messages import BatchCounter, SquaredError, added_errors, expect, read_end
-from pipar.server.gradient_reply import GradientReply
+from pipar.execution.stages import Place, Work
+from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
 from pipar.server.interfaces import ServerPart
 from pipar.server.membership import Membership
 from pipar.server.model_exchange import ModelExchange
@@ -18,7 +18,7 @@ from pipar.server.plan_updates import PlanUpdates
 from pipar.server.progress import ProgressReporter
 from pipar.server.replicas import Replicas
 from pipar.server.session import Session
-from pipar.wire.messages import Kind, Message, chunk_count
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, chunk_count
 from pipar.wire.orders import Orders, TrainedPart
 
 
@@ -83,9 +83,9 @@ class Serving:
             batches.count(message)
             if batches.samples > session.introduction.samples:
                 raise ProtocolError(f"{message} is more than the {session.introduction.samples} samples that it has.")
-            await self._serve_micro_batch(session, replica, message)
+            await self._serve_micro_batch(session, replica, orders, message)
             if batches.is_whole:
-                loss, error = await self._finish_iteration(session, replica, message)
+                loss, error = await self._finish_iteration(session, replica, orders, message)
                 losses.append(loss)
                 errors.append(error)
         self._replicas.finish(session.device)
@@ -115,10 +115,9 @@ class Serving:
         session.expect_no_momentum()
         await self._exchange.receive_momentum(session, replica, message, epoch)
 
-    async def _serve_micro_batch(self, session: Session, replica: ServerPart, message: Message) -> None:
+    async def _serve_micro_batch(self, session: Session, replica: ServerPart, orders: Orders, message: Message) -> None:
         """Lanes the gradients of one micro-batch, and send that of its activations to the device."""
         await self._replicas.wait_for_turn(session.device)
-        orders = self._plans.orders(session.device)
         plan, work = orders.plan, _work_of(message, orders, session.device)
         first, *others = (
             replace(work("encode"), size_bytes=size, encoding=plan.down)
@@ -139,10 +138,10 @@ class Serving:
             reply.send_first(await self._replicas.compute(session, *steps))
 
     async def _finish_iteration(
-        self, session: Session, replica: ServerPart, message: Message
+        self, session: Session, replica: ServerPart, orders: Orders, message: Message
     ) -> tuple[float | None, SquaredError]:
         """Apply the gradients of a batch; return its summed loss, and the error of a lossy encoding."""
-        step = _work_of(message, self._plans.orders(session.device), session.device)("step")
+        step = _work_of(message, orders, session.device)("step")
         self._replicas.note_step(session.device, message)
         await self._replicas.compute(session, (step, replica.step))
         # Before the turn ends: the next device's forward, in another thread, adds to those of a shared model.
@@ -163,6 +162,91 @@ class Serving:
         """Exclude a device that broke the protocol from a round, and end its session."""
         await self.drop(session, epoch, f"it broke the protocol: {error}")
         await self._membership.dismiss(session, error)
+
+
+class BatchCounter:
+    """Checks that a device's micro-batches arrive in order and add up to whole batches."""
+
+    def __init__(self, epoch: int, micro_batches: int) -> None:
+        self.samples = 0  # of the epoch
+        self._epoch = epoch
+        self._micro_batches = micro_batches
+        self._iteration, self._number, self._trained, self._batch = 1, 1, 0, 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last batch is complete."""
+        return self._trained == 0
+
+    def count(self, message: Message) -> None:
+        """Count one micro-batch, or raise if another one is due."""
+        if self._number == 1:
+            self._batch = message.batch_samples
+        place = (message.epoch, message.iteration, message.micro_batch, message.batch_samples)
+        trained = self._trained + message.samples
+        if (
+            place != (self._epoch, self._iteration, self._number, self._batch)
+            or self._number > self._micro_batches
+            or not self._trained < trained <= self._batch
+        ):
+            raise ProtocolError(
+                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
+                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
+                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
+            )
+        self.samples += message.samples
+        self._trained, self._number = trained, self._number + 1
+        if trained == self._batch:
+            self._iteration, self._number, self._trained = self._iteration + 1, 1, 0
+
+    def check_end(self, message: Message, end: EndOfEpoch) -> None:
+        """Raise if the samples of END_EPOCH are not those that arrived in whole batches."""
+        if not self.is_whole or end.samples != self.samples:
+            raise ProtocolError(f"{message} says {end.samples} samples, but {self.samples} came in whole batches.")
+
+
+class GradientReply:
+    """Sends the gradient of one micro-batch; the first chunk leaves while the others are encoded."""
+
+    def __init__(self, session: Session, to: Message) -> None:
+        self._session = session
+        self._place = (to.epoch, to.iteration, to.micro_batch, to.samples, to.batch_samples)
+        self._body: Body | None = None
+        self._is_wanted = True
+
+    @property
+    def place(self) -> Place:
+        """Epoch, iteration and number of the micro-batch."""
+        return self._place[:3]
+
+    def send_first(self, body: Body) -> None:
+        """Send the first chunk, or all if there is one, unless the device has been excluded from the round."""
+        self._is_wanted = self._session.wants_gradient_of(self._place[0])
+        if self._is_wanted:
+            self._session.reply(Message(Kind.GRADIENT, *self._place, body=body))
+
+    def encode_next(self, before: Body | Payload) -> Payload:
+        """Return the chunk that follows the given one."""
+        if isinstance(before, Body):
+            self._body = before
+        return self._chunks.encode_next()
+
+    def chunk_sender(self, steps: int) -> Callable[[int, Any], None]:
+        """Return a callback for the end of each step that sends its chunk; step number `steps` gives the first one."""
+
+        def step_ended(place: int, value: Any) -> None:
+            if place == steps - 1:
+                self.send_first(value)
+            elif place >= steps and self._is_wanted:
+                self._session.channel.add_chunk(self._chunks, value)
+
+        return step_ended
+
+    @property
+    def _chunks(self) -> Chunks:
+        assert self._body is not None
+        assert self._body.chunks is not None
+        return self._body.chunks
 
 
 def _work_of(message: Message, orders: Orders, device: str) -> Callable[[str], Work]:
