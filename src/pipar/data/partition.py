@@ -123,7 +123,7 @@ def _shards(
     used = rng.permutation(len(labels))[: sum(sizes)]
     by_label = used[np.argsort(np.asarray(labels)[used], kind="stable")]
     lengths = [n for size in sizes for n in even_sizes(size, shards_per_device)]
-    dealt = rng.permutation(len(lengths))
-    shards = dict(zip(dealt.tolist(), _cut(by_label, [lengths[at] for at in dealt]), strict=True))
+    order = rng.permutation(len(lengths))
+    shards = dict(zip(order.tolist(), _cut(by_label, [lengths[at] for at in order]), strict=True))
     first = range(0, len(lengths), shards_per_device)
     return [np.concatenate([shards[at + i] for i in range(shards_per_device)]) for at in first]

@@ -103,7 +103,7 @@ class SizesOnlyDevicePart:
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
         return None
 
-    def protect(self, chance: NoiseSource, *, clip: float, multiplier: float) -> None:
+    def protect(self, noise: NoiseSource, *, clip: float, multiplier: float) -> None:
         pass
 
     def pack(self, *, changes: bool = False) -> Body:

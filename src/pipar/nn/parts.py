@@ -242,7 +242,7 @@ class TorchDevicePart(Part):
         return read_tensor(message, encoding, not_zero(output))
 
     @torch.no_grad()
-    def protect(self, chance: mechanisms.NoiseSource, *, clip: float, multiplier: float) -> None:
+    def protect(self, noise: mechanisms.NoiseSource, *, clip: float, multiplier: float) -> None:
         """Clip the update of this part by one norm over all of it, and add noise; in place.
 
         Running variances are clamped at 0 after the noise, which reveals nothing further. Entries without noise are
@@ -252,7 +252,7 @@ class TorchDevicePart(Part):
         learned = self._learned()
         self._take_back(self._base)
         base = arrays({name: self._base[name] for name in learned})
-        mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, noise=chance)
+        mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, noise=noise)
         for name, tensor in learned.items():
             if name.endswith("running_var"):
                 tensor.clamp_(min=0.0)
