@@ -14,7 +14,7 @@ from benchmarks.record import Claim
 from pipar.config_file import config_from
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
-from pipar.planner.simulator import predict_s
+from pipar.planner.predictor import predict_s
 from reproduction.replanned import replanned
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")

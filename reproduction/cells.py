@@ -23,8 +23,9 @@ from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet, plans_by_device
+from pipar.planner.predictor import predict_s
 from pipar.planner.search import search_kinds, search_plans
-from pipar.planner.simulator import predict_s, simulate, simulate_within
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
 from pipar.storage.run_folder import plan_from_json

@@ -14,7 +14,8 @@ import numpy as np
 from pipar import random_streams
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.simulator import Disturb, simulate, simulate_within
+from pipar.planner.simulated_device import Disturb
+from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, SimulateWithin, Timing
 

@@ -28,9 +28,9 @@ def one_thread() -> Iterator[None]:
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let networks be measured in a fraction of a second, and so badly: for tests that only need some profile."""
     from pipar.job.profiles import measured_profile
-    from pipar.profiling import measure
+    from pipar.profiling import repeated_timing
 
-    monkeypatch.setattr(measure, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(repeated_timing, "PAUSE_S", 0.0)
     monkeypatch.setitem(measured_profile.__kwdefaults__, "budget_s", 0.1)
 
 

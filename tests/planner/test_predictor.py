@@ -25,8 +25,7 @@ from pipar.planner.calibration import Calibration, MachineHistory, Shares, calib
 from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Predictor
-from pipar.planner.simulator import predict_s
+from pipar.planner.predictor import Predictor, predict_s
 from pipar.profiling.profile import Profile
 from reproduction.perturbed_world import perturbed
 

@@ -24,7 +24,9 @@ from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.cache import machine_fingerprint
-from pipar.profiling.measure import _Batch, _training_pass, measure_profile
+from pipar.profiling.layer_times import training_pass
+from pipar.profiling.measure import measure_profile
+from pipar.profiling.measurement_task import Batch
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile, batch_sizes
 from pipar.wire.encodings import ALL
@@ -120,7 +122,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
     for name in calls.values():
         monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
     monkeypatch.setattr(TorchLearner, "aggregate", _slowed(TorchLearner.aggregate))
-    monkeypatch.setattr("pipar.profiling.measure.clip_and_noise", _slowed(clip_and_noise))
+    monkeypatch.setattr("pipar.profiling.overheads.clip_and_noise", _slowed(clip_and_noise))
     model = small_network()
     profile = measure(model)
     assert all(getattr(profile, f"{kind}_s") > _SLOWED_S / 2 for kind in calls)
@@ -234,15 +236,15 @@ def test_progress_grows_and_ends_at_one_in_the_thread_that_asked() -> None:
     assert threads == {threading.get_ident()}
 
 
-def _plain_pass_s(model: nn.Sequential, batch: _Batch) -> float:
+def _plain_pass_s(model: nn.Sequential, batch: Batch) -> float:
     start = time.thread_time()
     loss = functional.cross_entropy(model(batch.inputs), batch.targets, reduction="sum") / len(batch.targets)
     torch.autograd.backward(loss)
     return time.thread_time() - start
 
 
-def _layers_s(model: nn.Sequential, batch: _Batch) -> float:
-    measured = _training_pass(model, batch)
+def _layers_s(model: nn.Sequential, batch: Batch) -> float:
+    measured = training_pass(model, batch)
     return sum(measured.forward_s + measured.backward_s)
 
 
@@ -255,7 +257,7 @@ def test_the_layers_together_take_what_the_unsplit_network_takes(samples: int) -
         nn.Sequential(nn.Linear(1024, 128), nn.ReLU()),
         nn.Linear(128, 5),
     )
-    batch = _Batch.random(samples, (3, 16, 16), 5, torch.float32)
+    batch = Batch.random(samples, (3, 16, 16), 5, torch.float32)
     with one_thread():
         pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
     # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.

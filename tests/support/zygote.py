@@ -26,6 +26,7 @@ _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
     "pipar.cli.deploy", "pipar.cli.train", "pipar.cli.display", "pipar.job.workload", "pipar.job.model_setup",
     "pipar.job.prepare", "pipar.job.explain", "pipar.profiling.measure", "pipar.storage.run_folder",
+    "pipar.profiling.repeated_timing",
     "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics",
     "pipar.transport.certificates", "pipar.transport.tls", "pipar.report", "pipar.launch.virtual",
 )  # fmt: skip
@@ -98,7 +99,7 @@ def _poll(pid: int) -> int | None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end what they have started
     modules = {name: importlib.import_module(name) for name in _PRELOAD}
-    modules["pipar.profiling.measure"]._PAUSE_S = 0.0
+    modules["pipar.profiling.repeated_timing"].PAUSE_S = 0.0
     modules["pipar.job.prepare"].measured_profile.__kwdefaults__["budget_s"] = 0.1
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

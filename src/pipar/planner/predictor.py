@@ -17,7 +17,8 @@ from pipar.planner.calibration import Calibration, MachineHistory, calibrated
 from pipar.planner.compute_load import ComputeLoad, compute_loads, server_contention
 from pipar.planner.fleet import Fleet
 from pipar.planner.replanner import MeasuredLink, differs
-from pipar.planner.simulator import predict_s
+from pipar.planner.simulator import simulate
+from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_epoch_s
 
 T = TypeVar("T")
 
@@ -28,6 +29,13 @@ _TELLING_S = 0.02
 _NOTICED, _NOTICED_AGAIN = 0.002, 0.03
 #: A machine that seems further off than this was disturbed, not profiled wrongly.
 _MOST = 5.0
+
+
+#: A prediction is made in the middle of a training, and the server's messages wait for it. So a large fleet is
+#: predicted by a sample of this size,
+_SAMPLE = 32
+#: and of at most this many micro-batches, which take less than a tenth of a second.
+_MOST_MICRO_BATCHES = 4000
 
 
 class Predictor:
@@ -111,6 +119,17 @@ class Predictor:
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
         return predict_s(self.fleet_for(epoch).of(devices), _at(self._plans, epoch))
+
+
+def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
+    """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
+    everyone = fleet.sampled()
+    pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
+    if pieces <= _MOST_MICRO_BATCHES:
+        return simulate(everyone, plans).epoch_s
+    few = fleet.sampled(_SAMPLE)
+    iterations = _MOST_MICRO_BATCHES // sum(plans[member.name].micro_batches for member in few.members)
+    return steady_epoch_s(simulate, few, plans, max(FEWEST_ITERATIONS, min(STEADY_ITERATIONS, iterations)))
 
 
 class _Steadiness:

@@ -15,8 +15,8 @@ A timing-only run of the same plans gives the same times, to the last digits; it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache, lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
 from pipar.execution.schedule import device_order
@@ -24,27 +24,13 @@ from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UP
 from pipar.execution.stages import Work
 from pipar.methods import Plan
 from pipar.planner.bounds import Cutoff
-from pipar.planner.fleet import Fleet, Member
-from pipar.planner.stage_times import (
-    BatchTimes,
-    batch_times,
-    decoding,
-    model_s,
-    protect_s,
-    transfer_s,
-    work_key,
-)
-from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, Timing, steady_epoch_s
+from pipar.planner.fleet import Fleet
+from pipar.planner.simulated_device import Distribution, Disturb, SimulatedDevice, simulated_devices
+from pipar.planner.stage_times import decoding, model_s, protect_s, transfer_s
+from pipar.planner.timing import Timing
 
-#: Devices of a prediction in the middle of a training, which the server's messages wait for.
-_FEW = 32
-#: So many micro-batches take less than a tenth of a second.
-_QUICK = 4000
-#: What the JSON of 'stop epoch' has, give or take a few bytes.
+#: The size of the 'stop epoch' message's JSON, give or take a few bytes.
 _END_EPOCH_BYTES = 80
-
-#: Changes the times of one device's iteration: (device, iteration, times) -> times.
-Disturb = Callable[[str, int, BatchTimes], BatchTimes]
 
 
 def simulate(
@@ -87,54 +73,6 @@ def timeline(
     return sorted(shown, key=lambda span: span.start)
 
 
-def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
-    everyone = fleet.sampled()
-    pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
-    if pieces <= _QUICK:
-        return simulate(everyone, plans).epoch_s
-    few = fleet.sampled(_FEW)
-    iterations = _QUICK // sum(plans[member.name].micro_batches for member in few.members)
-    return steady_epoch_s(simulate, few, plans, max(FEWEST_ITERATIONS, min(STEADY_ITERATIONS, iterations)))
-
-
-class _Device:
-    """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
-
-    __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
-        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
-        "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
-        "stepped", "times", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
-    )  # fmt: skip
-
-    def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
-        self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
-        self.latency = member.link.latency_s
-        # The device's compute lane: its batch, the order of its stages, and how far it is.
-        self.working: BatchTimes | None = None
-        self.order: tuple[tuple[bool, int], ...] = ()
-        self.place = 0
-        self.waits_for = -1  # the micro-batch whose gradient it needs next, as long as nobody knows when that comes
-        self.ends: list[float] = []  # of its iterations
-        # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
-        self.loads = self.loaded = self.forwarded = self.encoded = self.answered = 0
-        self.decoded_at: list[float] = []  # when, as far as that is known
-        self.chunks = 0  # of the micro-batch that is being encoded
-        self.encode_free = self.decode_free = 0.0  # one is encoded, and one decoded, at a time
-        self.encoding = self.decoding = False  # the next one is to be begun when this one ends
-        self.up_began = 0.0
-        self.io_free = self.up_free = self.down_free = 0.0
-        self.compute_s = self.up_s = self.down_s = 0.0
-        # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
-        self.batch, self.stepped = times[0], 0
-        self.served = self.inbox = 0
-        self.serving = False
-        self.slower = 1.0  # what other cores make of the job that is being served
-        self.returned = False  # its trained part is at the server
-        self.returned_at = 0.0  # and can be aggregated
-
-
 _LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(10)
 
 
@@ -156,41 +94,24 @@ class _Epoch:
     ) -> None:
         self.spans: list[Span] = []
         self._fleet = fleet
-        self._plans = plans
-        self._devices = self._make_devices(iterations, disturb, watch)
-        self._events: list[tuple[float, int, int, _Device]] = []
+        self._devices = simulated_devices(fleet, plans, iterations, disturb, watch)
+        self._events: list[tuple[float, int, int, SimulatedDevice]] = []
         self._count = 0
         self._cores = [0.0] * fleet.cores  # until when each is taken
         self._server_s = self._alone_s = self._start = 0.0
-        self._part_bytes = cache(partial(fleet.server.profile.parameter_bytes, 1))
+        self._distribution = Distribution(fleet)
+        self._part_bytes = self._distribution.part_bytes
         batches = [batch for device in self._devices if device.splits for batch in device.times]
         self._unserved = sum(len(batch.served) for batch in batches)  # micro-batches that no core has taken
         self._unserved_s = sum(batch.served_s for batch in batches)
         times = {device.member.name: device.times for device in self._devices}
         self._cutoff = None if within_s is None else Cutoff(fleet, plans, times, within_s)
 
-    def _make_devices(self, iterations: int | None, disturb: Disturb | None, watch: str | None) -> list[_Device]:
-        known: dict[tuple[object, ...], list[BatchTimes]] = {}  # most devices are like another one
-        devices = []
-        for member in self._fleet.members:
-            plan = self._plans[member.name]
-            key = work_key(member, plan)
-            if key not in known:
-                batches = self._fleet.batches(member.samples, iterations)
-                each = {batch: batch_times(self._fleet, member, plan, batch) for batch in set(batches)}
-                known[key] = [each[batch] for batch in batches]
-            times = known[key]
-            if disturb:
-                times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
-            splits = plan.split_point < self._fleet.layers
-            devices.append(_Device(member, plan, times, splits=splits, watched=member.name == watch))
-        return devices
-
     def run(self) -> Timing:
         if self._cutoff is not None and self._cutoff.rules_out():
             raise _TooLong
         # Nobody waits for the others' new parts: who has a short way begins early.
-        distributed, installed = self._distribute(0.0, changes=False)
+        distributed, installed = self._distribution.send(self._devices, 0.0, changes=False)
         for device in self._devices:
             told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)
             device.down_free, device.down_s = told, 0.0
@@ -206,24 +127,24 @@ class _Epoch:
             handlers[kind](device, now)
         return self._timing(self._start, self._exchange())
 
-    def _at(self, when: float, kind: int, device: _Device) -> None:
+    def _schedule(self, when: float, kind: int, device: SimulatedDevice) -> None:
         self._count += 1
         heappush(self._events, (when, self._count, kind, device))
 
     # --- on a device
 
-    def _load(self, device: _Device, now: float) -> None:
+    def _load(self, device: SimulatedDevice, now: float) -> None:
         device.loads += 1
         self._on_io(device, now, "load", 0, device.times[device.loads - 1].load, _LOADED)
 
-    def _on_io(self, device: _Device, now: float, kind: str, n: int, seconds: float, then: int) -> None:
+    def _on_io(self, device: SimulatedDevice, now: float, kind: str, n: int, seconds: float, then: int) -> None:
         begin = max(now, device.io_free)
         device.io_free = begin + seconds
         if device.watched:
             self._span(device, IO, kind, n, begin, device.io_free)
-        self._at(device.io_free, then, device)
+        self._schedule(device.io_free, then, device)
 
-    def _loaded(self, device: _Device, now: float) -> None:
+    def _loaded(self, device: SimulatedDevice, now: float) -> None:
         """Add the batch's noise; its lane is free, as a batch is loaded behind the last forward of the one before."""
         seconds = device.times[device.loads - 1].noise
         if not seconds:
@@ -231,14 +152,14 @@ class _Epoch:
             return
         if device.watched:
             self._span(device, NOISE, "noise", 0, now, now + seconds)
-        self._at(now + seconds, _READY, device)
+        self._schedule(now + seconds, _READY, device)
 
-    def _ready(self, device: _Device, now: float) -> None:
+    def _ready(self, device: SimulatedDevice, now: float) -> None:
         device.loaded += 1
         if device.working is None:
             self._begin(device, now)
 
-    def _begin(self, device: _Device, now: float) -> None:
+    def _begin(self, device: SimulatedDevice, now: float) -> None:
         """Begin the next iteration, if its batch is there."""
         number = len(device.ends)
         if device.loaded <= number:
@@ -248,9 +169,9 @@ class _Epoch:
         device.order = _order(len(device.working.fc), device.plan.window)
         device.place = device.forwarded = device.encoded = device.answered = 0
         device.decoded_at = []
-        self._go_on(device, now)
+        self._compute_next(device, now)
 
-    def _go_on(self, device: _Device, now: float) -> None:
+    def _compute_next(self, device: SimulatedDevice, now: float) -> None:
         """Start the compute lane's next stage, unless it has to wait for a gradient."""
         times = device.working
         assert times is not None
@@ -271,13 +192,13 @@ class _Epoch:
         device.compute_s += end - now
         if device.watched:
             self._span(device, COMPUTE, kind, n + 1, now, end)
-        self._at(end, _COMPUTED, device)
+        self._schedule(end, _COMPUTED, device)
 
-    def _computed(self, device: _Device, now: float) -> None:
+    def _computed(self, device: SimulatedDevice, now: float) -> None:
         if device.place == len(device.order):
             device.ends.append(now)
             if self._cutoff is not None:
-                self._go_on_only_within(self._cutoff, device, now)
+                self._stop_if_too_long(self._cutoff, device, now)
             if len(device.ends) < len(device.times):
                 self._begin(device, now)
             else:
@@ -291,13 +212,13 @@ class _Epoch:
                 self._encode_next(device, now)
             if 2 * device.forwarded == len(device.order) and device.loads < len(device.times):
                 self._load(device, now)
-        self._go_on(device, now)
+        self._compute_next(device, now)
 
-    def _encode_next(self, device: _Device, now: float) -> None:
+    def _encode_next(self, device: SimulatedDevice, now: float) -> None:
         """Encode the next micro-batch, or wait for the one before."""
         if now < device.encode_free:
             device.encoding = True
-            self._at(device.encode_free, _ENCODED, device)
+            self._schedule(device.encode_free, _ENCODED, device)
             return
         assert device.working is not None
         n = device.encoded
@@ -316,9 +237,9 @@ class _Epoch:
         if device.watched:
             self._span(device, IO, "encode", n + 1, begin, ready)
             self._span(device, UPLINK, "u", n + 1, up_begin, device.up_free)
-        self._at(device.up_free + device.latency, _ARRIVED, device)
+        self._schedule(device.up_free + device.latency, _ARRIVED, device)
 
-    def _encoded(self, device: _Device, now: float) -> None:
+    def _encoded(self, device: SimulatedDevice, now: float) -> None:
         """Go on when a micro-batch is encoded that the next one has waited for, or a chunk of it."""
         if device.encode_free == math.inf:
             self._send_chunk(device, now)
@@ -326,18 +247,18 @@ class _Epoch:
         device.encoding = False
         self._encode_waiting(device, now)
 
-    def _encode_waiting(self, device: _Device, now: float) -> None:
+    def _encode_waiting(self, device: SimulatedDevice, now: float) -> None:
         """Encode what has waited: a micro-batch of one chunk is through at once, and others may wait behind it."""
         while device.encoded < device.forwarded and not device.encoding:
             self._encode_next(device, now)
 
-    def _encode_chunk(self, device: _Device, now: float) -> None:
+    def _encode_chunk(self, device: SimulatedDevice, now: float) -> None:
         assert device.working is not None
         n, device.encoding, device.encode_free = device.encoded, True, math.inf
         seconds = device.working.encode[n] * device.working.up_chunks[n][device.chunks]
         self._on_io(device, now, "encode", n + 1, seconds, _ENCODED)
 
-    def _send_chunk(self, device: _Device, now: float) -> None:
+    def _send_chunk(self, device: SimulatedDevice, now: float) -> None:
         """Send a chunk of a micro-batch's activations while the next one is encoded."""
         assert device.working is not None
         n, chunks = device.encoded, device.working.up_chunks[device.encoded]
@@ -353,30 +274,30 @@ class _Epoch:
         device.chunks = 0
         if device.watched:
             self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
-        self._at(device.up_free + device.latency, _ARRIVED, device)
+        self._schedule(device.up_free + device.latency, _ARRIVED, device)
         device.encoded, device.encoding, device.encode_free = n + 1, False, now
         self._encode_waiting(device, now)
 
-    def _answered(self, device: _Device, now: float) -> None:
+    def _answered(self, device: SimulatedDevice, now: float) -> None:
         device.answered += 1
         if not device.decoding:
             self._decode_next(device, now)
 
-    def _decode_next(self, device: _Device, now: float) -> None:
+    def _decode_next(self, device: SimulatedDevice, now: float) -> None:
         """Decode the next micro-batch, or wait for the one before."""
         if now < device.decode_free:
             device.decoding = True
-            self._at(device.decode_free, _DECODED, device)
+            self._schedule(device.decode_free, _DECODED, device)
         else:
             self._decode(device, now)
 
-    def _decoded(self, device: _Device, now: float) -> None:
+    def _decoded(self, device: SimulatedDevice, now: float) -> None:
         """Go on when a micro-batch is decoded that the next one has waited for."""
         device.decoding = False
         while len(device.decoded_at) < device.answered and not device.decoding:
             self._decode_next(device, now)
 
-    def _decode(self, device: _Device, now: float) -> None:
+    def _decode(self, device: SimulatedDevice, now: float) -> None:
         assert device.working is not None
         n, io_free = len(device.decoded_at), device.io_free
         begin = now if now > io_free else io_free
@@ -386,23 +307,23 @@ class _Epoch:
             self._span(device, IO, "decode", n + 1, begin, ready)
         if device.waits_for == n:
             device.waits_for = -1
-            self._go_on(device, ready)
+            self._compute_next(device, ready)
 
-    def _go_on_only_within(self, cutoff: Cutoff, device: _Device, now: float) -> None:
+    def _stop_if_too_long(self, cutoff: Cutoff, device: SimulatedDevice, now: float) -> None:
         served_s = _filled_at(self._cores, self._unserved_s, now) - self._start if self._unserved else 0.0
         if cutoff.gives_up(device.member.name, len(device.ends), now - self._start, served_s):
             raise _TooLong
 
     # --- on the server
 
-    def _arrived(self, device: _Device, now: float) -> None:
+    def _arrived(self, device: SimulatedDevice, now: float) -> None:
         if device.serving:
             device.inbox += 1
         else:
             device.serving = True
             self._on_core(device, now, device.batch.served[device.served], _SERVED)
 
-    def _on_core(self, device: _Device, now: float, seconds: float, then: int) -> None:
+    def _on_core(self, device: SimulatedDevice, now: float, seconds: float, then: int) -> None:
         begin = max(now, self._cores[0])
         if then == _SERVED:
             self._unserved -= 1
@@ -419,9 +340,9 @@ class _Epoch:
             kind, n = ("fs", device.served + 1) if then == _SERVED else ("step", device.served)
             place = (1, device.stepped + 1, n, begin, begin + seconds)
             self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
-        self._at(begin + seconds, then, device)
+        self._schedule(begin + seconds, then, device)
 
-    def _served(self, device: _Device, now: float) -> None:
+    def _served(self, device: SimulatedDevice, now: float) -> None:
         n = device.served
         chunks, seconds = device.batch.down_chunks[n], device.batch.d[n]
         # Chunks are sent as they are encoded: all behind the first, but the last not before it is there.
@@ -438,16 +359,16 @@ class _Epoch:
         else:
             self._serve_next(device, now)
 
-    def _answer(self, device: _Device, when: float) -> None:
+    def _answer(self, device: SimulatedDevice, when: float) -> None:
         """Let gradients come to a device then."""
         if device.decoding or device.answered < device.served or 2 * device.encoded < len(device.order):
-            self._at(when, _ANSWERED, device)
+            self._schedule(when, _ANSWERED, device)
             return
         # All others have come, and the io lane has nothing else to do: when this one is decoded can be said at once.
         device.answered += 1
         self._decode(device, when if when > device.decode_free else device.decode_free)
 
-    def _stepped(self, device: _Device, now: float) -> None:
+    def _stepped(self, device: SimulatedDevice, now: float) -> None:
         device.stepped, device.served = device.stepped + 1, 0
         if device.stepped < len(device.times):
             device.batch = device.times[device.stepped]
@@ -455,7 +376,7 @@ class _Epoch:
             self._take_part(device, now)
         self._serve_next(device, now)
 
-    def _serve_next(self, device: _Device, now: float) -> None:
+    def _serve_next(self, device: SimulatedDevice, now: float) -> None:
         if device.inbox:
             device.inbox -= 1
             self._on_core(device, now, device.batch.served[device.served], _SERVED)
@@ -469,7 +390,7 @@ class _Epoch:
         server = self._fleet.server
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
         averaged = returned + server.seconds(Work("aggregate", size_bytes=self._fleet.averaged_bytes))
-        _, installed = self._distribute(averaged, changes=True)
+        _, installed = self._distribution.send(self._devices, averaged, changes=True)
         for device in self._devices:
             if device.watched:
                 self.spans.append(Span(SERVER, CORE, "aggregate", 1, 0, 0, returned, averaged))
@@ -477,31 +398,7 @@ class _Epoch:
                 self._span(device, DOWNLINK, "model", 0, device.down_free - seconds, device.down_free)
         return max(installed.values())
 
-    def _distribute(self, now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
-        """Return when the last part was packed, and when each device has installed its own.
-
-        One split point is packed once: as it is, and once more as what has changed, for devices on slow links.
-        """
-        packed: set[tuple[int, bool]] = set()
-        installed = {}
-        for device in self._devices:
-            member, size = device.member, self._part_bytes(device.plan.split_point)
-            changed = changes and self._fleet.sends_changes(member, member.link.down_bps)
-            form = "changes" if changed else "raw"
-            key = (device.plan.split_point, changed)
-            if key not in packed:
-                now += self._fleet.server.seconds(Work("pack", size_bytes=size, encoding=form))
-                packed.add(key)
-            rate_bps = member.link.down_bps
-            first_s = transfer_s(size, rate_bps)
-            seconds = model_s(self._fleet, member, device.plan, rate_bps) if changes else first_s
-            device.down_s += seconds
-            device.down_free = max(now, device.down_free) + seconds
-            install = member.costs.seconds(Work("install", size_bytes=size, encoding=form))
-            installed[member.name] = device.down_free + device.latency + install
-        return now, installed
-
-    def _return_part(self, device: _Device) -> None:
+    def _return_part(self, device: SimulatedDevice) -> None:
         member, size = device.member, self._part_bytes(device.plan.split_point)
         said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
@@ -515,14 +412,14 @@ class _Epoch:
             if self._fleet.protects:
                 self.spans.append(Span(member.name, COMPUTE, "protect", 1, 0, 0, device.ends[-1], protected))
             self._span(device, UPLINK, "model", 0, sent, sent + seconds)
-        self._at(sent + seconds + device.latency, _RETURNED, device)
+        self._schedule(sent + seconds + device.latency, _RETURNED, device)
 
-    def _returned(self, device: _Device, now: float) -> None:
+    def _returned(self, device: SimulatedDevice, now: float) -> None:
         device.returned = True
         if not device.splits or device.stepped == len(device.times):
             self._take_part(device, now)
 
-    def _take_part(self, device: _Device, now: float) -> None:
+    def _take_part(self, device: SimulatedDevice, now: float) -> None:
         """Decode what a device has brought back if it is changes, first come first served like all other work."""
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
@@ -549,7 +446,7 @@ class _Epoch:
             own_s={device.member.name: (device.compute_s, device.up_s, device.down_s) for device in devices},
         )
 
-    def _span(self, device: _Device, lane: str, kind: str, n: int, begin: float, end: float) -> None:
+    def _span(self, device: SimulatedDevice, lane: str, kind: str, n: int, begin: float, end: float) -> None:
         is_ahead = kind in ("load", "noise") and device.loads > len(device.ends) + 1
         iteration = len(device.ends) + 1 + is_ahead
         self.spans.append(Span(device.member.name, lane, kind, 1, iteration, n, begin, end))

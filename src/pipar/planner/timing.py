@@ -35,11 +35,6 @@ class Timing:
         return {name: ends[-1] + self.rest_s.get(name, 0.0) for name, ends in self.ends.items()}
 
     @property
-    def iteration_ends(self) -> tuple[float, ...]:
-        """When the last of the devices that have such an iteration had ended it."""
-        return _last(self.ends.values())
-
-    @property
     def bottleneck(self) -> str:
         """The busiest lane."""
         return max(LANES, key=lambda lane: self.busy_s[lane])

@@ -1,8 +1,14 @@
 """What a network costs on a machine.
 
-Reading order: `profile` (the record: times, sizes, memory of each layer), `measure` (on this machine),
-`coding_costs` and `contention` (what encodings cost; what it costs when all cores compute), `cache` (measured
-profiles on disk), `machines` (machines known by name), `operation_counter` and `operation_counts` (operations and
-bytes of each layer, counted and as a table), `memory` (what a plan needs). Only `measure`, `coding_costs`,
-`contention` and `operation_counter` import torch.
+Reading order:
+
+- `profile`: the record, with times, sizes and memory of each layer
+- `measure`: measures a profile on this machine; `measurement_task` (what to measure), `layer_times`, `overheads` (the
+  work around the layers), `coding_costs` (encodings), `contention` (all cores at once), `repeated_timing` (its clock)
+- `cache`: measured profiles on disk
+- `machines`: profiles of machines known by name, from `operation_counts` (operations and bytes of each layer), which
+  `operation_counter` counts
+- `memory`: what a plan needs
+
+`cache`, `machines`, `memory`, `operation_counts`, `profile` and `repeated_timing` do not import torch.
 """

@@ -1,0 +1,108 @@
+"""The devices of a simulated epoch: their state, and the distribution of models to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+
+from pipar.execution.stages import Work
+from pipar.methods import Plan
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.stage_times import BatchTimes, batch_times, model_s, transfer_s, work_key
+
+#: Changes the times of one device's iteration: (device, iteration, times) -> times.
+Disturb = Callable[[str, int, BatchTimes], BatchTimes]
+
+
+class SimulatedDevice:
+    """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
+
+    __slots__ = (
+        "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
+        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
+        "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
+        "stepped", "times", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
+    )  # fmt: skip
+
+    def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
+        self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
+        self.latency = member.link.latency_s
+        # The device's compute lane: its batch, the order of its stages, and how far it is.
+        self.working: BatchTimes | None = None
+        self.order: tuple[tuple[bool, int], ...] = ()
+        self.place = 0
+        self.waits_for = -1  # the micro-batch whose gradient it needs next, as long as nobody knows when that comes
+        self.ends: list[float] = []  # of its iterations
+        # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
+        self.loads = self.loaded = self.forwarded = self.encoded = self.answered = 0
+        self.decoded_at: list[float] = []  # when, as far as that is known
+        self.chunks = 0  # of the micro-batch that is being encoded
+        self.encode_free = self.decode_free = 0.0  # one is encoded, and one decoded, at a time
+        self.encoding = self.decoding = False  # the next one is to be begun when this one ends
+        self.up_began = 0.0
+        self.io_free = self.up_free = self.down_free = 0.0
+        self.compute_s = self.up_s = self.down_s = 0.0
+        # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
+        self.batch, self.stepped = times[0], 0
+        self.served = self.inbox = 0
+        self.serving = False
+        self.slower = 1.0  # what other cores make of the job that is being served
+        self.returned = False  # its trained part is at the server
+        self.returned_at = 0.0  # and can be aggregated
+
+
+def simulated_devices(
+    fleet: Fleet,
+    plans: Mapping[str, Plan],
+    iterations: int | None,
+    disturb: Disturb | None = None,
+    watch: str | None = None,
+) -> list[SimulatedDevice]:
+    """Return the devices of a fleet before an epoch of some iterations, or of all; spans of `watch` are recorded."""
+    known: dict[tuple[object, ...], list[BatchTimes]] = {}  # most devices are like others
+    devices = []
+    for member in fleet.members:
+        plan = plans[member.name]
+        key = work_key(member, plan)
+        if key not in known:
+            batches = fleet.batches(member.samples, iterations)
+            each = {batch: batch_times(fleet, member, plan, batch) for batch in set(batches)}
+            known[key] = [each[batch] for batch in batches]
+        times = known[key]
+        if disturb:
+            times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
+        splits = plan.split_point < fleet.layers
+        devices.append(SimulatedDevice(member, plan, times, splits=splits, watched=member.name == watch))
+    return devices
+
+
+class Distribution:
+    """Sends every device its part of the model."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.part_bytes = cache(partial(fleet.server.profile.parameter_bytes, 1))
+
+    def send(self, devices: Sequence[SimulatedDevice], now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
+        """Return when the last part was packed, and when each device has installed its own.
+
+        One split point is packed once: as it is, and once more as what has changed, for devices on slow links.
+        """
+        packed: set[tuple[int, bool]] = set()
+        installed = {}
+        for device in devices:
+            member, size = device.member, self.part_bytes(device.plan.split_point)
+            changed = changes and self._fleet.sends_changes(member, member.link.down_bps)
+            form = "changes" if changed else "raw"
+            key = (device.plan.split_point, changed)
+            if key not in packed:
+                now += self._fleet.server.seconds(Work("pack", size_bytes=size, encoding=form))
+                packed.add(key)
+            rate_bps = member.link.down_bps
+            first_s = transfer_s(size, rate_bps)
+            seconds = model_s(self._fleet, member, device.plan, rate_bps) if changes else first_s
+            device.down_s += seconds
+            device.down_free = max(now, device.down_free) + seconds
+            install = member.costs.seconds(Work("install", size_bytes=size, encoding=form))
+            installed[member.name] = device.down_free + device.latency + install
+        return now, installed

@@ -1,0 +1,114 @@
+"""How long each layer takes, forward and backward, in training passes over batches of several sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipar.profiling.measurement_task import Batch, Progress
+from pipar.profiling.profile import LayerProfile, Profile
+from pipar.profiling.repeated_timing import Budget, rest
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of each layer in one training pass."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def measure_passes(
+    model: nn.Sequential, batches: Sequence[Batch], budget: Budget, progress: Progress, *, with_loss: bool
+) -> list[list[Pass]]:
+    """Return the passes of each batch size.
+
+    The sizes take turns, so that a machine that gets slower for a while does so for all of them. The first round
+    warms up, kernels are chosen and memory is fetched in it; it counts only for a network so large that it alone
+    used up the budget twice.
+    """
+    warm_up: list[list[Pass]] = [[] for _ in batches]
+    _one_round(model, batches, warm_up, with_loss=with_loss)
+    if budget.spent() >= 2.0:
+        return warm_up
+    passes: list[list[Pass]] = [[] for _ in batches]
+    while budget.wants_another(len(passes[-1])):
+        _one_round(model, batches, passes, with_loss=with_loss)
+        progress(min(0.9, 0.9 * budget.spent()))
+    return passes
+
+
+def _one_round(model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool) -> None:
+    largest = len(batches[-1].targets)
+    for batch, done in zip(batches, passes, strict=True):
+        # A full batch is the first of its iteration and makes new gradients; a micro-batch mostly adds to them.
+        if len(batch.targets) == largest:
+            model.zero_grad(set_to_none=True)
+        # Small ones cost little and scatter most: twice and four times at B/16 and B/32.
+        for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
+            rest()
+            done.append(training_pass(model, batch, with_loss=with_loss))
+
+
+def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True) -> Pass:
+    """Return the CPU seconds of each layer, forward and backward; the first layers of a network have no loss.
+
+    The graph stays in one piece, as it does within a device's or a server's part, and a hook at each cut notes
+    when the gradient gets there: a backward call for each layer would cost 8 % more on small micro-batches. The
+    input needs no gradient, as on a device.
+    """
+    output, forward_s = batch.inputs, []
+    reached: dict[int, float] = {}
+    for place, layer in enumerate(model, start=1):
+        start = time.thread_time()
+        output = layer(output)
+        if with_loss and place == len(model):
+            output = functional.cross_entropy(output, batch.targets, reduction="sum") / len(batch.targets)
+        forward_s.append(time.thread_time() - start)
+        if place < len(model) and output.requires_grad:
+            output.register_hook(partial(_note, reached, place))  # type: ignore[no-untyped-call]
+    gradient = None if with_loss else torch.ones_like(output)
+    reached[len(model)] = time.thread_time()
+    if output.requires_grad:
+        torch.autograd.backward(output, gradient)
+    return Pass(tuple(forward_s), _backward_times(reached, time.thread_time(), len(model)))
+
+
+def _note(reached: dict[int, float], place: int, _: Tensor) -> None:
+    reached[place] = time.thread_time()
+
+
+def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tuple[float, ...]:
+    """Return each layer's time from the gradient of its output to that of its input; 0 if it gets no gradient."""
+    return tuple(
+        max(0.0, reached.get(place - 1, end) - reached[place]) if place in reached else 0.0
+        for place in range(1, layers + 1)
+    )
+
+
+def layer_profiles(
+    sizes: Profile, passes: Sequence[Sequence[Pass]], measured: tuple[int, ...]
+) -> tuple[LayerProfile, ...]:
+    """Return the measured layers with their times, and for batches that were too large those in proportion."""
+    shares = [size / measured[-1] for size in sizes.batch_sizes[len(measured) :]]
+
+    def times(take: Callable[[Pass], float], of: Callable[[list[float]], float]) -> tuple[float, ...]:
+        found = [of([take(one) for one in done]) for done in passes]
+        return (*found, *(found[-1] * share for share in shares))
+
+    def layer(place: int) -> LayerProfile:
+        return replace(
+            sizes.layers[place],
+            forward_s=times(lambda one: one.forward_s[place], median),
+            backward_s=times(lambda one: one.backward_s[place], median),
+            least_s=times(lambda one: one.forward_s[place] + one.backward_s[place], min),
+        )
+
+    return tuple(layer(place) for place in range(len(passes[0][0].forward_s)))

@@ -1,0 +1,60 @@
+"""What is to be measured: a network, and batches for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: Called with the share of the measurement that is done.
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `measure_profile` was asked for."""
+
+    model: nn.Sequential
+    model_name: str
+    input_shape: tuple[int, ...]
+    classes: int
+    batch_size: int
+    dtype: torch.dtype
+    load: Callable[[int], object] | None
+    progress: Progress
+    budget_s: float
+    memory_bytes: int | None
+    rectified: Collection[int] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def random(cls, size: int, input_shape: Sequence[int], classes: int, dtype: torch.dtype) -> Batch:
+        generator = torch.Generator().manual_seed(size)
+        inputs = torch.randn(size, *input_shape, generator=generator, dtype=dtype)
+        return cls(inputs, torch.randint(classes, (size,), generator=generator))
+
+
+def some_samples(count: int, task: Task) -> Batch:
+    """Return some of the samples that are loaded, or made-up ones."""
+    loaded = task.load(task.batch_size) if task.load is not None else None
+    match loaded:
+        case (Tensor() as inputs, Tensor() as targets) if tuple(inputs.shape[1:]) == task.input_shape:
+            return Batch(inputs[:count].to(task.dtype), targets[:count])
+        case _:
+            return Batch.random(count, task.input_shape, task.classes, task.dtype)
+
+
+def state_bytes(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*module.parameters(), *module.buffers()])
+
+
+def free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0

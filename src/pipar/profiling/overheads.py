@@ -1,0 +1,192 @@
+"""How long the work around the layers takes: loading, coding, stepping, packing, installing, aggregating and noise."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipar import random_streams
+from pipar.errors import PlanError
+from pipar.nn.learner import LearnerSettings, TorchLearner
+from pipar.nn.parts import Optimizer, TorchDevicePart
+from pipar.nn.split import split_model
+from pipar.nn.tensors import read_tensor, tensor_body
+from pipar.privacy.mechanisms import clip_and_noise
+from pipar.profiling.coding_costs import line
+from pipar.profiling.layer_times import training_pass
+from pipar.profiling.measurement_task import Batch, Task, free_bytes, state_bytes
+from pipar.profiling.repeated_timing import Ready, median_s, rest
+from pipar.wire.messages import Body, Kind, Message
+from pipar.wire.orders import TrainedPart
+
+_CUT_REPETITIONS = 7
+#: First layers of up to this size stand for the whole network where that would take too much memory or time.
+_LIGHT_BYTES = 8 << 20
+_NOISED_BYTES = 1 << 20
+#: Aggregating two models takes as much memory as five. Of a larger network its light layers are aggregated.
+_AGGREGATED_BYTES = 200 << 20
+_AGGREGATED_COPIES = 5
+
+
+def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_loss: bool) -> dict[str, float]:
+    """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
+
+    The functions are those that training calls. All but loading and noise run on something small and something large,
+    for the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
+    sample; the first layer and the whole network; the models of one device and of two.
+    """
+    budget_s = 0.2 * task.budget_s / 14
+    fields = {"load_s": 0.0}
+    if task.load is not None:
+        load = partial(task.load, task.batch_size)
+        fields["load_s"] = median_s(lambda: load, budget_s) / task.batch_size
+    fields["noise_s_per_byte"] = _noise_s_per_byte(_light_layers(model), budget_s)
+    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
+    coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
+    fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
+    # A machine that is short of memory for training has none for whole models twice and three times over.
+    light = model if with_loss else _light_layers(model)
+    parts = [_exchange(part, task) for part in (nn.Sequential(next(iter(model))), light)]
+    return fields | _lines(parts, budget_s)
+
+
+def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
+    """Return the cost of a call and of a byte of every kind of work, from something small and something large."""
+    small, large = sizes
+    fields = {}
+    for kind in small.work:
+        times = (median_s(small.work[kind], budget_s), median_s(large.work[kind], budget_s))
+        fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = line((small.size_bytes, large.size_bytes), times)
+    return fields
+
+
+def _light_layers(model: nn.Sequential) -> nn.Sequential:
+    """Return the most first layers whose weights are small, but one at least."""
+    layers: list[nn.Module] = []
+    size_bytes = 0
+    for layer in model:
+        size_bytes += state_bytes(layer)
+        if layers and size_bytes > _LIGHT_BYTES:
+            break
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> float:
+    """Return what it costs to start a backward behind the first layer instead of arriving there in one piece.
+
+    Both on a micro-batch so small that the layer itself hardly counts, and each by its quickest of several: a
+    difference of two medians was mostly noise.
+    """
+    first = nn.Sequential(next(iter(model)))
+    batch = Batch.random(2, task.input_shape, task.classes, task.dtype)
+    if len(model) == 1 or not first(batch.inputs).requires_grad:
+        return 0.0
+    gradient = torch.ones_like(first(batch.inputs))
+    in_one_piece, alone = [], []
+    for _ in range(_CUT_REPETITIONS):
+        in_one_piece.append(training_pass(model, batch, with_loss=with_loss).backward_s[0])
+        output = first(batch.inputs)
+        rest()
+        start = time.thread_time()
+        torch.autograd.backward(output, gradient)
+        alone.append(time.thread_time() - start)
+    return max(0.0, min(alone) - min(in_one_piece))
+
+
+def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
+    """Return what it takes to clip a part's update, to draw noise for it and to add that, for each of its bytes."""
+    state = {name: value.numpy() for name, value in module.state_dict().items() if value.is_floating_point()}
+    missing = _NOISED_BYTES - sum(values.nbytes for values in state.values())
+    if missing > 0:  # of a small part to begin with a tensor takes longest, and it is not to count for samples
+        dtype = next((values.dtype for values in state.values()), np.dtype(np.float32))
+        state["more"] = np.ones(-(-missing // dtype.itemsize), dtype)
+    received = {name: values - 1.0 for name, values in state.items()}  # far away: it is clipped, which takes longest
+    chance = partial(random_streams.generator, 0, "noise")
+
+    def protect() -> Callable[[], object]:
+        trained = {name: values.copy() for name, values in state.items()}
+        return partial(clip_and_noise, trained, received, clip=1.0, multiplier=1.0, noise=chance)
+
+    size_bytes: int = sum(values.nbytes for values in state.values())
+    return median_s(protect, budget_s) / size_bytes
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """Some kinds of work on something of one size."""
+
+    size_bytes: int
+    work: Mapping[str, Ready]
+
+
+def _coding(cut_bytes: int, samples: int, task: Task) -> _Sized:
+    activation = torch.ones((samples, max(1, cut_bytes // task.dtype.itemsize)), dtype=task.dtype)
+    labels = torch.zeros(samples, dtype=torch.int64)
+    message = Message(Kind.GRADIENT, samples=samples, batch_samples=samples, body=tensor_body(activation))
+    encode, decode = partial(tensor_body, activation, labels), partial(read_tensor, message)
+    return _Sized(activation.nbytes, {"encode": lambda: encode, "decode": lambda: decode})
+
+
+def _exchange(module: nn.Sequential, task: Task) -> _Sized:
+    """Return the optimiser's step and the exchange of this part of a network; its weights stay where they are."""
+    part = TorchDevicePart(module, Optimizer(learning_rate=0.0), has_loss=False)
+    inputs = Batch.random(2, task.input_shape, task.classes, task.dtype).inputs
+
+    def trained() -> Callable[[], object]:
+        output = module(inputs)
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.zeros_like(output))
+        return part.step
+
+    def arrived() -> Callable[[], object]:
+        return partial(part.unpack_and_install, _as_received(part.pack()), keep_momentum=False)
+
+    work: dict[str, Ready] = {"step": trained, "pack": lambda: part.pack, "install": arrived}
+    return _Sized(max(1, state_bytes(module)), work)
+
+
+def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[_Sized]:
+    """Return the making of a new global model from what one device and from what two have brought back.
+
+    Most of it is at the server: the devices' networks are cut as early as they can be.
+    """
+    size_bytes = state_bytes(model)
+    fits = size_bytes <= _AGGREGATED_BYTES and 2 * _AGGREGATED_COPIES * size_bytes <= free_bytes()
+    layers = model if with_loss and fits and task.memory_bytes is None else _light_layers(model)
+    network = copy.deepcopy(layers)
+    names = ("one", "two")
+    cuts = dict.fromkeys(names, _first_cut(network))
+    learner = TorchLearner(network, cuts, LearnerSettings(Optimizer(), task.classes))
+
+    def returned(devices: tuple[str, ...]) -> Callable[[], object]:
+        brought = [TrainedPart(device, _as_received(learner.pack(device)), 1) for device in devices]
+        return partial(learner.aggregate, brought)
+
+    return [
+        _Sized(max(1, len(devices) * learner.model_bytes()), {"aggregate": partial(returned, devices)})
+        for devices in (names[:1], names)
+    ]
+
+
+def _first_cut(model: nn.Sequential) -> int:
+    """Return the first split point that no weight lies on both sides of."""
+    for split_point in range(1, len(model)):
+        try:
+            split_model(model, split_point)
+        except PlanError:
+            continue
+        return split_point
+    return len(model)
+
+
+def _as_received(body: Body) -> Body:
+    """Return a body as it arrives: in one buffer of its own."""
+    return Body.of(bytearray().join(body.buffers), encoding=body.encoding)
