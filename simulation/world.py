@@ -30,7 +30,7 @@ from pipar.execution.clock import VirtualTimeLoop, run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
-from pipar.job.model_setup import repeatable
+from pipar.job.model_setup import deterministic
 from pipar.job.plans import make_plans
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
@@ -112,7 +112,7 @@ def simulate(scenario: Scenario) -> Outcome:
         _chunks_of(scenario.chunk_bytes, scenario.coded_chunk_bytes),
     ):
         world: list[World] = []
-        run_virtually(_run(scenario, Path(folder), world), within=repeatable(scenario.seed))
+        run_virtually(_run(scenario, Path(folder), world), within=deterministic(scenario.seed))
         return world[0].outcome()
 
 

@@ -99,7 +99,10 @@ COMMANDS = [
     ("run --seed -1", "run.seed = -1 is not allowed"),
     ("run --name ../up", "run.name = '../up' is not allowed"),
     ("run --set server.listen=here:99999", "a port from 0 to 65535"),
-    ("run --set server.listen=0.0.0.0:0", "Cannot listen on 0.0.0.0:0: `pipar run` has no TLS and is for this machine"),
+    (
+        "run --set server.listen=0.0.0.0:0",
+        "Cannot listen on 0.0.0.0:0: `pipar run` has no TLS, so it listens on this machine",
+    ),
     ("run --set data.samples_per_device=[1,2]", "data.samples_per_device lists 2 sizes for 4 devices"),
     ("compare --methods fl,fedsgd", "'fedsgd' is not a method; there are fl, sl, sfl, sfl2, pipar"),
     ("compare --methods ,", "--methods is empty; the methods are fl"),
@@ -137,10 +140,13 @@ COMMANDS = [
     ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
     ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices need 4000"),
     ("run --timing-only --set data.samples_per_device=1000", "4000 samples are asked for, but digits has 1197"),
-    ("run --speed 2", "device-1 is to be faster than this machine: in the real world a speed is at most 1"),
+    (
+        "run --speed 2",
+        "device-1 has speed 2, but real processes cannot be faster than this machine: give a speed of at most 1",
+    ),
     (
         "run --set server.speed=2",
-        "The server is to be faster than this machine: in the real world a speed is at most 1",
+        "The server has speed 2, but real processes cannot be faster than this machine: give a speed of at most 1",
     ),
     ("run --virtual --set model.norm=batch --set run.batch_size=1", "device-1 would train on a single sample"),
     ("run --timing-only --set model.norm=batch --set run.batch_size=1", "device-1 would train on a single sample"),
@@ -156,7 +162,7 @@ COMMANDS = [
     # nobody to be patient for
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience needs a validation set"),
-    ("run --timing-only --set run.patience=2", "run.patience needs validation losses"),
+    ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
     # what is not there
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
     ("run --set model.factory=own_models:number", "is a int, not a function"),

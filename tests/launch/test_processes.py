@@ -41,8 +41,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- where they live
 
 
-def tell_surroundings(teller: EventSender) -> None:
-    teller.tell(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
+def send_environment(sender: EventSender) -> None:
+    sender.send(Listening(json.dumps([str(Path.cwd()), os.environ.get("PIPAR_DATA"), sys.path])))
 
 
 @pytest.mark.parametrize("data", ["/one", "/other", None])
@@ -56,7 +56,7 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path)])
     processes = ChildProcesses(ignore)
-    processes.start("one", tell_surroundings)
+    processes.start("one", send_environment)
     assert json.loads(processes.wait_for_server()) == [str(tmp_path), data, sys.path]
     processes.end()
 
@@ -74,19 +74,19 @@ def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_wou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    teller = EventSender(theirs)
-    monkeypatch.setattr(teller, "_end", lambda: None)  # if this test fails, it is not to end all others
+    sender = EventSender(theirs)
+    monkeypatch.setattr(sender, "_end", lambda: None)  # if this test fails, it is not to end all others
     began = time.monotonic()
     for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
-        teller.observe(event)
+        sender.observe(event)
     assert time.monotonic() - began < 5  # nobody listens, and a thread that sends is stuck
     first, *others = [ours.recv() for _ in range(3)]
     assert isinstance(first, TimelineRows)
-    assert first.picture() == picture(1)
+    assert first.to_event() == picture(1)
     assert others == [Left("phone-1"), Left("phone-2")]
-    teller.observe(picture(3))
+    sender.observe(picture(3))
     assert ours.recv().epoch == 3
-    teller.finish()
+    sender.finish()
     ours.close()
 
 
@@ -98,10 +98,10 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
     ended = SimpleQueue[tuple[int, int]]()
     monkeypatch.setattr(os, "kill", lambda *words: ended.put(words))
     before = set(threading.enumerate())
-    teller = EventSender(theirs)
-    (watching,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "parent"]
+    sender = EventSender(theirs)
+    (watching,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "parent watcher"]
     if is_finished:
-        teller.finish()
+        sender.finish()
     assert ended.empty()
     ours.close()
     watching.join(20)
@@ -114,9 +114,9 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
 # --- whose word counts
 
 
-def say(teller: EventSender, failure: Failure, after_s: float) -> None:
+def say(sender: EventSender, failure: Failure, after_s: float) -> None:
     time.sleep(after_s)
-    teller.tell(failure)
+    sender.send(failure)
     sys.exit(1)
 
 

@@ -100,8 +100,8 @@ def test_the_file_of_another_device_is_refused(tmp_path: Path) -> None:
 def told(labels: torch.Tensor, privacy: SamplePrivacy) -> torch.Tensor:
     images = Images(torch.zeros((len(labels), 1, 2, 2)), labels)
     shard = Shard(images, torch.arange(len(labels)).numpy(), "pi", privacy=privacy)
-    assert shard._told is not None
-    return shard._told
+    assert shard._sent_labels is not None
+    return shard._sent_labels
 
 
 def test_labels_are_randomised_alike_after_a_restart_and_other_labels_independently() -> None:

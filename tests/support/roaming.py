@@ -14,7 +14,7 @@ from pipar.events import EpochResult, Event, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
-from pipar.job.model_setup import make_learner, part_builder, repeatable
+from pipar.job.model_setup import deterministic, make_learner, part_builder
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import Equipment, MakeLanes, ServerSetup, assemble_server, run_device
 from pipar.methods import Plan
@@ -139,7 +139,7 @@ def roam(
     learner = make_learner(job, workload)
     if goes_on is not None:
         learner.restore(goes_on[1])
-    run_virtually(main(learner), within=repeatable(config.run.seed))
+    run_virtually(main(learner), within=deterministic(config.run.seed))
     out.state = learner.state()
     assert out.left_running == 0
     return out

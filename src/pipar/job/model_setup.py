@@ -56,7 +56,7 @@ def seed_dropout(seed: int, owner: str) -> None:
 
 
 @contextmanager
-def repeatable(seed: int) -> Iterator[None]:
+def deterministic(seed: int) -> Iterator[None]:
     """Make the mathematics depend on the seed alone; the caller's threads and random numbers are left as they were."""
     with one_thread(), torch.random.fork_rng(devices=[]):
         seed_dropout(seed, "everyone")  # devices and server take turns at one generator, always the same ones

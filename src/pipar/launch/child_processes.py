@@ -1,4 +1,4 @@
-"""Processes of one run on this machine: starting them, hearing from them, and ending them."""
+"""The processes of one run on this machine: starting them, receiving their events, and ending them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import SERVER, Span
 
-#: What the fork server imports once for all processes; never grpc, which does not survive a fork. The first optimiser
-#: of a process imports torch._dynamo, for more than a second.
+#: Modules that the fork server imports once for all processes; never grpc, which does not survive a fork. Without
+#: torch._dynamo here, the first optimiser of each process would import it, which takes more than a second.
 _PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -36,17 +36,19 @@ _PRELOAD = [
     "pipar.storage.run_folder",
 ]
 _PROGRESS_EVERY_S = 0.2
-_GRACE_S = 20.0
-_LAST_WORDS_S = 1.0
-#: So long a child that ends waits for the parent to take what it has said; a parent that ends it listens no more.
-_FAREWELL_S = 5.0
+#: A process that has not ended this long after SIGTERM is killed.
+_TERMINATE_S = 20.0
+#: After a failure, the other processes have this long to report theirs, which may be its cause.
+_COLLECT_FAILURES_S = 1.0
+#: A child that ends waits this long for the parent to receive its events; a parent that ends the child receives none.
+_FLUSH_S = 5.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a child process failed with, as it travels to this one.
+    """Why a child process failed, as it is sent to the parent.
 
-    `is_about_peer` if the child only says that its peer is gone or has given up.
+    `is_about_peer` is set if the child only reports that its peer is gone or has given up.
     """
 
     message: str
@@ -59,7 +61,7 @@ class Failure:
         return cls(text, isinstance(error, InputError), isinstance(error, LinkError | TrainingError))
 
     def rank(self, owner: str) -> int:
-        """Return how far it is from the cause: bad input, a device's own trouble, the server's, what others heard."""
+        """Return a rank by distance from the cause: bad input, a device's own error, the server's, one about a peer."""
         if self.is_input:
             return 0
         return 2 if owner == SERVER else 3 if self.is_about_peer else 1
@@ -70,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class TimelineRows:
-    """A picture as it travels to this process: plain rows are pickled ten times as quickly as spans."""
+    """The lanes of an epoch as they are sent to the parent: plain rows are pickled ten times as fast as spans."""
 
     epoch: int
     rows: list[tuple[Any, ...]]
@@ -81,7 +83,7 @@ class TimelineRows:
     def of(cls, picture: Pictured) -> TimelineRows:
         return cls(picture.epoch, [_row_of(span) for span in picture.spans], picture.is_whole, picture.left_out)
 
-    def picture(self) -> Pictured:
+    def to_event(self) -> Pictured:
         return Pictured(self.epoch, tuple(Span(*row) for row in self.rows), self.is_whole, self.left_out)
 
 
@@ -90,14 +92,17 @@ _row_of: Callable[[Span], tuple[Any, ...]] = attrgetter(*(one.name for one in fi
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What a process finds around it. The fork server keeps that of the first run, so a child is told of its own."""
+    """Directory, import path and environment variables of this run, sent to each child.
+
+    The fork server outlives a run, so a child would otherwise have those of the first run.
+    """
 
     folder: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
-    def take_up(self) -> None:
-        """Make them this process's."""
+    def apply(self) -> None:
+        """Apply them to this process."""
         os.chdir(self.folder)
         sys.path[:] = self.path
         os.environ.clear()
@@ -105,7 +110,7 @@ class ProcessEnvironment:
 
 
 class ChildProcesses:
-    """The processes of one run, and what they say."""
+    """The processes of one run, and the events that they send."""
 
     def __init__(self, observe: Observer) -> None:
         self._observe = observe
@@ -117,9 +122,10 @@ class ChildProcesses:
         self._failures: dict[str, Failure] = {}
 
     def start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        """Start a process that calls `target` with an EventSender and the arguments."""
         ours, theirs = self._context.Pipe(duplex=False)
-        words = (theirs, ProcessEnvironment(), target, *arguments)
-        process = self._context.Process(target=_child, args=words, name=name, daemon=True)
+        parameters = (theirs, ProcessEnvironment(), target, *arguments)
+        process = self._context.Process(target=_run_child, args=parameters, name=name, daemon=True)
         with _without_main():
             process.start()
         theirs.close()
@@ -127,50 +133,50 @@ class ChildProcesses:
         self._connections[ours] = name
 
     def wait_for_server(self) -> str:
-        """Return the server's address when it listens."""
+        """Wait until the server listens; return its address."""
         while not self._address:
-            self._take_in()
+            self._receive_or_raise()
         return self._address
 
     def wait_for_end(self) -> None:
-        """Pass on what the processes say until all have ended."""
+        """Pass events on to the observer until all processes have ended."""
         while self._connections:
-            self._take_in()
+            self._receive_or_raise()
 
-    def _take_in(self) -> None:
-        """Wait for something to be said; raise if it was of a failure."""
-        self._listen(None)
+    def _receive_or_raise(self) -> None:
+        """Wait for events; raise the cause if a process has failed."""
+        self._receive(None)
         if self._failures:
-            self._hear_last_words()
+            self._collect_failures()
             raise min(self._failures.items(), key=lambda item: item[1].rank(item[0]))[1].error()
 
-    def _hear_last_words(self) -> None:
-        # One failure brings others about, and the first one heard of need not be the one that was first.
-        deadline = time.monotonic() + _LAST_WORDS_S
+    def _collect_failures(self) -> None:
+        # One failure causes others, and the first one received need not be the cause.
+        deadline = time.monotonic() + _COLLECT_FAILURES_S
         while self._connections and (left_s := deadline - time.monotonic()) > 0:
-            self._listen(left_s)
+            self._receive(left_s)
 
-    def _listen(self, timeout_s: float | None) -> None:
+    def _receive(self, timeout_s: float | None) -> None:
         for connection in wait(list(self._connections), timeout_s):
             assert isinstance(connection, Connection)
             try:
-                said = connection.recv()
-            except (EOFError, OSError):  # at its end, or cut off in the middle of a word
-                self._ended(self._connections.pop(connection))
+                event = connection.recv()
+            except (EOFError, OSError):  # the process has ended, maybe in the middle of an event
+                self._on_end(self._connections.pop(connection))
                 continue
-            self._heard(self._connections[connection], said)
+            self._on_event(self._connections[connection], event)
 
-    def _heard(self, name: str, said: Event | TimelineRows | Failure) -> None:
-        if isinstance(said, Failure):
-            self._failures.setdefault(name, said)
+    def _on_event(self, name: str, event: Event | TimelineRows | Failure) -> None:
+        if isinstance(event, Failure):
+            self._failures.setdefault(name, event)
             return
-        if isinstance(said, TimelineRows):
-            said = said.picture()
-        if isinstance(said, Listening):
-            self._address = said.address
-        self._observe(said)
+        if isinstance(event, TimelineRows):
+            event = event.to_event()
+        if isinstance(event, Listening):
+            self._address = event.address
+        self._observe(event)
 
-    def _ended(self, name: str) -> None:
+    def _on_end(self, name: str) -> None:
         process = self._processes[name]
         process.join()
         code = process.exitcode or 0
@@ -179,11 +185,11 @@ class ChildProcesses:
             self._failures.setdefault(name, Failure(f"The process of {name} {how}."))
 
     def end(self) -> None:
-        """End what still runs, the server first: it saves before its devices are gone. Nothing is left behind."""
+        """End all processes that still run, the server first, so that it saves while its devices are there."""
         for process in self._processes.values():
             if process.is_alive():
                 process.terminate()
-                process.join(_GRACE_S)
+                process.join(_TERMINATE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -193,7 +199,7 @@ class ChildProcesses:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep children from importing the caller's script again: a script without a __main__ guard would start anew."""
+    """Keep children from importing the caller's script: without a __main__ guard it would start its training again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -202,46 +208,49 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _child(
-    connection: Connection, surroundings: ProcessEnvironment, target: Callable[..., None], *arguments: Any
+def _run_child(
+    connection: Connection, environment: ProcessEnvironment, target: Callable[..., None], *arguments: Any
 ) -> None:
-    """Run one child's program; a failure becomes an event for the parent."""
+    """Run the program of one child; send its failure to the parent."""
+    # Only children need torch here; a parent may not have imported it yet.
     import torch
 
     from pipar.nn.runtime import keep_freed_memory
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    surroundings.take_up()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of the group; the parent ends its children
+    environment.apply()
     torch.set_num_threads(1)
     keep_freed_memory()
-    teller = EventSender(connection)
+    sender = EventSender(connection)
     try:
-        target(teller, *arguments)
-    except Exception as error:  # noqa: BLE001 - the process ends here, and the parent is told why
-        teller.tell(Failure.of(error))
+        target(sender, *arguments)
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the parent reports why
+        sender.send(Failure.of(error))
         sys.exit(1)
     finally:
-        teller.finish()
+        sender.finish()
 
 
 class EventSender:
-    """Tells the parent what happens, in order, from a thread of its own, and ends the process if the parent is gone.
+    """Sends events to the parent, in order, from a thread of its own; ends the process if the parent is gone.
 
-    A picture is more than a pipe holds: a training that sent it itself would wait until the parent has taken it.
+    A picture is larger than the pipe's buffer: without the thread, training would wait until the parent receives it.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._untold: SimpleQueue[Event | Failure | None] = SimpleQueue()
-        self._has_picture = False  # that is not told yet
+        self._queue: SimpleQueue[Event | Failure | None] = SimpleQueue()
+        self._has_picture = False  # in the queue
         self._last_progress = 0.0
         self._is_finished = False
-        self._thread = threading.Thread(target=self._work, name="teller", daemon=True)
+        self._thread = threading.Thread(target=self._send_queue, name="event sender", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch, name="parent", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="parent watcher", daemon=True).start()
 
     def observe(self, event: Event) -> None:
-        """Tell an event: progress a few times a second at most, and one picture at a time. Others follow."""
+        """Send an event. Progress is dropped above a few times a second, a picture while another one is queued."""
         now = time.monotonic()
         if isinstance(event, Progress):
             if now - self._last_progress < _PROGRESS_EVERY_S:
@@ -251,35 +260,35 @@ class EventSender:
             if self._has_picture:
                 return
             self._has_picture = True
-        self.tell(event)
+        self.send(event)
 
-    def tell(self, said: Event | Failure) -> None:
-        self._untold.put(said)
+    def send(self, event: Event | Failure) -> None:
+        self._queue.put(event)
 
     def finish(self) -> None:
-        """Return when everything is told, or nobody takes it."""
-        self._untold.put(None)
-        self._thread.join(_FAREWELL_S)
+        """Return when all events are sent, or the parent does not receive them."""
+        self._queue.put(None)
+        self._thread.join(_FLUSH_S)
         self._is_finished = True
 
-    def _work(self) -> None:
-        while (said := self._untold.get()) is not None:
+    def _send_queue(self) -> None:
+        while (event := self._queue.get()) is not None:
             try:
-                self._connection.send(TimelineRows.of(said) if isinstance(said, Pictured) else said)
+                self._connection.send(TimelineRows.of(event) if isinstance(event, Pictured) else event)
             except OSError:  # the parent is gone
                 self._end()
                 return
-            if isinstance(said, Pictured):
+            if isinstance(event, Pictured):
                 self._has_picture = False
 
-    def _watch(self) -> None:
-        """Wait until nobody has the other end of the pipe: the parent was killed, and nobody waits for a training.
+    def _watch_parent(self) -> None:
+        """End the process when the other end of the pipe is closed, because the parent was killed.
 
-        A server whose devices were never started has nothing to tell, and would not notice by telling.
+        A server whose devices were never started sends no events, so a failed send would not show it.
         """
-        gone = select.poll()
-        gone.register(self._connection, 0)  # of a reader that is gone it tells unasked
-        gone.poll()
+        poll = select.poll()
+        poll.register(self._connection, 0)  # a closed pipe is reported without being asked for
+        poll.poll()
         if not self._is_finished:
             self._end()
 
@@ -289,9 +298,9 @@ class EventSender:
 
 
 class GracefulTermination:
-    """SIGTERM as a request: it cuts a running coroutine short, and what is done behind it may look it up.
+    """Handles SIGTERM: it cancels the running coroutine, and later code can ask whether it came.
 
-    The event loop's own handlers are gone with the loop; from then on a signal would end a process that saves.
+    The event loop's own signal handlers end with the loop, after which SIGTERM would end a process while it saves.
     """
 
     def __init__(self) -> None:
@@ -307,7 +316,7 @@ class GracefulTermination:
         self._cancel()
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, or until SIGTERM."""
+        """Run a coroutine until it ends or SIGTERM cancels it."""
         try:
             asyncio.run(self._supervised(main))
         except asyncio.CancelledError:

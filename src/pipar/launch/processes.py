@@ -1,4 +1,4 @@
-"""The real world on one machine: a server process and a process for each device, talking gRPC over loopback."""
+"""The real world on one machine: a server process and a process for each device, with gRPC over loopback."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from typing import Any
 
 from pipar.errors import InputError
 from pipar.events import Listening, Observer
+from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER
 from pipar.job.job import Job
+from pipar.job.model_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
 from pipar.job.plans import make_plans
+from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import UserObjects, Workload
+from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
 from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
+from pipar.planner.background_search import SearchProcess
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
+from pipar.server.enrolment import ClosedEnrolment
+from pipar.storage.run_folder import RunFolder
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
 
@@ -26,35 +33,34 @@ from pipar.transport.tls import is_loopback
 def train_in_processes(
     job: Job, own: UserObjects, folder: Path, command: str, observe: Observer, *, pictures: bool = False
 ) -> None:
-    """Train with real processes; the server's writes the run's folder. Ctrl-C saves what there is and goes on up."""
-    household = ChildProcesses(observe)
-    _ = job.update_noise  # chosen here, once: each device would have to import an accountant for it
+    """Train with real processes; that of the server writes the run's folder. Ctrl-C saves the epochs so far, and is
+    raised again.
+    """
+    processes = ChildProcesses(observe)
+    _ = job.update_noise  # chosen here once, so that devices need not import an accountant
     try:
-        household.start(SERVER, _server_process, job, own, folder, command, pictures)
-        address = household.wait_for_server()
+        processes.start(SERVER, _server_process, job, own, folder, command, pictures)
+        address = processes.wait_for_server()
         for spec in job.specs:
-            household.start(spec.name, _device_process, job, own.only(spec.name), spec.name, address)
-        household.wait_for_end()
+            processes.start(spec.name, _device_process, job, own.only(spec.name), spec.name, address)
+        processes.wait_for_end()
     finally:
-        household.end()
+        processes.end()
 
 
 def check_address(address: str) -> None:
-    """Raise one sentence if the server cannot listen on HOST:PORT: before anything is started for it."""
+    """Raise if the server cannot listen on HOST:PORT, before any process is started."""
     if not is_loopback(address):
         raise InputError(
-            f"Cannot listen on {address}: `pipar run` has no TLS and is for this machine alone, as 127.0.0.1."
+            f"Cannot listen on {address}: `pipar run` has no TLS, so it listens on this machine only, as 127.0.0.1. "
+            "Use `pipar server` for devices on other machines."
         )
     check_listening(address)
 
 
 def _server_process(
-    teller: EventSender, job: Job, own: UserObjects, folder: Path, command: str, pictures: bool
+    sender: EventSender, job: Job, own: UserObjects, folder: Path, command: str, pictures: bool
 ) -> None:
-    from pipar.job.model_setup import make_learner, measure_test_accuracy, seed_dropout
-    from pipar.job.warm_up import warm_up
-    from pipar.storage.run_folder import RunFolder
-
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
     warm_up(job, workload)
@@ -62,9 +68,9 @@ def _server_process(
     run = RunFolder(folder, job, world="real", command=command)
     termination = GracefulTermination()
     try:
-        emit = run.epoch_recorder(teller.observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.event_recorder(teller.observe), run.accountant))
-    finally:  # whatever ended the training, the epochs so far and the last global model are kept
+        emit = run.epoch_recorder(sender.observe, pictures=pictures)
+        termination.run(_serve(job, workload, learner, emit, run.event_recorder(sender.observe), run.accountant))
+    finally:  # the epochs so far and the last global model are kept, even if it is interrupted
         run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
     if not termination.requested():
         run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
@@ -73,11 +79,7 @@ def _server_process(
 async def _serve(
     job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, accountant: PrivacyAccountant
 ) -> None:
-    from pipar.execution.lanes import ThreadLanes
-    from pipar.launch.assemble import ServerSetup, assemble_server
-    from pipar.planner.background_search import SearchProcess
-    from pipar.server.enrolment import ClosedEnrolment
-    from pipar.transport.grpc import Listener
+    from pipar.transport.grpc import Listener  # the fork server must not import grpc, which does not survive a fork
 
     search_process = SearchProcess()
     server = assemble_server(
@@ -108,22 +110,18 @@ async def _serve(
 
 
 def plans_for_profiles(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
-    """Return the plans for the devices' own profiles: those of the job, unless a device knows itself better."""
+    """Return the plans for the profiles that devices sent: those of the job, unless a profile differs."""
     brought = {**job.device_profiles, **profiles}
     return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought), rehearse)
 
 
-def _device_process(teller: EventSender, job: Job, own: UserObjects, name: str, address: str) -> None:
+def _device_process(sender: EventSender, job: Job, own: UserObjects, name: str, address: str) -> None:
     workload = Workload(job.config, own)
-    GracefulTermination().run(_live(job, workload, name, address, teller.observe))
+    GracefulTermination().run(_train_device(job, workload, name, address, sender.observe))
 
 
-async def _live(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
-    from pipar.execution.lanes import ThreadLanes
-    from pipar.job.model_setup import part_builder, seed_dropout
-    from pipar.job.warm_up import warm_up_device
-    from pipar.launch.assemble import Equipment, run_device
-    from pipar.transport.grpc import connect
+async def _train_device(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
+    from pipar.transport.grpc import connect  # not before the fork, either
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples, build = workload.keep_only_shard(name), part_builder(workload, name)

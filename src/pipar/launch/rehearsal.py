@@ -1,4 +1,4 @@
-"""Timing plans by a timing-only run of the programs: for methods that the planner's simulator does not know."""
+"""Timing plans by a short timing-only run: for methods that the planner's simulator does not cover."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pipar.execution.spans import COMPUTE, DOWNLINK, IO, SERVER, UPLINK, Span, b
 from pipar.job.job import Job
 from pipar.planner.timing import Timing
 
-#: What counts as a lane's work: the stages of the iterations, and models on the links.
+#: Kinds of spans that count as work of a lane: the stages of iterations, and models on the links.
 _COUNTED = frozenset({"fc", "bc", "step", "u", "decode", "fs", "bs", "encode", "d", "model"})
 
 
 def rehearse(job: Job, iterations: int | None) -> Timing:
-    """Return the timing of a job's first iterations, from the virtual world itself, without the mathematics."""
-    from pipar.launch.virtual import train_timing_only  # with numpy: commands start faster without it
+    """Return the timing of a job's first iterations, or of a whole epoch, measured in a timing-only run."""
+    from pipar.launch.virtual import train_timing_only  # imports numpy, without which commands start faster
 
     fleet, run = job.fleet(), job.config.run
     update = {"epochs": 1, "patience": None, "trace": "full"}

@@ -48,18 +48,21 @@ def run(
 ) -> Result:
     """Train and return the result.
 
-    `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults; `settings` are
-    "section.key=value" over it. `model` is an nn.Sequential of yours; `datasets` are yours, too: one for each device
-    (a list or tuple in the order of the configuration, or a mapping by device name), or one to be partitioned.
-    `validation` and `test` are held-out datasets, also beside a named dataset, whose own they replace. `observe` is
-    told what happens, with `pictures` also what the lanes did in each epoch. `report` writes a page about the run into
-    its folder when it is over.
+    `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults. `settings` are strings
+    "section.key=value" that override it. `model` is your own nn.Sequential. `datasets` are your own training data: one
+    dataset for each device (a list or tuple in the order of the configuration, or a mapping by device name), or a
+    single one to partition. `validation` and `test` are your own held-out datasets; they replace those of a named
+    dataset. `observe` is called with each event, with `pictures` also with the lanes of each epoch. `report` writes an
+    HTML report into the run's folder at the end.
     """
     if world not in WORLDS:
-        raise ConfigError(f"'{world}' is not a world; there are {', '.join(WORLDS)}.")
+        raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
     resolved = _configuration(config, settings, datasets)
     if world == "timing-only" and resolved.run.patience is not None:
-        raise ConfigError("run.patience needs validation losses, and a timing-only run has none: leave it out.")
+        patience = resolved.run.patience
+        raise ConfigError(
+            f"run.patience = {patience} needs validation losses, and a timing-only run has none: unset it."
+        )
     with tracked(resolved, observe) as tracking:
         options = RunOptions(command if command is not None else "pipar.run", tracking.observe, report, pictures)
         result = _train(resolved, world, (model, datasets, validation, test), options)
@@ -68,13 +71,13 @@ def run(
 
 
 def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
-    """Train by a configuration that is known to be right; `own` is what the user brought: model and datasets."""
+    """Train by a checked configuration; `own` are the user's model, datasets, validation and test set."""
     model, datasets, _, _ = own
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(config, rehearse, options.observe)
         if job is not None:
             return _run_timing_only(job, options)
-    from pipar.job.workload import UserObjects
+    from pipar.job.workload import UserObjects  # imports torch, which a timing-only run does without
 
     return _run_with_torch(config, UserObjects.of(config, *own), world, options)
 
@@ -85,14 +88,19 @@ def compare(
     methods: Sequence[str] = ("fl", "sl", "sfl", "pipar"),
     **options: Any,
 ) -> dict[str, Result]:
-    """Train the same by several methods, one after another; return their results by method."""
+    """Train by several methods, one after another, with the same configuration; return the results by method.
+
+    `options` are those of `run`.
+    """
     resolved = _configuration(config, options.pop("settings", ()), options.get("datasets"))
-    configs = {method: with_method(resolved, method) for method in methods}  # what is wrong with one is found at once
+    configs = {
+        method: with_method(resolved, method) for method in methods
+    }  # all are checked before the first one is trained
     return {method: run(changed, **options) for method, changed in configs.items()}
 
 
 def with_method(config: Config, method: str) -> Config:
-    """Return the configuration with another method, checked; a given name is told apart by it."""
+    """Return the configuration with another method, checked; the method is appended to a configured name."""
     name = f"{config.run.name}-{method}" if config.run.name else None
     run = config.run.model_copy(update={"method": known.method(method).name, "name": name})
     try:
@@ -116,8 +124,8 @@ def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Confi
 
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
-    """Return a [[devices]] section with a device for each dataset; nothing if there is one dataset for all."""
-    from pipar.job.workload import is_list_of_datasets
+    """Return a [[devices]] section with one device for each dataset; nothing for a single dataset to partition."""
+    from pipar.job.workload import is_list_of_datasets  # imports torch
 
     if isinstance(datasets, Mapping):
         return {"devices": [{"name": name} for name in datasets]}
@@ -126,34 +134,34 @@ def _devices_for(datasets: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is to tell, and whom: the command in result.json, everything that happens, and a page at its end."""
+    """What a run reports: its command in result.json, events to an observer, and an HTML report at the end."""
 
     command: str
     observe: Observer = ignore
     report: bool = False
-    pictures: bool = False  # of every epoch's lanes, for who observes
+    pictures: bool = False  # also send observers the lanes of each epoch
 
     def epoch_recorder(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
-        """Return what takes an epoch: it goes to the folder, and to who observes."""
+        """Return a function that records an epoch in the folder and passes it on to the observer."""
         return folder.epoch_recorder(self.observe, pictures=self.pictures)
 
 
 def _run_timing_only(job: Job, options: RunOptions) -> Result:
-    from pipar.launch.virtual import train_timing_only
+    from pipar.launch.virtual import train_timing_only  # imports numpy, without which commands start faster
 
     with _open_folder(job, options, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
             watch = folder.event_recorder(options.observe)
             train_timing_only(job, options.epoch_recorder(folder), watch, accountant=folder.accountant)
-        finally:  # whatever ended it, the epochs so far are kept
+        finally:  # the epochs so far are kept, even if it is interrupted
             with signals_deferred():
                 content = folder.finish()
         return Result(path, content)
 
 
 def _run_with_torch(config: Config, own: UserObjects, world: World, options: RunOptions) -> Result:
-    from pipar.job.workload import Workload
+    from pipar.job.workload import Workload  # imports torch
 
     if world == "real":
         _check_real_world(config)
@@ -167,7 +175,7 @@ def _run_with_torch(config: Config, own: UserObjects, world: World, options: Run
 
 
 def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
-    from pipar.job.model_setup import make_learner, measure_test_accuracy
+    from pipar.job.model_setup import make_learner, measure_test_accuracy  # imports torch
     from pipar.launch.virtual import train_virtually
 
     learner = make_learner(job, workload)
@@ -176,14 +184,14 @@ def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
         try:
             watch = folder.event_recorder(options.observe)
             train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, accountant=folder.accountant)
-        finally:  # whatever ended the training, the epochs so far and the last global model are kept
+        finally:  # the epochs so far and the last global model are kept, even if it is interrupted
             with signals_deferred():
                 folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
         return Result(path, folder.add_test_accuracy(measure_test_accuracy(learner, workload)))
 
 
 def _run_real(job: Job, own: UserObjects, options: RunOptions) -> Result:
-    from pipar.launch.processes import train_in_processes
+    from pipar.launch.processes import train_in_processes  # imports torch
 
     with _open_folder(job, options, "real") as folder:
         train_in_processes(job, own, folder, options.command, options.observe, pictures=options.pictures)
@@ -191,23 +199,24 @@ def _run_real(job: Job, own: UserObjects, options: RunOptions) -> Result:
 
 
 def _check_real_world(config: Config) -> None:
-    """Raise if real processes cannot be what the configuration says: a device's speed, the server's port."""
-    from pipar.launch.processes import check_address
+    """Raise if real processes cannot have the configured speeds, or the server cannot listen on its address."""
+    from pipar.launch.processes import check_address  # imports torch
 
-    fast = [spec.name for spec in device_specs(config) if spec.speed > 1]
-    fast += ["the server"] if config.server.speed > 1 else []
-    if fast:
+    fast = [(spec.name, spec.speed) for spec in device_specs(config) if spec.speed > 1]
+    fast += [("the server", config.server.speed)] if config.server.speed > 1 else []
+    for name, speed in fast:
         raise ConfigError(
-            f"{fast[0]} is to be faster than this machine: in the real world a speed is at most 1. Use --virtual."
+            f"{name} has speed {speed:g}, but real processes cannot be faster than this machine: give a speed of at "
+            "most 1, or use --virtual."
         )
     check_address(config.server.listen)
 
 
 @contextmanager
 def _open_folder(job: Job, options: RunOptions, world: World) -> Iterator[Path]:
-    """Make the run's folder and say that the training begins; when it is over, write its page, if there is to be one.
+    """Make the run's folder and report that training starts; at the end, write the HTML report if it is asked for.
 
-    A run that fails at once leaves no folder behind.
+    A run that fails before the end of its first epoch leaves no folder.
     """
     folder = new_folder(run_name(job.config, job.model, job.dataset))
     options.observe(started_event(job, folder, world))
@@ -216,24 +225,24 @@ def _open_folder(job: Job, options: RunOptions, world: World) -> Iterator[Path]:
     except KeyboardInterrupt:
         if not (folder / "result.json").exists():
             remove_if_no_epochs(folder)
-        _leave_report(folder, options, None)  # who has pressed Ctrl-C does not wait for an outlook
+        _write_report(folder, options, None)  # without its what-if part, which would take time after Ctrl-C
         raise
     except Exception:
         remove_if_no_epochs(folder)
-        _leave_report(folder, options, None)
+        _write_report(folder, options, None)
         raise
-    _leave_report(folder, options, job)
+    _write_report(folder, options, job)
 
 
-def _leave_report(folder: Path, options: RunOptions, job: Job | None) -> None:
+def _write_report(folder: Path, options: RunOptions, job: Job | None) -> None:
     if options.report and (folder / "metrics.jsonl").exists():
-        from pipar.report import try_write_report
+        from pipar.report import try_write_report  # only few runs need it
 
         try_write_report(folder, options.observe, job=job)
 
 
 def started_event(job: Job, folder: Path, world: World = "real") -> Started:
-    """Return what is said when a training begins."""
+    """Return the event that reports the start of a training."""
     run, cut = job.config.run, job.batch_statistics
     return Started(
         folder=str(folder),

@@ -1,4 +1,4 @@
-"""Networks and data without numbers in them: what a timing-only run trains. Sizes come from a profile."""
+"""Networks and data that have sizes but no content: what a timing-only run trains. Sizes come from a profile."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pipar.execution.stages import Place
 from pipar.profiling.profile import Profile
 from pipar.wire.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
 
-if TYPE_CHECKING:  # it brings numpy
+if TYPE_CHECKING:  # it imports numpy
     from pipar.privacy.mechanisms import NoiseSource
 
 
 @dataclass(frozen=True, slots=True)
 class SizesOnlyPiece:
-    """As many samples as a micro-batch has, and nothing in them."""
+    """A micro-batch of which only the number of samples is known."""
 
     samples: int
     batch_samples: int
 
 
 class _Cut:
-    """What crosses the cut, in sizes: so many bytes a sample, and the share of them that an encoding leaves."""
+    """The sizes of tensors that cross the cut: bytes per sample, and the share of them that an encoding leaves."""
 
     def __init__(self, profile: Profile, split_point: int, direction: str) -> None:
         self._profile = profile
@@ -47,7 +47,7 @@ class _Cut:
 
 
 class SizesOnlySamples:
-    """A device's data, counted only."""
+    """A device's data, of which only the number of samples is known."""
 
     def __init__(self, count: int, noised_bytes: int = 0) -> None:
         self._count = count
@@ -67,7 +67,7 @@ class SizesOnlySamples:
 
 
 class SizesOnlyDevicePart:
-    """Layers 1..P: activations and weights that have a size only."""
+    """Layers 1..P: activations and weights have sizes only."""
 
     last_loss: float | None = None
 
@@ -120,7 +120,7 @@ class SizesOnlyDevicePart:
 
 
 class SizesOnlyServerPart:
-    """Layers P+1..Q: takes sizes, gives sizes back."""
+    """Layers P+1..Q: activations and gradients have sizes only."""
 
     def __init__(self, profile: Profile, split_point: int) -> None:
         self._cut = _Cut(profile, split_point, "down")
@@ -202,4 +202,4 @@ class SizesOnlyLearner:
         pass
 
     def evaluator(self) -> Callable[[Any], tuple[float, int]]:
-        raise AssertionError("a hollow model has nothing to evaluate")
+        raise AssertionError("a sizes-only model has nothing to evaluate")

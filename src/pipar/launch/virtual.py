@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipar.device.program import DevicePart, Samples
 from pipar.events import EpochResult, Observer
@@ -20,7 +20,6 @@ from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.enrolment import ClosedEnrolment
-from pipar.server.interfaces import Learner
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
 
@@ -43,16 +42,28 @@ def train_virtually(
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
-    Who passes the learner in has the model as far as it came, even if the training is interrupted. `replan` makes new
-    plans when links change; it may take no virtual time. `accountant` is where what the devices send is counted.
+    A caller that passes the `learner` keeps the model if the training is interrupted. `replan` makes new plans when
+    links change; it takes no virtual time. `accountant` counts the updates that devices send.
     """
-    from pipar.job.model_setup import make_learner, part_builder, repeatable
+    # Imports torch, which a timing-only run does without.
+    from pipar.job.model_setup import deterministic, make_learner, part_builder
 
     learner = learner or make_learner(job, workload)
-    build = partial(part_builder, workload)
-    validation = workload.held_out_batches("validation")
-    training = _train(job, learner, validation, workload.shard, build, emit, observe, replan, accountant=accountant)
-    run_virtually(training, within=repeatable(job.config.run.seed))
+    server_lanes = _lanes(job.server_costs())
+    setup = ServerSetup(
+        learner=learner,
+        validation=workload.held_out_batches("validation"),
+        enrolment=ClosedEnrolment(job),
+        pool=server_lanes,
+        background=server_lanes,
+        emit=emit,
+        observe=observe,
+        replan=replan,
+        search=search_inline,
+        accountant=accountant,
+    )
+    training = _train(job, setup, workload.shard, partial(part_builder, workload))
+    run_virtually(training, within=deterministic(job.config.run.seed))
     return learner
 
 
@@ -65,57 +76,50 @@ def train_timing_only(
     search: PlanSearch = search_inline,
     accountant: PrivacyAccountant | None = None,
 ) -> None:
-    """Run the same programs over sizes and costs alone, without torch; new plans come from `replan` or `search`."""
-    learner = SizesOnlyLearner(job.server_profile, job.split_points)
+    """Run the same programs with sizes and costs only, without torch; `replan` or `search` makes new plans."""
+    server_lanes = _lanes(job.server_costs())
+    setup = ServerSetup(
+        learner=SizesOnlyLearner(job.server_profile, job.split_points),
+        validation=(),
+        enrolment=ClosedEnrolment(job),
+        pool=server_lanes,
+        background=server_lanes,
+        emit=emit,
+        observe=observe,
+        replan=replan,
+        search=search,
+        accountant=accountant,
+    )
 
-    def samples(name: str) -> Samples:
-        return SizesOnlySamples(job.sizes[name], job.noised_bytes)
+    def samples(device: str) -> Samples:
+        return SizesOnlySamples(job.sizes[device], job.noised_bytes)
 
-    def builder(name: str) -> Callable[[Orders], DevicePart]:
-        profile, share = job.device_profiles[name], job.server_profile.changes_share
+    def part_builder(device: str) -> Callable[[Orders], DevicePart]:
+        profile, share = job.device_profiles[device], job.server_profile.changes_share
         return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share)
 
-    run_virtually(_train(job, learner, (), samples, builder, emit, observe, replan, search, accountant))
+    run_virtually(_train(job, setup, samples, part_builder))
 
 
 async def _train(
     job: Job,
-    learner: Learner,
-    validation: Sequence[tuple[int, Any]],
+    setup: ServerSetup,
     samples: Callable[[str], Samples],
-    builder: Callable[[str], Callable[[Orders], DevicePart]],
-    emit: Emit,
-    observe: Observer,
-    replan: Replan | None,
-    search: PlanSearch = search_inline,
-    accountant: PrivacyAccountant | None = None,
+    part_builder: Callable[[str], Callable[[Orders], DevicePart]],
 ) -> None:
-    server_lanes = _lanes(job.server_costs())
-    server = assemble_server(
-        job,
-        ServerSetup(
-            learner=learner,
-            validation=validation,
-            enrolment=ClosedEnrolment(job),
-            pool=server_lanes,
-            background=server_lanes,
-            emit=emit,
-            observe=observe,
-            replan=replan,
-            search=search,
-            accountant=accountant,
-        ),
-    )
-    costs = shared_costs()
+    """Run the server and all devices of a job to the end; `samples` and `part_builder` take a device's name."""
+    server, costs = assemble_server(job, setup), shared_costs()
     try:
         async with asyncio.TaskGroup() as group:
             for spec in job.specs:
                 near, far = memory_pair()
                 group.create_task(server.admit(far))
-                device_lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
-                equipment = Equipment(samples(spec.name), builder(spec.name), device_lanes, guard=job.guard())
-                life = run_device(spec.name, spec.link, equipment, near, keep_spans=job.traced_devices, observe=observe)
-                group.create_task(life)
+                lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
+                equipment = Equipment(samples(spec.name), part_builder(spec.name), lanes, guard=job.guard())
+                device = run_device(
+                    spec.name, spec.link, equipment, near, keep_spans=job.traced_devices, observe=setup.observe
+                )
+                group.create_task(device)
             group.create_task(server.train())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
