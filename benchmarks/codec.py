@@ -19,9 +19,8 @@ from pipar.config_file import load_config
 from pipar.job.workload import Workload
 from pipar.nn.runtime import one_thread
 from pipar.wire.bitpacking import not_zero
-from pipar.wire.chunks import chunk_sizes
 from pipar.wire.codec import decode, encode
-from pipar.wire.encodings import EXACT, is_sparse
+from pipar.wire.encodings import EXACT, chunk_sizes, is_sparse
 
 _IMAGES = 1000
 _EPOCHS = 3

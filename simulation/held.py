@@ -12,7 +12,7 @@ from pipar.profiling.profile import Profile
 from pipar.server.session import Session
 from pipar.transport.channel import Channel
 from pipar.transport.limits import MESSAGE_BYTES
-from pipar.wire.chunks import OVERHEAD_BYTES
+from pipar.wire.encodings import OVERHEAD_BYTES
 from pipar.wire.messages import LABEL_BYTES
 from simulation.invariants import Held
 from simulation.plan import BATCH, LAYERS, Scenario

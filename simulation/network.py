@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from pipar.errors import LinkError
-from pipar.transport.channel import Transport
+from pipar.transport.interface import Transport
 from pipar.wire.frames import HEADER_BYTES, Frame, pack_frame, unpack_frame
 
 UP, DOWN = 0, 1  # directions; the side that sends

@@ -46,9 +46,10 @@ from pipar.storage.checkpoint import Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
 from pipar.transport.backoff import Backoff
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
-from pipar.wire import chunks, encodings, frames
+from pipar.wire import encodings, frames
 from pipar.wire.orders import TrainedPart
 from simulation.disk import PowerLossError, UnreliableDisk
 from simulation.held import LOOK_EVERY_S, Holdings, largest
@@ -125,12 +126,12 @@ async def _run(scenario: Scenario, folder: Path, made: list[World]) -> None:
 @contextmanager
 def _chunks_of(size_bytes: int, coded_bytes: int) -> Iterator[None]:
     """Cut messages and tensors into smaller pieces than usual, so that tiny ones are of several, too."""
-    usual = frames.CHUNK_BYTES, chunks._CHUNK_BYTES
-    frames.CHUNK_BYTES, chunks._CHUNK_BYTES = size_bytes, coded_bytes
+    usual = frames.CHUNK_BYTES, encodings._CHUNK_BYTES
+    frames.CHUNK_BYTES, encodings._CHUNK_BYTES = size_bytes, coded_bytes
     try:
         yield
     finally:
-        frames.CHUNK_BYTES, chunks._CHUNK_BYTES = usual
+        frames.CHUNK_BYTES, encodings._CHUNK_BYTES = usual
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pipar.methods import Plan
 from pipar.nn.rectified import rectified_cuts
 from pipar.profiling.profile import CodingTimes, Profile
 from pipar.transport.channel import Channel
-from pipar.wire import chunks
+from pipar.wire import encodings
 from pipar.wire.messages import Kind, Message
 
 pytestmark = pytest.mark.usefixtures("one_thread", "all_is_coded")
@@ -44,7 +44,7 @@ def with_coding(model: Any, input_shape: Any, dtype: str, **overheads: float) ->
 def all_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles have encodings to choose from, and tensors are of several chunks."""
     monkeypatch.setattr("support.training.hand_made_profile", with_coding)
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 400)
+    monkeypatch.setattr(encodings, "_CHUNK_BYTES", 400)
 
 
 @pytest.fixture

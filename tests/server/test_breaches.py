@@ -27,7 +27,8 @@ from pipar.errors import TrainingError, UnusableModelError
 from pipar.events import Dropped, Lost
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.server.session import Session
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
 from pipar.transport.limits import RateLimit
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message
@@ -157,7 +158,7 @@ def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypa
     outcome = train([honest("a"), by_hand(*too_late)], epochs=3, round_deadline_s=10.0)
     assert outcome.failure is None
     assert [counted.keys() for counted in outcome.counted] == [{"a"}] * 3
-    assert "is of no use, as were 5 frames before it" in str(outcome.lives[1])
+    assert "is not needed, and neither were 5 frames before it" in str(outcome.lives[1])
 
 
 LAST_WORDS = {

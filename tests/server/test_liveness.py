@@ -12,7 +12,7 @@ from support.server_world import LINK, Named, World, _equipment, honest, train
 from pipar.events import Event, Heard, Silent, ignore
 from pipar.launch.assemble import run_device
 from pipar.server.liveness import PATIENCE_S, LivenessMonitor
-from pipar.transport.channel import Transport
+from pipar.transport.interface import Transport
 from pipar.wire.frames import Frame
 
 Seen = list[tuple[float, Silent | Heard]]

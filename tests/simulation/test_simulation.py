@@ -102,7 +102,7 @@ def test_every_invariant_holds_where_messages_are_half_encoded(method: str, monk
     seen: Counter[str] = Counter()
 
     def see(what: str, channel: Channel) -> None:
-        sending = [posted.message.body.chunks for posted in channel._unacknowledged]
+        sending = [posted.message.body.chunks for posted in channel._outbox._unacknowledged]
         seen[what] += any(chunks is not None and len(chunks.ready) < chunks.count for chunks in sending)
 
     attach, abandon, fail, post = Channel.attach, Session.abandon, Channel.fail, Channel.post
@@ -359,7 +359,7 @@ def test_messages_that_are_not_sent_again_are_found(monkeypatch: pytest.MonkeyPa
 
     def forgetful(self: Channel, transport: Any, acknowledged: int, greeting: Message | None = None) -> None:
         attach(self, transport, acknowledged, greeting)
-        self._numbered.clear()
+        self._outbox._numbered.clear()
 
     monkeypatch.setattr(Channel, "attach", forgetful)
     assert found() in ("breaches have a cause", "training ends")

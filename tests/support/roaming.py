@@ -22,8 +22,8 @@ from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.backoff import Backoff
-from pipar.transport.channel import Transport
 from pipar.transport.in_memory import memory_pair
+from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
 from pipar.wire.messages import Body
 from support.cutting import CutLink, Loss

@@ -27,8 +27,9 @@ from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, ServerLanes, Services, SessionSettings, Training
 from pipar.server.program import Server
 from pipar.transport.backoff import Backoff
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
+from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, TrainedPart

@@ -14,9 +14,10 @@ from support.waiting import PATIENCE_S
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
 from pipar.transport.grpc import Listener, connect
 from pipar.transport.in_memory import memory_pair
+from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, json_body
 
@@ -395,7 +396,7 @@ def test_what_goes_wrong_in_sending_ends_the_connection_with_its_reason(latency_
         channel = Channel(Broken(near), Recorder("pi"), UPLINK, on_lost=lost.append)
         channel.shape(None, latency_s)
         channel.post(activation(1))
-        with pytest.raises(LinkError, match="Sending failed by ValueError: no such frame"):
+        with pytest.raises(LinkError, match="Sending failed with ValueError: no such frame"):
             await channel.receive()
         with pytest.raises(LinkError):
             await far.read()

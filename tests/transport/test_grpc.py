@@ -13,8 +13,9 @@ from support.waiting import PATIENCE_S
 
 from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.execution.spans import Recorder
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
 from pipar.transport.grpc import Listener, connect
+from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message, pack_frame
 from pipar.wire.messages import Kind, Message
 

@@ -15,8 +15,9 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.server.session import fault
 from pipar.transport.backoff import Backoff
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
+from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector, resume
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json

@@ -191,10 +191,10 @@ def test_what_is_not_acknowledged_is_kept_however_often_links_are_lost() -> None
 @pytest.mark.parametrize(
     ("kind", "sequence", "acknowledged", "reason"),
     [
-        (Kind.ROUND, 1, 3, "says that it has message 3, but only 2 were sent"),
-        (Kind.ROUND, 2, 0, "has number 2, but 1 is to come next"),
-        (Kind.ROUND, 0, 0, "has number 0; only what opens or ends"),
-        (Kind.FAULT, 1, 0, "has number 1; only what opens or ends"),
+        (Kind.ROUND, 1, 3, "acknowledges message 3, but only 2 messages were sent"),
+        (Kind.ROUND, 2, 0, "has number 2, but 1 comes next"),
+        (Kind.ROUND, 0, 0, "has number 0; only messages that open or end"),
+        (Kind.FAULT, 1, 0, "has number 1; only messages that open or end"),
     ],
     ids=["acknowledges too much", "skips a number", "no number", "a number too many"],
 )
@@ -221,7 +221,7 @@ def test_a_link_to_a_peer_that_has_more_than_was_sent_is_not_attached() -> None:
             async with asyncio.timeout(1.0):
                 await device.receive()
         other, _ = memory_pair()
-        with pytest.raises(ProtocolError, match="only 0 were sent"):
+        with pytest.raises(ProtocolError, match="only 0 messages were sent"):
             device.attach(other, 1)
         is_attached = device.is_attached
         await asyncio.gather(device.close(), server.close())

@@ -19,9 +19,9 @@ from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
 from pipar.transport import certificates
-from pipar.transport.channel import Transport
 from pipar.transport.credentials import add_serials, add_token
 from pipar.transport.grpc import Listener, connect
+from pipar.transport.interface import Transport
 from pipar.transport.tls import Authenticator, DeviceSecurity, ServerSecurity, check_device, check_server, is_loopback
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.garbage import BASE, damaged, good_frames
 
 from pipar.errors import ProtocolError
-from pipar.wire import chunks
+from pipar.wire import encodings
 from pipar.wire import frames as wire_format
 from pipar.wire.codec import decode
 from pipar.wire.delta import decode_changes
@@ -28,7 +28,7 @@ FRAMES = good_frames()
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_format, "CHUNK_BYTES", 128)
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(encodings, "_CHUNK_BYTES", 256)
 
 
 def outcome(assembler: Assembler, data: bytes) -> Message | ProtocolError | None:
@@ -59,13 +59,13 @@ def read(message: Message) -> list[str]:
 
 
 def read_coded(message: Message) -> None:
-    body, behind = message.body, message.body.size_bytes - tensor_bytes(message)
-    sizes = chunks.chunk_sizes(body.shape, np.dtype(body.dtype).itemsize)
+    body, label_bytes = message.body, message.body.size_bytes - tensor_bytes(message)
+    sizes = encodings.chunk_sizes(body.shape, np.dtype(body.dtype).itemsize)
     assert len(body.buffers) == len(sizes)
     for number, (size, buffer) in enumerate(zip(sizes, body.buffers, strict=True)):
-        assert buffer.nbytes <= size * 8 + chunks.OVERHEAD_BYTES + behind
-        payload = buffer[: buffer.nbytes - behind] if number == len(sizes) - 1 else buffer
-        decode(payload, body.encoding, np.empty(size, body.dtype), row=chunks.row_values(body.shape))
+        assert buffer.nbytes <= size * 8 + encodings.OVERHEAD_BYTES + label_bytes
+        payload = buffer[: buffer.nbytes - label_bytes] if number == len(sizes) - 1 else buffer
+        decode(payload, body.encoding, np.empty(size, body.dtype), row=encodings.row_values(body.shape))
 
 
 def bombard(count: int, seed: int) -> Counter[str]:

@@ -26,7 +26,8 @@ from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, Learner, ServerLanes, Services, SessionSettings, Training
 from pipar.server.program import Server
 from pipar.server.session import fault
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
 from pipar.wire.orders import Orders
 

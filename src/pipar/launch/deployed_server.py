@@ -37,8 +37,8 @@ from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder, cannot_make_folder, run_name, runs_folder, signals_deferred
-from pipar.transport.channel import Transport
 from pipar.transport.grpc import Listener
+from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
 from pipar.transport.tls import ServerSecurity
 from pipar.wire.messages import EMPTY

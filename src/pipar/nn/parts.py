@@ -32,8 +32,7 @@ from pipar.nn.tensors import (
     tensor_body,
 )
 from pipar.privacy import mechanisms
-from pipar.wire.chunks import chunk_bytes
-from pipar.wire.encodings import is_sparse
+from pipar.wire.encodings import chunk_bytes, is_sparse
 from pipar.wire.messages import ITEM_BYTES, Body, Message, tensor_bytes
 
 

@@ -17,9 +17,9 @@ import torch
 
 from pipar.errors import ProtocolError
 from pipar.wire import bitpacking
-from pipar.wire.chunks import chunk_sizes, row_values
 from pipar.wire.codec import decode, encode
 from pipar.wire.delta import decode_changes, encode_changes
+from pipar.wire.encodings import chunk_sizes, row_values
 from pipar.wire.lossy import Lossy
 from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
 

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError
 from pipar.json_records import list_of, object_of, only_fields, read_fields
 from pipar.wire import encodings
-from pipar.wire.chunks import chunk_bytes
+from pipar.wire.encodings import chunk_bytes
 
 #: Written into every file; a file of another format is refused, not guessed at.
 FORMAT = 10

@@ -17,7 +17,8 @@ from pipar.server.device_messages import Introduction, read_hello
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.interfaces import AdmissionPolicy, SessionSettings
 from pipar.server.session import Session, fault
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
 from pipar.wire.frames import Frame, body_limit, cut_message
 from pipar.wire.messages import Kind, Message, read_json
 from pipar.wire.orders import Orders

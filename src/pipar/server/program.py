@@ -25,7 +25,7 @@ from pipar.server.rounds import Round, Rounds, run_to_end
 from pipar.server.serving import Serving
 from pipar.server.session import Session
 from pipar.server.validation import Validation
-from pipar.transport.channel import Transport
+from pipar.transport.interface import Transport
 
 
 class Server:

@@ -1,7 +1,9 @@
 """Connections.
 
-Reading order: `channel` (messages to one peer, over any transport), `in_memory` and `grpc` (the two transports),
-`shaping` (emulated rates and latency), `rate_estimate` (the rate of a real link), `limits` (what one peer may take),
-`reconnect` and `backoff` (coming back), `tls`, `certificates` and `credentials` (who may connect), `health`,
-`diagnosis` (why a server cannot be reached), `addresses`.
+Reading order: `channel` (messages to one peer, over any transport), `outbox` (messages to send or to send again),
+`interface` (what a transport is), `in_memory` and `grpc` (the two transports), `shaping` and `delay_line` (emulated
+rates and latency), `rate_estimate` (the rate of a real link), `limits` (the resources that a server grants one peer),
+`reconnect` and `backoff` (a lost connection), `tls`, `certificates` and `credentials` (which devices may connect),
+`health` (gRPC's health service), `diagnosis` (why a connection is refused), `addresses` (whether a program can listen
+there).
 """

@@ -16,8 +16,8 @@ import grpc
 
 from pipar.errors import CredentialError, InputError, LinkError
 from pipar.transport.addresses import check_listening
-from pipar.transport.channel import Transport
 from pipar.transport.diagnosis import why_refused
+from pipar.transport.interface import Transport
 from pipar.transport.limits import MESSAGE_BYTES, Keepalive, Limits, TokenBucket
 from pipar.transport.tls import Authenticator, DeviceSecurity, Material, ServerSecurity, check_device, check_server
 from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame

@@ -20,7 +20,8 @@ from pipar.errors import (
 )
 from pipar.events import Connected, Connecting, Observer, Reconnecting
 from pipar.transport.backoff import Backoff, Pause
-from pipar.transport.channel import Channel, Transport
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 

@@ -1,6 +1,7 @@
-"""What is said, and its bytes.
+"""Messages and their bytes.
 
-Reading order: `messages` (kinds, bodies), `orders` (what a device is told when it joins), `frames` (the wire format:
-messages to bytes and back), `encodings` (their names), `codec` (the exact encodings), `lossy` (those that lose
-something), `delta` (models as changes), `chunks` and `bitpacking` (what encoded bytes consist of).
+Reading order: `messages` (kinds and bodies), `orders` (what a device is told when it joins), `frames` (the wire format:
+messages to bytes and back), `encodings` (their names, and how tensors are cut into chunks), `codec` (the exact
+encodings), `lossy` (the others), `bitpacking` (sections, masks and byte planes, which encoded bytes consist of),
+`delta` (models as changes).
 """

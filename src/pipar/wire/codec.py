@@ -29,8 +29,7 @@ from pipar.wire.bitpacking import (
     scatter,
     total_bytes,
 )
-from pipar.wire.chunks import OVERHEAD_BYTES
-from pipar.wire.encodings import LOSSY, is_sparse
+from pipar.wire.encodings import LOSSY, OVERHEAD_BYTES, is_sparse
 from pipar.wire.lossy import Lossy, decode_lossy, encode_lossy
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pipar.errors import ProtocolError, VersionError
-from pipar.wire.chunks import OVERHEAD_BYTES, chunk_sizes
-from pipar.wire.encodings import CODED
+from pipar.wire.encodings import CODED, OVERHEAD_BYTES, chunk_sizes
 from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message, end_to_end, tensor_bytes
 
 VERSION = 3

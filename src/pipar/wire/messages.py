@@ -31,8 +31,7 @@ from enum import IntEnum
 from typing import Any
 
 from pipar.errors import ProtocolError
-from pipar.wire.chunks import chunk_sizes
-from pipar.wire.encodings import ALL, CODED
+from pipar.wire.encodings import ALL, CODED, chunk_sizes
 
 
 class Kind(IntEnum):
