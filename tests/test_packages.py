@@ -114,6 +114,7 @@ def test_importing_does_not_import_torch_or_grpc(package: str) -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+@pytest.mark.slow
 def test_the_shape_is_printed() -> None:
     text = "\n".join(shape.report())
     for what in ("modules at the root", "lines a module", "lines a function", "constructor parameters", "cycles"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def test_the_key_is_the_digest_of_type_length_and_text_of_each_part() -> None:
     assert first(0, "order", "device-1", 12) == int(philox.random_raw())
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     program = (
         "from pipar import random_streams; print(random_streams.generator(7, 'order', 'pi', 3).permutation(5).tolist())"

@@ -250,6 +250,7 @@ def test_a_port_in_use_is_found_before_anything_starts(place: Path, capfd: pytes
     _check(ended.value.code, captured.out, captured.err, says, place / "runs")
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_named(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("a file where the folder would be", "utf-8")
     with pytest.raises(SystemExit) as ended:

@@ -212,6 +212,7 @@ def test_a_hash_that_nobody_could_have_made_matches_nothing() -> None:
     assert Tokens({"pi": "ü", "other": ""}).owner("x") is None
 
 
+@pytest.mark.slow
 def test_certs_need_neither_torch_nor_grpc(tmp_path: Path) -> None:
     program = (
         "import sys; from pipar.cli import main\n"

@@ -119,6 +119,7 @@ def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_what_starts_is_said_at_once_before_anything_that_takes_a_while() -> None:
     commands = ["run --virtual", "compare --methods fl,pipar", "server --listen 127.0.0.1:0", "run --json"]
     commands += ["device --server 127.0.0.1:9 --name device-1", "server --log-format json --listen 127.0.0.1:50051"]
@@ -160,6 +161,7 @@ def test_a_live_page_says_where_it_is_and_leaves_the_document_alone(capfd: pytes
     )
 
 
+@pytest.mark.slow
 def test_a_timing_only_run_is_one_document_and_imports_no_torch(runs: Path) -> None:
     script = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
     script += f"from pipar.cli import main; main({['run', '--timing-only', '--json', *SMALL]})"
@@ -173,6 +175,7 @@ def test_a_timing_only_run_is_one_document_and_imports_no_torch(runs: Path) -> N
     assert Path(document["folder"]).parent == runs
 
 
+@pytest.mark.slow
 def test_a_virtual_run_gives_the_fields_of_a_result(pipar: Pipar, runs: Path) -> None:
     document = json.loads(pipar("run", "--virtual", "--json", "--name", "42", "--method", "sfl", *SMALL))
     assert set(document) >= RESULT | {"folder"}
@@ -279,6 +282,7 @@ def test_compare_gives_machines_a_list_of_results(pipar: Pipar) -> None:
     assert all(set(document) >= RESULT | {"folder"} for document in documents)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_at_once")
 def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
@@ -291,12 +295,14 @@ def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar
     assert max(map(len, text.splitlines()[:-1])) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_at_once")
 def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
     text = pipar("profile", "--json", "--budget", "0.1", "--set", "run.batch_size=8")
     assert Profile.from_json(text).model == "vgg5"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_at_once")
 def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None:
     memory = f"{BASE_BYTES + 4 * 2**20}B"
@@ -335,6 +341,7 @@ def test_a_failure_is_one_line_and_exit_code_1(
     assert sentence == "RuntimeError: out of memory (PIPAR_TRACEBACK=1 shows where.)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["--virtual", "--timing-only"])
 def test_ctrl_c_in_virtual_time_saves_what_there_is(
     world: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -90,6 +90,7 @@ def pipar(capfd: pytest.CaptureFixture[str], board: Path) -> Pipar:
 NAMED = ["--set", "devices.profile=raspberry-pi-3b", "--set", "server.profile=i7-11850h"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profiles", [["--profile", "board.json"], NAMED], ids=["file", "named"])
 def test_a_plan_from_known_profiles_is_one_document_and_imports_no_torch(
     profiles: list[str], board: Path, tmp_path: Path
@@ -352,6 +353,7 @@ def test_a_runner_up_that_seems_quicker_is_explained(board: Path, relative: floa
     assert (says is None and said == []) or (says is not None and said[0].startswith(says))
 
 
+@pytest.mark.slow
 def test_groups_are_shown_in_the_order_of_the_configuration(board: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     groups = "".join(f'[[devices]]\nname = "{name}"\ncount = 2\nspeed = {n}\n' for n, name in enumerate("zma", 1))

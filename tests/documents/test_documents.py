@@ -218,6 +218,7 @@ def test_readme_commands_are_understood(words: list[str]) -> None:
     parse(words).close()
 
 
+@pytest.mark.slow
 def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]

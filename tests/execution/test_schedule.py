@@ -112,6 +112,7 @@ def test_the_device_works_in_this_order(n: int, window: int, line: str) -> None:
     assert " ".join(map(str, device_order(n, window))) == line
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(1, 8))
 def test_a_window_bounds_the_micro_batches_whose_activations_are_held(n: int, window: int) -> None:
     held = most = 0

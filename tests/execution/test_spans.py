@@ -178,6 +178,7 @@ def test_a_damaged_trace_is_refused(data: bytes) -> None:
         unpack_trace(data, owner="pi")
 
 
+@pytest.mark.slow
 @given(st.lists(spans, max_size=2), st.data())
 def test_any_damage_gives_a_trace_or_a_protocol_error(found: list[Span], data: st.DataObject) -> None:
     packed = bytearray(pack_trace(EpochTrace("pi", 3, {"compute": Totals(1, 2, 3, 4)}, found)))

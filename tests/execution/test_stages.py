@@ -97,6 +97,7 @@ def test_no_lane_runs_two_stages_at_once(iteration: tuple[int, dict[Stage, float
         assert all(start >= end for (_, end), (start, _) in pairwise(spans))
 
 
+@pytest.mark.slow
 @given(timed_iterations(), st.data())
 def test_a_slower_stage_never_makes_any_stage_end_earlier(
     iteration: tuple[int, dict[Stage, float]], data: st.DataObject

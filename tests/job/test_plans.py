@@ -206,6 +206,7 @@ def test_all_devices_of_a_large_fleet_get_a_plan(method: str) -> None:
     assert len(set(plans.values())) <= 2
 
 
+@pytest.mark.slow
 def test_a_bound_is_one_also_where_devices_have_more_and_less_data() -> None:
     costs = Costs(PROFILE, 0.2)
     sizes = [200 + 8 * number for number in range(50)]

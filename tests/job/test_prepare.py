@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,16 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_profile(folder: Path, shape: tuple[int, int, int], classes: int = 10, norm: str = "group") -> Path:
+    file = folder / "vgg5.json"
+    file.write_text(profile_json(shape, classes, norm), "utf-8")
+    return file
+
+
+@cache
+def profile_json(shape: tuple[int, int, int], classes: int, norm: str) -> str:
     data = {"name": "synthetic", "shape": list(shape), "classes": classes}
     model = Workload(config_from({"data": data, "model": {"norm": norm}})).build_model()
-    file = folder / "vgg5.json"
-    hand_made_profile(model, shape, "float32").save(file)
-    return file
+    return hand_made_profile(model, shape, "float32").to_json()
 
 
 def configuration(profile: Path, *settings: str) -> Config:
@@ -72,12 +78,13 @@ def configuration(profile: Path, *settings: str) -> Config:
     ids=str,
 )
 def test_a_timing_only_run_has_the_samples_of_the_virtual_one(profile: Path, settings: list[str]) -> None:
-    config = configuration(profile, *settings)
+    config = configuration(profile, *settings, "plan.split_point=2", "plan.micro_batches=2")
     job = prepare_timing_only(config, rehearse)
     assert job is not None
     assert job.sizes == prepare(Workload(config), rehearse).sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [[], ["privacy.pixel_epsilon=0.5"]], ids=["plain", "noise"])
 def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, privacy: list[str]) -> None:
     workload = Workload(configuration(profile, *privacy))
@@ -156,6 +163,7 @@ def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
         pipar.run({"run": {"patience": 1}}, model=BATCH_NORM, datasets=[data], world="virtual")
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_network_is_refused(profile: Path) -> None:
     config = configuration(profile, "model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2")
     with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
@@ -323,6 +331,7 @@ print(job.cores, len(job.specs), len(job.server_profile.layers))
 """
 
 
+@pytest.mark.slow
 def test_timing_only_with_named_machines_needs_no_torch() -> None:
     settings = ["model.name=resnet101", "data.name=tiny_imagenet", "data.samples_per_device=100", "devices.count=100"]
     settings += ["server.profile=i7-11850h", "devices.profile=raspberry-pi-3b"]
@@ -340,6 +349,7 @@ def test_timing_only_with_named_machines_needs_no_torch() -> None:
 # --- what a limit of memory does to kept profiles
 
 
+@pytest.mark.slow
 def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["run.batch_size=8", "data.name=synthetic", "data.samples_per_device=8"])
     workload = Workload(config)

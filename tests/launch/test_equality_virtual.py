@@ -168,6 +168,7 @@ def test_other_aggregators_train_the_weights_of_their_definition(case: Case) -> 
     assert largest_error(reference_state(case, aggregate=None), expected) > VISIBLE
 
 
+@pytest.mark.slow
 def test_federated_learning_splitfed_and_pipar_train_the_same_weights() -> None:
     cases = [Case("fl"), Case("sfl", (2, 3, 1)), Case("pipar", (1, 2, 4), (7, 12, 3)), Case("pipar", (3,), (100,))]
     states = [train_in_virtual_time(case).state for case in cases]
@@ -230,6 +231,7 @@ def test_batch_normalisation_without_micro_batches_is_exact(method: str, sizes: 
     assert trained.job.equivalence == "exact"
 
 
+@pytest.mark.slow
 def test_batch_normalisation_with_micro_batches_is_reported_as_statistical_and_differs() -> None:
     case = Case("pipar", (2,), (7,), norm="batch")
     trained = train_in_virtual_time(case)

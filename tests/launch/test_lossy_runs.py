@@ -63,6 +63,7 @@ def metrics(result: Result) -> list[dict[str, Any]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "encoding"), [*(("pipar", one) for one in LOSSY), ("sfl2", "int8"), ("sfl2", "topk"), ("sl", "topk")]
 )
@@ -81,6 +82,7 @@ def test_an_exact_encoding_has_lost_nothing(encoding: str, run: Callable[[str], 
     assert [epoch[name] for epoch in metrics(result) for name in ("error_up", "error_down")] == [None] * 4
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_each_time(run: Callable[[str], Result]) -> None:
     first, again = (run("int8").content["epochs"] for _ in range(2))
     assert first == again

@@ -269,6 +269,7 @@ def check_estimate(network: str, plan: Plan, link: Link) -> None:
     assert -1e-9 <= lasted - closed_form_s(paper, n) <= left_out + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_estimate_is_an_iteration_in_virtual_time_for_every_n_that_divides_the_batch(network: str) -> None:
     layers = len(proportional("raspberry-pi-3b", network).layers)

@@ -52,6 +52,7 @@ def saved(tmp_path: Path, name: str = "it") -> dict[str, Any]:
 # --- inside another event loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["virtual", "timing-only"])
 def test_a_run_inside_an_event_loop_is_the_run_outside_of_it(run: Callable[..., Result], world: World) -> None:
     async def cell() -> Result:
@@ -139,6 +140,7 @@ def test_a_run_that_fails_keeps_the_epochs_so_far(run: Callable[..., Result], tm
     assert (tmp_path / "runs" / "it" / "model.safetensors").exists() == (world == "virtual")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["virtual", "timing-only"])
 def test_a_run_that_fails_before_its_first_epoch_is_over_leaves_no_folder(
     run: Callable[..., Result], tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +157,7 @@ def test_a_run_that_fails_before_its_first_epoch_is_over_leaves_no_folder(
 # --- what is left of it in the caller
 
 
+@pytest.mark.slow
 def test_the_callers_threads_are_left_as_they_were(run: Callable[..., Result]) -> None:
     threads = torch.get_num_threads()
     try:

@@ -49,8 +49,14 @@ def run(tree: dict[str, Any], world: World = "virtual") -> Result:
     return pipar.run(tree, world=world)
 
 
-@pytest.mark.parametrize("world", ["virtual", "timing-only"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [
+        ("pipar", "timing-only"),
+        *(pytest.param(method, "timing-only", marks=pytest.mark.slow) for method in METHODS if method != "pipar"),
+        *(pytest.param(method, "virtual", marks=pytest.mark.slow) for method in METHODS),
+    ],
+)
 def test_same_seed_gives_the_same_files(tmp_path: Path, method: str, world: World) -> None:
     tree = configuration(tmp_path, method)
     one, other = run(tree, world), run(tree, world)
@@ -116,6 +122,7 @@ def test_run_without_mathematics_takes_as_long_as_the_one_with_it(tmp_path: Path
         assert other["samples"] == one["samples"]
 
 
+@pytest.mark.slow
 def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path: Path) -> None:
     result = run(configuration(tmp_path, "pipar"))
     events = json.loads((result.folder / "trace.json").read_text("utf-8"))["traceEvents"]

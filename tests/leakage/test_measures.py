@@ -121,6 +121,7 @@ def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted(attack: Pl
     assert linear.weight.grad is None
 
 
+@pytest.mark.slow
 def test_a_decoder_learns_from_other_images_to_invert_layers_unless_they_keep_nothing() -> None:
     torch.manual_seed(0)
     part = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))

@@ -167,7 +167,7 @@ def test_groups_divide_the_channels_and_are_never_of_few_channels(channels: int,
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("input_shape", [CIFAR, MNIST])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "resnet18" else ()) for n in SMALL])
 def test_small_network_starts_with_a_finite_loss(name: str, input_shape: tuple[int, int, int], norm: str) -> None:
     check_start(name, input_shape, classes=10, norm=norm)
 

@@ -58,6 +58,7 @@ def after_trying(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
 TRYING, NOT_TRYING = replace(UNHURRIED, trial_cost=0.1), replace(UNHURRIED, trial_cost=0.0)
 
 
+@pytest.mark.slow
 def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
     here = fleet(speed=0.35)
     best = search_again(here, plans(here), NOT_TRYING)
@@ -114,6 +115,7 @@ def test_nothing_is_tried_that_takes_long_to_move(
     assert (search_again(begun, best, TRYING) != best) is is_tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
 def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: int) -> None:
     """Devices begin with two layers; how long they take for the third, nothing says before they have had it."""

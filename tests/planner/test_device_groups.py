@@ -61,6 +61,7 @@ def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
     assert merge_kinds(fleet, 4) is fleet
 
 
+@pytest.mark.slow
 def test_devices_that_were_given_different_things_are_of_no_group_together() -> None:
     fleet = fleet_of("vgg5", "cifar10", 9)
     given = tuple(replace(m, split_point=1 + n % 3) for n, m in enumerate(fleet.members))
@@ -70,6 +71,7 @@ def test_devices_that_were_given_different_things_are_of_no_group_together() -> 
     assert [plans[member.name].split_point for member in given] == [member.split_point for member in given]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [("vgg5", "cifar10"), ("resnet18", "cifar10")])
 def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(model: str, data: str) -> None:
     fleet = fleet_of(model, data, 12)
@@ -83,12 +85,14 @@ def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(mod
             assert chosen_s <= steady_epoch_s(simulate, fleet, common) * 1.01, f"P={p} N={n}"
 
 
+@pytest.mark.slow
 def test_they_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
     fleet = fleet_of("resnet18", "cifar10", 6)
     in_groups, at_once = search_plans(fleet, simulate), search_kinds(fleet, simulate)
     assert in_groups.epoch_s <= at_once.epoch_s * 1.02
 
 
+@pytest.mark.slow
 def test_every_device_may_have_the_plan_of_its_group() -> None:
     fleet = fleet_of("vgg5", "cifar10", 10)
     memory = tuple(replace(m, memory_bytes=(380 + 20 * n) * MIB) for n, m in enumerate(fleet.members))

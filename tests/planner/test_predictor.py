@@ -30,6 +30,7 @@ from pipar.profiling.profile import Profile
 from reproduction.perturbed_world import perturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "server"), [(1.4, 1.0), (0.7, 1.0), (1.0, 2.5), (1.3, 1.6)])
 def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, server: float) -> None:
     here = fleet()

@@ -170,6 +170,7 @@ def test_momentum_that_is_lost_on_the_way_would_be_seen(lost: str, monkeypatch: 
     assert largest_error(trained.state, reference_state(case)) > VISIBLE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() -> None:
     moves = SCRIPTS["back and forth"]
@@ -206,6 +207,7 @@ def test_each_epoch_is_trained_by_the_plan_in_force() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
 def test_the_same_choices_give_the_same_spans(momentum: str) -> None:
@@ -215,6 +217,7 @@ def test_the_same_choices_give_the_same_spans(momentum: str) -> None:
     assert one.epochs == other.epochs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl2"])
 def test_methods_with_one_model_for_all_are_never_planned_again(method: str) -> None:
@@ -480,6 +483,7 @@ def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
     assert run_replanner(scenario, choice_s=10.0) == [2e6, 1e6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
 def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwidth(momentum: str) -> None:
     case = Case("pipar", momentum=momentum, epochs=5, sizes=(230, 100, 57))

@@ -291,6 +291,7 @@ def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None
     assert max(over_the_best(seed) for seed in range(2)) <= 0.02
 
 
+@pytest.mark.slow
 def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> None:
     link = {"up": "400Mbit/s", "down": "400Mbit/s", "latency": "3ms"}
     tree = {
@@ -310,6 +311,7 @@ def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> Non
     assert choice.timing.epoch_s <= epoch_timing(simulate, fleet, uncut).epoch_s * (1 + TIE)
 
 
+@pytest.mark.slow
 def test_what_is_far_from_the_best_changes_no_choice_if_it_is_not_simulated_to_its_end() -> None:
     for seed in range(4):
         fleet = small_fleet(seed)
@@ -330,6 +332,7 @@ def contended_fleet() -> Fleet:
     return Fleet(METHODS["pipar"], tuple(members), Costs(profile, 2.0), 1, 12)
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> None:
     fleet = contended_fleet()
     alone = {m.name: search_kinds(replace(fleet, members=(m,)), simulate).plans[m.name] for m in fleet.members}
@@ -413,6 +416,7 @@ def test_the_same_fleet_is_given_the_same_plans_again() -> None:
     assert search_kinds(small_fleet(7), simulate) == search_kinds(small_fleet(7), simulate)
 
 
+@pytest.mark.slow
 def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -> None:
     fleet = small_fleet(5)
     first, *others = fleet.members
@@ -453,6 +457,7 @@ def test_a_window_is_chosen_where_memory_forbids_all_forwards_first_and_nowhere_
     assert search_kinds(fleet, simulate).plans["phone"] == Plan(1, 4, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
 def test_with_batch_statistics_a_micro_batch_has_two_samples(seed: int) -> None:

@@ -178,6 +178,7 @@ def private_job(job: Job, method: str, privacy: Mapping[str, float]) -> Job:
     return replace(job, config=job.config.model_copy(update=update), plans=plans, sample_bytes=4 * 3 * 32 * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [CLASSIC, PIXEL, CLASSIC | PIXEL], ids=["classic", "pixel", "both"])
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
 def test_a_simulation_of_a_private_training_is_the_timing_of_a_run(method: str, privacy: Mapping[str, float]) -> None:
@@ -533,6 +534,7 @@ def test_a_rehearsal_in_the_virtual_world_and_the_simulator_agree(seed: int, ite
     assert timing.bottleneck == rehearsed.bottleneck
 
 
+@pytest.mark.slow
 def test_the_planner_chooses_the_same_by_either() -> None:
     job = steady_job(count=2, cores=1, samples=24)
     fleet = replace(job.fleet(), batch_size=12)

@@ -309,6 +309,7 @@ SERVERS = st.fixed_dictionaries(
 PLAIN = {"cuts": [], "loss": Loss.CLEAN, "speed": 1.0, "pause_s": 0.5, "starts_s": 0.0}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.tuples(FATES, FATES), SERVERS)
 @example(  # the round ends without a device that has announced the end of its epoch but not sent its update yet
@@ -467,6 +468,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[pi
     return result, events
 
 
+@pytest.mark.slow
 def test_a_run_without_mathematics_counts_epsilon_and_stops_at_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

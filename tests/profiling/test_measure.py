@@ -85,6 +85,7 @@ def test_every_layer_takes_time_forward_and_backward() -> None:
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
 
+@pytest.mark.slow
 def test_every_overhead_is_measured_and_loading_only_if_there_is_a_loader() -> None:
     profile = measure(small_network())
     assert profile.load_s == 0.0
@@ -132,6 +133,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
     assert profile.noise_s_per_byte * 2**20 > _SLOWED_S / 2  # a part with less is measured with more
 
 
+@pytest.mark.slow
 def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> None:
     profile = measure(small_network())
     assert [layer.rectified for layer in profile.layers] == [True, True, False]
@@ -147,6 +149,7 @@ def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> 
     assert set(measure(smooth).layers[0].shares) == set(ALL) - {"raw", "sparse", "sparse-planes"}
 
 
+@pytest.mark.slow
 def test_shares_are_those_of_the_samples_that_are_loaded() -> None:
     model = nn.Sequential(
         nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 512, bias=False), nn.ReLU()), nn.Linear(512, 5)
@@ -160,12 +163,14 @@ def test_shares_are_those_of_the_samples_that_are_loaded() -> None:
     assert measure(model, 32).layers[0].shares["sparse"][0] > 0.3
 
 
+@pytest.mark.slow
 def test_float64_outputs_are_twice_as_large() -> None:
     single, double = measure(small_network()), measure(small_network().double(), dtype=torch.float64)
     assert double.dtype == "float64"
     assert [layer.output_bytes for layer in double.layers] == [2 * layer.output_bytes for layer in single.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_model_keeps_its_weights_gradients_statistics_and_mode(norm: bool) -> None:
     model = small_network(norm).eval()
@@ -279,6 +284,7 @@ def test_saved_and_working_bytes_are_measured_and_predict_what_a_plan_needs() ->
     assert training_bytes(profile, Plan(4, 1), 8) > training_bytes(profile, Plan(2, 4, 1), 8)
 
 
+@pytest.mark.slow
 def test_a_network_that_does_not_fit_is_measured_as_far_as_it_does() -> None:
     whole = measure(wide_network(), batch_size=64)
     enough = training_bytes(whole, Plan(4, 1), 64)
@@ -293,6 +299,7 @@ def test_a_network_that_does_not_fit_is_measured_as_far_as_it_does() -> None:
         )
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_fit_have_times_in_proportion_to_the_largest_that_does() -> None:
     whole = measure(wide_network(), batch_size=64)
     memory_bytes = training_bytes(whole, Plan(3, 1), 32)

@@ -53,6 +53,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     return replace(changed, coding=coding, **overheads)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(profiles())
 def test_a_profile_comes_back_from_json_as_it_was(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile

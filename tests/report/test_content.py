@@ -44,6 +44,7 @@ def spans_of(timeline: dict[str, Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["iteration", "epoch"])
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl", "pipar"])
 def test_the_timeline_is_what_trace_json_has_between_its_start_and_its_end(
@@ -80,6 +81,7 @@ def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return pipar.run(settings=(*SETTINGS, *cut), world="timing-only").folder
 
 
+@pytest.mark.slow
 def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(finely_cut: Path) -> None:
     record = RunRecord.read(finely_cut)
     (run,) = content([record])["runs"]
@@ -108,6 +110,7 @@ def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path,
     assert sum(fewer["critical_s"].values()) == pytest.approx(length_s, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_whole_critical_path_is_on_lanes_that_are_drawn(finely_cut: Path) -> None:
     traced = EpochTrace(RunRecord.read(finely_cut).spans, 1)
     for number in (0, 3):
@@ -243,6 +246,7 @@ def test_the_plans_are_those_that_the_shown_epoch_was_trained_by(runs: dict[str,
     assert planned(1) == {"first": "P=1 N=1", "shown": "P=1 N=1", "again": []}, "in a deployment, when all have come"
 
 
+@pytest.mark.slow
 def test_a_page_of_many_long_runs_is_below_3_mb(finely_cut: Path) -> None:
     record = RunRecord.read(finely_cut)
     (epoch,) = record.result["epochs"]

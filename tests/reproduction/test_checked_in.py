@@ -43,6 +43,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     return command
 
 
+@pytest.mark.slow
 def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_path: Path) -> None:
     told, place = run("--quick"), tmp_path / "place"
     reproduction.publish(told, tmp_path / "out", place)
@@ -62,6 +63,7 @@ def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_pa
     assert (gone.value, gone.holds) == (1, False)
 
 
+@pytest.mark.slow
 def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(run: Run, tmp_path: Path) -> None:
     out, place = tmp_path / "out", tmp_path / "place"
     reproduction.publish(run("--quick"), out, place)
@@ -75,6 +77,7 @@ def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(r
     assert "`python -m reproduction tiny`: 3 cells" in (place / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does_not_hold(
     run: Run, tmp_path: Path
 ) -> None:
@@ -90,6 +93,7 @@ def test_every_number_that_is_checked_in_has_its_cell_beside_it() -> None:
     assert reproduction.missing() == []
 
 
+@pytest.mark.slow
 def test_every_line_that_is_checked_in_is_a_cell_with_configuration_and_result() -> None:
     lines = [json.loads(line) for line in (reproduction.PLACE / FILE).read_text("utf-8").splitlines()]
     hashes = [line["hash"] for line in lines]

@@ -349,6 +349,7 @@ def test_a_map_marks_the_chosen_pair_and_the_best_one() -> None:
 # --- dots
 
 
+@pytest.mark.slow
 def test_scores_are_a_line_each_with_what_is_published_and_both_thresholds() -> None:
     rows = [
         {"network": "vgg5", "data": "cifar10", "link": link, "score": ours, "its_score": printed}

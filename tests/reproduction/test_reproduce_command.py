@@ -43,6 +43,7 @@ def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return command
 
 
+@pytest.mark.slow
 def test_an_experiment_leaves_tables_and_is_not_run_twice(pipar: Callable[..., Told], tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     code, told, lines = pipar("tiny", "-o", out, "--processes", "1")
@@ -56,6 +57,7 @@ def test_an_experiment_leaves_tables_and_is_not_run_twice(pipar: Callable[..., T
     assert pipar("tiny", "-o", out, "--processes", "1") == (0, told, "")
 
 
+@pytest.mark.slow
 def test_a_document_has_rows_and_comparisons(pipar: Callable[..., Told], tmp_path: Path) -> None:
     code, told, lines = pipar("tiny", "--quick", "--json", "-o", str(tmp_path), "--processes", "1")
     document = json.loads(told)
@@ -78,6 +80,7 @@ def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
     assert json.loads(pipar("list", "--json")[1]) == [{"name": "tiny", "title": "Tiny", **sizes}]
 
 
+@pytest.mark.slow
 def test_the_list_has_times_that_were_measured_of_the_same_cells(
     pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +94,7 @@ def test_the_list_has_times_that_were_measured_of_the_same_cells(
     assert "10 min" in pipar("list")[1]
 
 
+@pytest.mark.slow
 def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told], tmp_path: Path) -> None:
     out = str(tmp_path)
     pipar("tiny", "--quick", "-o", out, "--processes", "1")
@@ -99,6 +103,7 @@ def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told],
     assert lines.splitlines()[-1].endswith("(about 0 s left)")
 
 
+@pytest.mark.slow
 def test_cells_that_two_experiments_share_or_that_are_kept_do_not_count_as_time_left(
     pipar: Callable[..., Told], tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ LAST_WORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", LAST_WORDS)
 def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last: str) -> None:
     left: list[Session] = []

@@ -163,6 +163,7 @@ def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
     assert tried.is_on_purpose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sl"])
 def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tells_of(method: str) -> None:
     """Also in the middle of the aggregation, and between two turns of split learning."""

@@ -57,7 +57,7 @@ def sentence(outcome: Outcome) -> str:
 # --- every invariant holds
 
 
-@pytest.mark.parametrize("seed", range(FAST))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, FAST))])
 def test_every_invariant_holds(seed: int) -> None:
     outcome = simulate(draw_scenario(seed))
     assert outcome.violation is None, sentence(outcome)
@@ -169,6 +169,7 @@ def test_tensors_travel_coded_where_encodings_are_to_be_chosen(monkeypatch: pyte
         assert {encoding for of, encoding in seen if of is kind} == {"planes", "sparse-planes"}
 
 
+@pytest.mark.slow
 def test_a_device_whose_hello_comes_too_late_may_try_again() -> None:
     scenario = draw_scenario(3)
     late = tuple(Fault(0.0, "delay", name, 15.0, 0) for name in scenario.names)
@@ -188,6 +189,7 @@ def test_worlds_that_once_failed_hold(seed: int) -> None:
 # --- the same world each time
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_world_event_for_event() -> None:
     first, again = (simulate(draw_scenario(11)) for _ in range(2))
     assert first.events == again.events
@@ -223,6 +225,7 @@ def test_a_seed_draws_the_world_that_it_has_always_drawn() -> None:
     assert str(scenario.faults[0]) == "  1.054 s  one-way device-2 for 3.00 s (choice 54163)"
 
 
+@pytest.mark.slow
 def test_a_world_without_faults_loses_nobody() -> None:
     scenario = replace(draw_scenario(3), faults=(), min_devices=5, round_deadline_s=None)
     outcome = simulate(scenario)
@@ -534,6 +537,7 @@ def test_a_disk_without_power_loses_what_was_not_synced(tmp_path: Path) -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_command_tells_that_every_invariant_held() -> None:
     result = CliRunner().invoke(faults, ["--seeds", "1", "--rounds", "1", "--devices", "2"], standalone_mode=False)
     assert result.return_value == 0

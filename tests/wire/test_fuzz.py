@@ -95,6 +95,7 @@ def test_damaged_frames_are_messages_or_protocol_errors(count: int, seed: int) -
     assert min(results.values()) > count // 2000, results
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_damaged_frames_leave_no_memory_behind() -> None:
     bombard(500, 3)  # what is made once
@@ -107,6 +108,7 @@ def test_damaged_frames_leave_no_memory_behind() -> None:
     assert peak < 2_000_000
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2**32), st.integers(0, 200))
 def test_any_bytes_in_any_place_of_a_frame_are_a_message_or_a_protocol_error(
