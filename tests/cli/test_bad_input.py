@@ -60,7 +60,7 @@ COMMANDS = [
     ("run --virtual --timing-only", "exclude each other"),
     ("run --dashboard train.toml", "--dashboard train.toml is not an address: write HOST:PORT"),
     ("compare --dashboard 127.0.0.1:99999", "'127.0.0.1:99999' is not an address"),
-    ("run --dashboard --dashboard-token short", "has to have 16 or more letters"),
+    ("run --dashboard --dashboard-token short", "needs 16 or more letters"),
     ("run --dashboard-token correct-horse-battery", "is for the live page: add --dashboard."),
     ("server --dashboard 192.0.2.1:80", "Cannot serve the live page on 192.0.2.1:80:"),
     ("run a.toml b.toml", "unexpected extra argument"),

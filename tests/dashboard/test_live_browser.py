@@ -116,7 +116,7 @@ def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be
             assert time.monotonic() - killed_at < 2.0
             server.says("pi-2 lost its connection")
             assert "pi-2 is away" in seen.page.inner_text(".live-said")
-            assert "place kept for" in seen.page.inner_text("tr[data-device=pi-2] .live-note")
+            assert "may reconnect for" in seen.page.inner_text("tr[data-device=pi-2] .live-note")
             assert seen.page.get_attribute("tr[data-device=pi-1]", "data-state") == "training"
             here.let_go("pi-2")
             here.device("pi-2", address)

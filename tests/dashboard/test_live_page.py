@@ -376,7 +376,7 @@ def test_a_page_that_cannot_take_an_event_says_so_once_and_goes_on(
             dashboard.observe(event)
         watcher.until(lambda state: states_of(state) == {"c": "joined"})
     (said,) = caplog.messages
-    assert said == "The live page does not show everything: it cannot take Lost."
+    assert said == "The live page is incomplete: it could not process Lost."
 
 
 def test_of_a_page_that_has_failed_nothing_is_left(
@@ -390,4 +390,4 @@ def test_of_a_page_that_has_failed_nothing_is_left(
             assert not dashboard._inbox
         with pytest.raises(ConnectionRefusedError):
             ask(dashboard)
-    assert caplog.messages == ["The live page has failed; the training goes on without it."]
+    assert caplog.messages == ["The live page has failed; training continues without it."]

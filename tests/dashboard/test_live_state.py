@@ -224,7 +224,7 @@ def test_in_a_deployment_who_is_there_when_a_round_begins_trains_and_who_comes_l
     assert states(picture(*events)) == {"a": "training", "b": "training", "late": "joined"}
     over = [*events, Lost("b", "gone"), RoundOver(1, {"a": 100}), Dropped("b", 1, "gone")]
     assert states(picture(*over)) == {"a": "training", "b": "lost", "late": "training"}
-    assert "round 1 did not count" in device(picture(*over), "b")["note"]
+    assert "excluded from round 1" in device(picture(*over), "b")["note"]
 
 
 def test_in_a_deployment_the_servers_reports_say_how_far_it_is() -> None:

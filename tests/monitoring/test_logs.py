@@ -96,7 +96,7 @@ SAID: list[tuple[Event, str]] = [
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
     (Barred("tokens.json is damaged."), "error: no device can connect: tokens.json is damaged."),
     (ReportWritten("runs/mine/report.html"), "report written to runs/mine/report.html"),
-    (ReportFailed("No page of runs/mine: no space left."), "warning: No page of runs/mine: no space left."),
+    (ReportFailed("No report of runs/mine: no space left."), "warning: No report of runs/mine: no space left."),
     (Resumed(6), "resuming after round 6, from its checkpoint"),
     (Resumed(6, 1), "resuming after round 6, from its checkpoint; 1 later round is trained again"),
     (Resumed(6, 2), "resuming after round 6, from its checkpoint; 2 later rounds are trained again"),

@@ -236,7 +236,7 @@ def test_what_would_help_most_is_said(desktop: Seen) -> None:
     runs = desktop.run("() => window.pipar.state.content.runs")
     changes = next(run["outlook"] for run in runs if run["method"] == "pipar")["changes"]
     best = min(changes, key=lambda one: one["epoch_s"])["change"]
-    assert f"Most would be won with {best}: −" in desktop.page.locator("#plans .plan .most").last.inner_text()
+    assert f"The largest gain: {best}, −" in desktop.page.locator("#plans .plan .most").last.inner_text()
 
 
 def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:

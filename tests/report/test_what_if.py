@@ -80,7 +80,7 @@ def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_
     found = what_if(job("plan.split_point=2", "plan.micro_batches=4"))
     assert [one["change"] for one in found["changes"]] == ["twice the bandwidth", "the server twice as fast"]
     assert [one["change"] for one in found["split_points"]] == ["P=1"]
-    assert found["note"] == "3 of 6 questions were not asked: planning took too long."
+    assert found["note"] == "3 of 6 cases were skipped: planning took too long."
 
 
 def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were(

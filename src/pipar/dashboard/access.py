@@ -1,4 +1,4 @@
-"""Who may look at the live page: this machine, or whoever has the token; and no page of another site by a detour."""
+"""Access to the live page: from this machine, or with the token; never through a page of another site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipar.errors import InputError
 from pipar.transport.tls import is_loopback
 from pipar.units import split_address
 
-#: What is asked for on the command line in place of a token of one's own.
+#: The value on the command line that requests a new token.
 AUTO = "auto"
 _LEAST_CHARACTERS = 16
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
@@ -21,37 +21,37 @@ _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
 @dataclass(frozen=True)
 class Access:
-    """What a request has to bring along. Its words for a browser, the session, are not the token itself."""
+    """What a request needs. A browser's cookie holds `session`, not the token itself."""
 
-    host: str  # that the page is served at
-    token: str | None = None  # None: nobody needs one
+    host: str  # at which the page is served
+    token: str | None = None  # None: no token is needed
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     @classmethod
     def of(cls, address: str, token: str | None) -> Access:
-        """Return the access to a page at HOST:PORT: beyond loopback nobody comes in without a token."""
+        """Return the access to a page at HOST:PORT; beyond loopback there is always a token."""
         host, _ = split_address(address)
         if token == AUTO or (token is None and not is_loopback(address)):
             token = secrets.token_urlsafe(24)
         if token is not None and (len(token) < _LEAST_CHARACTERS or not _TOKEN.fullmatch(token)):
             raise InputError(
-                f"The token of the live page has to have {_LEAST_CHARACTERS} or more letters, digits or -_.~; "
-                f"'{AUTO}' makes one."
+                f"The token of the live page needs {_LEAST_CHARACTERS} or more letters, digits or -_.~; "
+                f"'{AUTO}' creates one."
             )
         return cls(host.lower(), token)
 
-    def is_token(self, said: str) -> bool:
-        return self.token is not None and hmac.compare_digest(said.encode(), self.token.encode())
+    def is_token(self, given: str) -> bool:
+        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
-    def is_session(self, said: str) -> bool:
-        """Return whether a browser has shown the token before; without a token everybody has."""
-        return self.token is None or hmac.compare_digest(said.encode(), self.session.encode())
+    def is_session(self, given: str) -> bool:
+        """Return whether a browser has presented the token before; always true if none is needed."""
+        return self.token is None or hmac.compare_digest(given.encode(), self.session.encode())
 
     def knows_host(self, header: str) -> bool:
         """Return whether a request's Host is a name of this machine.
 
-        A foreign page can give a name of its own this machine's address, and then read what is served here as its own
-        (DNS rebinding); but its name is in the request. An address in place of a name cannot be forged so.
+        A foreign page can point its own name to this machine's address, and then read this page as its own (DNS
+        rebinding); but then its name is in the request. An address in place of a name cannot be forged this way.
         """
         name = _host_of(header)
         if name in ("localhost", self.host):
@@ -59,7 +59,7 @@ class Access:
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
-            own = socket.gethostname().lower()  # its whole name would have to be asked for, and that may take seconds
+            own = socket.gethostname().lower()  # not the full name: looking it up may take seconds
             return not self._is_local and name in (own, f"{own}.local")
         return address.is_loopback or not self._is_local
 
@@ -75,7 +75,7 @@ def _host_of(header: str) -> str:
 
 
 def shown_host(host: str) -> str:
-    """Return what to call this machine by in an address to open: 0.0.0.0 is none."""
+    """Return the host for a URL: the name of this machine in place of 0.0.0.0, which is not one."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

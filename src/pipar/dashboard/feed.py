@@ -1,4 +1,4 @@
-"""What goes to the browsers: the latest of each kind of message, to each as quickly as it takes them."""
+"""Messages to the browsers: the latest of each kind, as fast as each browser reads them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
-#: A stream on which nothing is said for so long says that it is still there: proxies end what is silent, and a page
-#: looks for a new connection when not even that comes.
+#: After this long without a message, a keep-alive is sent: proxies close silent streams, and a page without
+#: keep-alives reconnects.
 KEEP_ALIVE_S = 10.0
 _RETRY_MS = 1000
 
 
 def message(kind: str, document: Any) -> bytes:
-    """Return a server-sent event; JSON without line ends is one line of data."""
+    """Return a server-sent event; its JSON is one line of data."""
     data = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
 
 
 class Stream:
-    """One browser's place: the latest message of each kind that it has not taken yet. Older ones are dropped."""
+    """The stream of one browser: the latest unsent message of each kind. Older ones are dropped."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, bytes] = {}
         self._changed = asyncio.Event()
         self._is_over = False
 
-    def put(self, kind: str, said: bytes) -> None:
-        self._waiting[kind] = said
+    def put(self, kind: str, text: bytes) -> None:
+        self._waiting[kind] = text
         self._changed.set()
 
     def end(self) -> None:
-        """Let it end when everything has been taken."""
+        """End the stream when everything has been sent."""
         self._is_over = True
         self._changed.set()
 
     async def messages(self, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[bytes]:
-        """Give what is to be sent, until the end."""
+        """Yield the messages to send, until the end."""
         yield f"retry: {_RETRY_MS}\n\n".encode()
         while not (self._is_over and not self._waiting):
             try:
@@ -52,22 +52,22 @@ class Stream:
 
 
 class Feed:
-    """All streams, and the latest message of each kind, which is made when there is somebody to take it.
+    """All streams, and the latest message of each kind, made only if there is a stream to send it to.
 
-    Those of a kind that is `dated` hold the time at which they were made: who comes later gets one of its own.
+    Messages of a `dated` kind contain the time when they were made, so a new stream gets a new one.
     """
 
     def __init__(
         self, most_streams: int, makers: Mapping[str, Callable[[], Any]], *, dated: Collection[str] = ()
     ) -> None:
         self._most = most_streams
-        self._makers = makers  # of a document, by kind of message
+        self._makers = makers  # by kind of message, of the document to send
         self._dated = dated
         self._made: dict[str, bytes] = {}
         self._streams: set[Stream] = set()
 
     def open(self) -> Stream | None:
-        """Return a new stream that begins with the latest of everything; None if there are too many."""
+        """Return a new stream that begins with the latest message of each kind; None if there are too many."""
         if len(self._streams) >= self._most:
             return None
         stream = Stream()
@@ -79,19 +79,19 @@ class Feed:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Nobody listens to this one any more."""
+        """Remove a stream whose browser has left."""
         self._streams.discard(stream)
 
     def renew(self, kind: str) -> None:
-        """Tell everybody what is new of this kind, and everybody who comes later."""
+        """Send a new message of this kind to all streams, also to later ones."""
         self._made.pop(kind, None)
         if self._streams:
-            said = self._latest(kind)
+            latest = self._latest(kind)
             for stream in self._streams:
-                stream.put(kind, said)
+                stream.put(kind, latest)
 
     def end(self) -> None:
-        """Let all streams end when they have been taken from."""
+        """End all streams when everything has been sent."""
         for stream in self._streams:
             stream.end()
 

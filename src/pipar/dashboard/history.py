@@ -1,4 +1,4 @@
-"""The runs that the live page tells of, as the report's records: those that are over, and the one that goes on."""
+"""The runs that the live page has seen, as records of the report: finished ones, and the current one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Run:
 
 
 class History:
-    """Takes events; knows of every run so far what a report is made of."""
+    """Collects from events what the report needs of every run so far."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._is_over = False
 
     def take(self, event: Event) -> bool:
-        """Take one event in; return whether there is more to tell now."""
+        """Process one event; return whether it changes the report."""
         if isinstance(event, Started):
             self._runs.append(_Run(Path(event.folder), event.world, _plans(event)))
         elif isinstance(event, EpochResult) and self._runs:
@@ -47,24 +47,24 @@ class History:
         return True
 
     def end(self) -> None:
-        """No run goes on any more."""
+        """Mark the last run as finished."""
         self._is_over = True
 
     def content(self) -> dict[str, Any] | None:
-        """Return what the report's part of the page shows; None before a run has its folder."""
+        """Return the content of the report's part of the page; None before a run has its folder."""
         records = [record for number in range(len(self._runs)) if (record := self._record(number)) is not None]
         return content(records) if records else None
 
     def _record(self, number: int) -> RunRecord | None:
-        run, goes_on = self._runs[number], number == len(self._runs) - 1 and not self._is_over
+        run, is_current = self._runs[number], number == len(self._runs) - 1 and not self._is_over
         if run.finished is not None:
             return run.finished
         try:
-            # A run that goes on is shown by pictures; a trace that is there is that of the training that it resumes.
-            record = RunRecord.read(run.folder, with_spans=not goes_on)
-        except InputError:  # nothing is there yet, or no more
+            # The current run gets its spans by events; a trace in its folder is of the training that it resumes.
+            record = RunRecord.read(run.folder, with_spans=not is_current)
+        except InputError:  # the files do not exist yet, or no longer
             return None
-        if goes_on:
+        if is_current:
             return _so_far(record, run)
         run.finished = record
         return record
@@ -75,19 +75,17 @@ def _plans(event: Started) -> dict[str, Plan]:
 
 
 def _so_far(record: RunRecord, run: _Run) -> RunRecord:
-    """Return the record of a run that goes on; its files may be those of the training that it resumes."""
+    """Return the record of the current run; its files may be of the training that it resumes."""
     epochs = {row["epoch"]: row for row in record.result["epochs"]}
     epochs |= {number: result.to_dict() for number, result in run.epochs.items()}
-    told: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "world": run.world,
         "epochs": [row for _, row in sorted(epochs.items())],
         "test_accuracy": None,
     }
-    if (
-        run.plans and record.running
-    ):  # of a run without a result.json: config.toml does not say how what is sent is encoded
-        told["plans"] = plans_as_json(run.plans)
-    result = {**record.result, **told}
+    if run.plans and record.running:  # without a result.json; config.toml lacks the encodings
+        changes["plans"] = plans_as_json(run.plans)
+    result = {**record.result, **changes}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
     shown: dict[str, Any] = {"spans": ()}
     if (picture := run.picture) is not None:

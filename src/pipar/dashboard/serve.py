@@ -1,8 +1,7 @@
-"""The live page beside a training, and never in its way.
+"""The live page of a training, on a thread with its own event loop: it never delays the training.
 
-A thread of its own with an event loop of its own serves it. The training's thread does one thing for it: it appends
-events to a queue. Everything else, folding events into a state, JSON, browsers, happens here, and a browser that does
-not take what it is sent gets the latest when it does, or is cut off; nothing is kept for it meanwhile.
+The training's thread only appends events to a queue. The page's thread turns them into a state and JSON, and serves the
+browsers. A browser that reads slowly gets only the latest state, or is disconnected; nothing accumulates for it.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from pipar.storage.run_folder import strict_json
 from pipar.transport.addresses import listen_on
 
 THREAD = "dashboard"
-#: How often browsers are told what has changed.
+#: How often changes are sent to the browsers.
 REFRESH_S = 0.25
-#: Browsers that watch at once.
+#: Most browsers at the same time.
 MOST_STREAMS = 16
-#: When the program ends, browsers have so long to take what was said last.
-_LAST_WORDS_S = 1
-#: Reports are made anew with no more than this share of a core: in a server, the training waits for Python meanwhile.
+#: When the program ends, browsers have this long to read the last messages.
+_SHUTDOWN_S = 1
+#: Largest share of a core for updating the report: in a server, Python's lock holds up the training meanwhile.
 _REPORTING_SHARE = 0.003
-#: Beyond so many events that were not taken in, reports of progress are dropped: others follow.
+#: If more events than this are waiting, reports of progress are dropped: others follow.
 _MOST_WAITING = 10_000
 
 _log = logging.getLogger("pipar.dashboard")
@@ -44,7 +43,7 @@ _log = logging.getLogger("pipar.dashboard")
 
 @contextlib.contextmanager
 def served(address: str, token: str | None = None) -> Iterator[Dashboard]:
-    """Give a live page that can be opened at HOST:PORT until the block ends; then the page says how that was."""
+    """Yield a live page at HOST:PORT until the block ends; its last state shows how the block ended."""
     dashboard = Dashboard(address, token)
     trouble = ""
     try:
@@ -60,13 +59,13 @@ def served(address: str, token: str | None = None) -> Iterator[Dashboard]:
 
 
 class Dashboard:
-    """The live page; it listens when this is made, and no longer when `stop` has returned."""
+    """The live page; it listens from its construction until `stop` has returned."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         access = Access.of(address, token)
         self._socket = listen_on(address, "serve the live page")
         port = self._socket.getsockname()[1]
-        # A token that somebody gave is known to who is to know it, and does not belong on a screen or into a log.
+        # A token given by the user is known to the user, and does not belong on a screen or in a log.
         query = "" if access.token is None else f"?token={access.token if token in (None, AUTO) else '...'}"
         self.url = f"http://{shown_host(access.host)}:{port}/{query}"
         self._inbox: deque[tuple[float, Event]] = deque()
@@ -75,21 +74,21 @@ class Dashboard:
         self._thread.start()
 
     def observe(self, event: Event) -> None:
-        """Take one event; this is all that a training does for its page."""
+        """Queue one event; this is all that the training's thread does for the page."""
         if not self._thread.is_alive():
-            return  # nobody would ever take it
+            return  # nothing would ever read it
         if len(self._inbox) < _MOST_WAITING or not isinstance(event, Progress):
             self._inbox.append((time.time(), event))
 
     def stop(self, trouble: str = "") -> None:
-        """Say that it is over, for this reason if it is no good one, and end."""
+        """End the page; its last state shows the end of the run, and `trouble` if it failed."""
         self._program.end(trouble)
-        self._thread.join(timeout=10 * _LAST_WORDS_S)
+        self._thread.join(timeout=10 * _SHUTDOWN_S)
         self._socket.close()
 
 
 class _Program:
-    """What the dashboard's thread does."""
+    """The work of the page's thread."""
 
     def __init__(self, access: Access, inbox: deque[tuple[float, Event]]) -> None:
         self._access = access
@@ -97,47 +96,47 @@ class _Program:
         self._state = LiveState()
         self._history = History()
         self._feed = Feed(MOST_STREAMS, {"state": self._stamped_state, "content": self._content}, dated=("state",))
-        self._session = secrets.token_hex(8)  # tells a page that another program has taken this one's place
+        self._session = secrets.token_hex(8)  # tells a browser's page that a new program serves it
         self._trouble = ""
-        self._end_is_near = threading.Event()
-        self._has_missed = False  # an event that the page does not understand
+        self._should_end = threading.Event()
+        self._has_missed = False  # an event that the page could not process
         self._has_news = False  # for the report
         self._report_again_at = 0.0
 
     def run(self, listening: socket.socket) -> None:
-        """Serve until the end; whatever goes wrong here stays here."""
-        with contextlib.suppress(OSError):  # by its name in the system, anybody can see what it costs: `top -H`
+        """Serve until the end; no error here reaches the training."""
+        with contextlib.suppress(OSError):  # the thread's name in the system, so that `top -H` shows its cost
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD)
         try:
             asyncio.run(self._serve(listening))
-        except Exception:  # noqa: BLE001 - the thread ends here, and the training goes on
-            _log.warning("The live page has failed; the training goes on without it.", exc_info=True)
+        except Exception:  # noqa: BLE001 - the thread ends here, and the training continues
+            _log.warning("The live page has failed; training continues without it.", exc_info=True)
         finally:
-            listening.close()  # a browser that comes now is refused, and does not wait for an answer
+            listening.close()  # a new browser is refused at once instead of waiting for an answer
             self._inbox.clear()
 
     def end(self, trouble: str) -> None:
-        """Ask for the end, from any thread."""
+        """Request the end, from any thread."""
         self._trouble = trouble
-        self._end_is_near.set()
+        self._should_end.set()
 
     async def _serve(self, listening: socket.socket) -> None:
         from pipar.dashboard.web import application, page_server
         from pipar.monitoring.http_server import cut_off_all
 
-        server = page_server(application(self._feed, self._access, listening.getsockname()[1]), _LAST_WORDS_S)
+        server = page_server(application(self._feed, self._access, listening.getsockname()[1]), _SHUTDOWN_S)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        while not self._end_is_near.is_set() and not serving.done():
+        while not self._should_end.is_set() and not serving.done():
             self._keep_up()
             await asyncio.sleep(REFRESH_S)
         self._keep_up()
-        self._say_goodbye()
+        self._send_last()
         server.should_exit = True
         await serving
         await cut_off_all(server)
 
     def _keep_up(self) -> None:
-        """Take in what has happened, and tell who watches."""
+        """Process new events, and send the changes to the browsers."""
         if self._inbox:
             while self._inbox:
                 self._take(*self._inbox.popleft())
@@ -149,17 +148,17 @@ class _Program:
             self._report_again_at = time.monotonic() + (time.thread_time() - began_s) / _REPORTING_SHARE
 
     def _take(self, at: float, event: Event) -> None:
-        """Take one event in; the page goes on without one that it cannot take."""
+        """Process one event; skip one that fails."""
         try:
             self._state.take(event, at)
             self._has_news |= self._history.take(event)
-        except Exception:  # noqa: BLE001 - a page that lacks something is better than none
+        except Exception:  # noqa: BLE001 - an incomplete page is better than none
             kind = type(event).__name__
             if not self._has_missed:
-                _log.warning("The live page does not show everything: it cannot take %s.", kind, exc_info=True)
+                _log.warning("The live page is incomplete: it could not process %s.", kind, exc_info=True)
             self._has_missed = True
 
-    def _say_goodbye(self) -> None:
+    def _send_last(self) -> None:
         self._state.end(time.time(), self._trouble)
         self._history.end()
         self._feed.renew("content")
@@ -167,13 +166,13 @@ class _Program:
         self._feed.end()
 
     def _stamped_state(self) -> dict[str, Any]:
-        """Return the state with the time of this clock, which a browser's may differ from."""
+        """Return the state with the time of this clock, which may differ from a browser's."""
         return {**self._state.picture(), "now": time.time(), "session": self._session}
 
     def _content(self) -> dict[str, Any] | None:
         try:
             content: dict[str, Any] | None = strict_json(self._history.content())
         except Exception:  # noqa: BLE001 - a page without charts is better than none
-            _log.warning("The live page cannot show a report of this run.", exc_info=True)
+            _log.warning("The live page cannot show the report of this run.", exc_info=True)
             return None
         return content

@@ -1,4 +1,4 @@
-"""What the live page says about a running training, from its events: pure, events in, a JSON document out."""
+"""The state of a running training as the live page shows it: events in, a JSON document out, without I/O."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ from pipar.monitoring.logs import EventDescriber, level_of, one_line
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.storage.run_folder import strict_json
 
-#: A page with more rows would be no easier to read, and dearer several times a second.
+#: More rows would be hard to read, and costly to send several times a second.
 MOST_ROWS = 100
 _LOG_LINES = 40
-#: A line that names a thousand devices with their plans would be sent four times a second.
+#: A line with the plans of a thousand devices would be sent four times a second.
 _LONGEST_LINE = 400
 _LOSSES = 120
 
-#: What a device can be, the most worrying first.
+#: The states of a device, the most serious first.
 DEVICE_STATES = ("lost", "away", "silent", "back", "expected", "joined", "training", "left")
 
 
 @dataclass
 class DeviceRow:
-    """What is known of one device."""
+    """One device in the table."""
 
     state: str
     since: float  # Unix time
     plan: str = ""
     samples: int | None = None
     note: str = ""
-    until: float | None = None  # of a device that is away: so long its place is kept
-    silent_since: float | None = None  # it is here, has to say something, and nothing comes
+    until: float | None = None  # for a device that is away: until when it may reconnect
+    silent_since: float | None = None  # connected, but nothing arrives although the server waits for it
 
     @property
     def shown(self) -> tuple[str, float]:
-        """The state to be shown, and since when it is so."""
+        """The displayed state, and its start."""
         return (self.state, self.since) if self.silent_since is None else ("silent", self.silent_since)
 
     def become(self, state: str, at: float, note: str = "", until: float | None = None) -> None:
@@ -72,7 +72,7 @@ class DeviceRow:
 
 
 class LiveState:
-    """Takes the events of one or more runs, each with the Unix time at which it was heard of."""
+    """Follows the events of one or more runs, each with the Unix time of its arrival."""
 
     def __init__(self) -> None:
         self.progress = TrainingProgress()
@@ -89,28 +89,28 @@ class LiveState:
         self._rounds_over = 0
 
     def take(self, event: Event, at: float) -> None:
-        """Take one event in."""
+        """Update the state by one event."""
         self.progress.take(event)
-        self._narrate(event, at)
+        self._log_event(event, at)
         self._follow_run(event, at)
         self._follow_devices(event, at)
 
     def end(self, at: float, trouble: str = "") -> None:
-        """Nothing more will happen: the program is at its end, for this reason if it is no good one."""
+        """Set the final state: the program ends, with `trouble` if it failed."""
         self._preparing = self._waiting = None
         if trouble:
             self._phase, self._trouble = "failed", one_line(trouble)
-            self._tell(at, "error", self._trouble)
+            self._add_line(at, "error", self._trouble)
         else:
             self._phase = {"stopping": "stopped", "failed": "failed"}.get(self._phase, "over")
 
-    def _narrate(self, event: Event, at: float) -> None:
+    def _log_event(self, event: Event, at: float) -> None:
         self._describer.remember(event)
         if level_of(event) > logging.DEBUG and not isinstance(event, Trained | Welcomed):
             level = logging.getLevelName(level_of(event)).lower()
-            self._tell(at, level, self._describer.sentence(event))
+            self._add_line(at, level, self._describer.sentence(event))
 
-    def _tell(self, at: float, level: str, text: str) -> None:
+    def _add_line(self, at: float, level: str, text: str) -> None:
         shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
         self._log.append({"at": at, "level": level, "text": shown})
 
@@ -130,7 +130,7 @@ class LiveState:
             case Resumed():
                 self._rounds_over = event.epoch
             case Progress():
-                if self._phase == "preparing":  # who stops may have reports under way
+                if self._phase == "preparing":  # reports may still arrive while the program stops
                     self._phase = "training"
                 if event.loss is not None:
                     self._losses.append(event.loss)
@@ -146,7 +146,7 @@ class LiveState:
             self._estimate.note(self._epochs_done(), at)
 
     def _begin(self, started: Started, at: float) -> None:
-        # A second run of the same program has devices and a speed of its own; those of a deployment join before it.
+        # A second run of the same program has other devices; those of a deployment join before its run starts.
         if self._since is not None:
             self._rows, self._rounds_over = {}, 0
         self._phase, self._preparing, self._since = "training", None, at
@@ -183,7 +183,7 @@ class LiveState:
             case Left():
                 self._row(event.device, at).become("left", at)
             case Dropped():
-                self._row(event.device, at).note = f"round {event.epoch} did not count: {one_line(event.reason)}"
+                self._row(event.device, at).note = f"excluded from round {event.epoch}: {one_line(event.reason)}"
             case RoundOver():
                 self._all_present_train(at)
             case Replanned():
@@ -191,7 +191,7 @@ class LiveState:
                     self._row(name, at).plan = str(Plan(**plan))
 
     def _all_present_train(self, at: float) -> None:
-        """Who was there when a round began takes part in it; who comes later waits for the next one."""
+        """Mark the devices that are present at the start of a round: later ones wait for the next round."""
         for row in self._rows.values():
             if row.state in ("joined", "back"):
                 row.become("training", at)
@@ -199,10 +199,10 @@ class LiveState:
     def _row(self, name: str, at: float) -> DeviceRow:
         return self._rows.setdefault(name, DeviceRow("expected", at))
 
-    # --- what is shown
+    # --- the document
 
     def picture(self) -> dict[str, Any]:
-        """Return all that the page's live part shows; values that JSON has no number for are null."""
+        """Return everything that the live part of the page shows; NaN and infinities are null."""
         document: dict[str, Any] = strict_json({**self._run_part(), **self._device_part(), "log": list(self._log)})
         return document
 

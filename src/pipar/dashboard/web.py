@@ -1,4 +1,4 @@
-"""The live page over HTTP: the page, its stream of events, and who may have them."""
+"""The live page over HTTP: the page, its stream of events, and access to them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Connection": "close",  # one answer each: who sends half of a second request would keep its place for ever
+    "Connection": "close",  # one request each: a client with half a second request would keep its place forever
 }
 
 
 def application(feed: Feed, access: Access, port: int) -> ASGIApp:
-    """Return what answers requests."""
+    """Return the application that answers requests."""
     routes = [Route("/", _page), Route("/events", _Events(feed)), Route("/favicon.ico", _no_icon)]
-    # Browsers tell cookies of hosts apart, not of ports: another page of this host has a name of its own.
+    # Browsers keep cookies by host, not by port: each port has its own cookie name.
     return _AccessMiddleware(Starlette(routes=routes), access, cookie=f"pipar-{port}")
 
 
@@ -64,7 +64,7 @@ def _rendered() -> tuple[str, str]:
 
 @cache
 def _compressed() -> bytes:
-    """Return the page in a third of its bytes; it is the same for everybody and at all times."""
+    """Return the compressed page, a third of its size; it is the same for all requests."""
     return gzip.compress(_rendered()[0].encode())
 
 
@@ -73,7 +73,7 @@ async def _no_icon(_: Request) -> Response:
 
 
 class _Events:
-    """The stream of events of one browser after another."""
+    """Answers with a stream of events."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -81,7 +81,7 @@ class _Events:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._feed.open()
         if stream is None:
-            await PlainTextResponse("Too many browsers watch already.\n", 503)(scope, receive, send)
+            await PlainTextResponse("Too many browsers are connected already.\n", 503)(scope, receive, send)
             return
         try:
             await StreamingResponse(stream.messages(), media_type="text/event-stream")(scope, receive, send)
@@ -89,11 +89,11 @@ class _Events:
             self._feed.close(stream)
 
 
-# --- who may look
+# --- access
 
 
 class _AccessMiddleware:
-    """Lets through who may look, and sees to it that every answer has the headers of a careful page."""
+    """Passes on requests that `Access` allows, and adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp, access: Access, *, cookie: str) -> None:
         self._app = app
@@ -103,29 +103,29 @@ class _AccessMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value
             await send(message)
 
-        answer = self._instead(Request(scope)) or self._app
-        await answer(scope, receive, send_guarded)
+        answer = self._refusal(Request(scope)) or self._app
+        await answer(scope, receive, send_with_headers)
 
-    def _instead(self, request: Request) -> Response | None:
-        """Return what is answered in place of what was asked for; None to who may have that."""
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request without access, or with the token; None if the request may pass."""
         if not self._access.knows_host(request.headers.get("host", "")):
-            return PlainTextResponse("This page is not at home under that name.\n", 421)
+            return PlainTextResponse("This page is not served under that host name.\n", 421)
         if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
-            return PlainTextResponse("Not for pages of other sites.\n", 403)
+            return PlainTextResponse("Requests from other sites are refused.\n", 403)
         if request.url.path == "/" and self._access.is_token(request.query_params.get("token", "")):
-            welcome = RedirectResponse("/", 303)  # without the token, which would stay in the address line
-            # A link in a chat or mail leads through here: a strict cookie would not come along to what it leads to.
+            welcome = RedirectResponse("/", 303)  # without the token, which would otherwise stay in the address bar
+            # The token may come from a link in a chat or mail: after it, a strict cookie would not be sent.
             welcome.set_cookie(self._cookie, self._access.session, httponly=True, samesite="lax")
             return welcome
         if not self._access.is_session(request.cookies.get(self._cookie, "")):
-            return PlainTextResponse("Open the address that pipar printed: it has the token of this page.\n", 403)
+            return PlainTextResponse("Open the address that pipar printed: it contains the token of this page.\n", 403)
         return None
 
 
@@ -134,13 +134,13 @@ _STYLE = re.compile(r"<style\b[^>]*>(.*?)</style>", re.DOTALL)
 
 
 def content_security_policy(html: str) -> str:
-    """Return what a page may do: run the scripts and styles that it holds, talk to who served it, and nothing else."""
+    """Return the policy of a page: it may run its own scripts and styles and connect to its server, nothing else."""
     scripts = [_digest(body) for words, body in _SCRIPT.findall(html) if "json" not in words]
     rules = {
         "default-src": "'none'",
         "script-src": " ".join(scripts) or "'none'",
         "style-src-elem": " ".join(_digest(body) for body in _STYLE.findall(html)) or "'none'",
-        "style-src-attr": "'unsafe-inline'",  # charts place what is hovered so
+        "style-src-attr": "'unsafe-inline'",  # charts position their tooltips this way
         "img-src": "data: blob:",
         "connect-src": "'self'",
         "base-uri": "'none'",

@@ -1,4 +1,4 @@
-"""Everything that the page shows of one run, or of several side by side, as JSON."""
+"""Everything that the page shows about one run, or several side by side, as JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iterat
 from pipar.storage.run_folder import plan_from_json
 from pipar.wording import link_text, plans_text, privacy_text, setting_text
 
-#: Devices whose lanes are drawn: of one run, and of each of several that are compared.
+#: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
-#: Spans of all timelines of a page: with them it stays below 3 MB.
+#: Spans of all timelines of a page, which keep it below 3 MB.
 _MOST_DRAWN = 16_000
 _MOST_DEVICES = 60
-#: Epochs of one run, and of all that are compared: a page of many long runs stays below 3 MB, too.
+#: Epochs of one run, and of all runs of a comparison: these also keep a page below 3 MB.
 _MOST_EPOCHS, _MOST_EPOCHS_IN_ALL = 400, 1000
 _WORLDS = {
     "real": "real processes",
@@ -33,18 +33,18 @@ _EPOCH_KEYS = (
     "epoch", "seconds", "predicted_s", "samples", "train_loss", "val_loss", "val_accuracy", "bytes_up", "bytes_down",
     "server_idle_s", "device_idle_s", "bound_s", "efficiency", "devices",
 )  # fmt: skip
-#: Runs that differ in one of these trained something else, or elsewhere: their times say nothing about their methods.
+#: Runs that differ in one of these are not comparable: their times say nothing about their methods.
 _SAME_TRAINING = ("model", "dataset", "world", "setting", "server")
 
 
 def content(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return what the page shows, JSON-able; several records are a comparison."""
+    """Return the content of the page as JSON values; of several records, a comparison."""
     names = _names(records)
     traced = [_traced(record) for record in records]
     drawn = _drawn_devices(traced, _DRAWN_ALONE if len(records) == 1 else _DRAWN_COMPARED)
     most = min(MOST_SPANS, _MOST_DRAWN // (2 * max(1, len(records))))
     runs: list[dict[str, Any]] = []
-    like: int | None = None  # the first run's iteration is that of all, if they have one of its number
+    like: int | None = None  # all runs show the same iteration as the first, if they have it
     for name, record, spans, devices in zip(names, records, traced, drawn, strict=True):
         timelines = _timelines(record, spans, devices, like, most)
         like = like or (timelines["iteration"] or {}).get("iteration")
@@ -65,7 +65,7 @@ def content(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return what tells the runs apart: their methods, or their folders if methods repeat."""
+    """Return distinct names of the runs: their methods, or their folders if methods repeat."""
     methods = [str(record.result.get("method", "run")) for record in records]
     if len(set(methods)) == len(methods):
         return methods
@@ -83,7 +83,7 @@ def _title(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_equal(runs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether all runs that were tested have the same accuracy."""
+    """Return whether all runs have the same test accuracy."""
     tested = {run["test_accuracy"] for run in runs}
     return len(runs) > 1 and len(tested) == 1 and None not in tested
 
@@ -124,7 +124,7 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
                 "reason": str(again.get("reason") or ""),
             }
             for again in result.get("replans", ())
-            if again["epoch"] > 1  # a deployment is planned for anew when its devices have come
+            if again["epoch"] > 1  # a deployment is planned again once its devices have joined
         ],
         **_averages(epochs),
         "test_accuracy": result.get("test_accuracy"),
@@ -140,7 +140,7 @@ def _epochs(record: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def _shown_epochs(record: RunRecord, runs: int) -> dict[str, Any]:
-    """Return the epochs that are shown, the last ones, and what is to be known of those before."""
+    """Return the last epochs, which are shown, and the number and total time of those before."""
     epochs = _epochs(record)
     first = max(0, len(epochs) - max(1, min(_MOST_EPOCHS, _MOST_EPOCHS_IN_ALL // runs)))
     return {
@@ -156,7 +156,7 @@ def _epoch(epoch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _averages(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the means over the epochs."""
+    """Return the means over all epochs."""
     keys = ("seconds", "server_idle_s", "device_idle_s", "bytes_up", "bytes_down", "efficiency", "predicted_s")
     used = {lane: _mean([(epoch.get("utilisation") or {}).get(lane) for epoch in epochs]) for lane in LANES}
     known = {lane: share for lane, share in used.items() if share is not None}
@@ -181,21 +181,21 @@ def _last(epochs: Sequence[Mapping[str, Any]], key: str) -> Any:
 
 
 def _speedups(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how many times as fast as fl and as sfl an epoch of this run is, as far as they trained the same here."""
-    alike = [other for other in runs if _trained_alike(run, other)]
-    bases = {other["method"]: other["seconds"] for other in alike if other["method"] in ("fl", "sfl")}
+    """Return the speed-up of this run over fl and sfl, as far as comparable runs are here."""
+    comparable = [other for other in runs if _are_comparable(run, other)]
+    bases = {other["method"]: other["seconds"] for other in comparable if other["method"] in ("fl", "sfl")}
     mine = run["seconds"]
     return {method: seconds / mine for method, seconds in bases.items() if seconds and mine and run["method"] != method}
 
 
-def _trained_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two runs differ in their methods alone, as far as it is known."""
+def _are_comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two runs differ only in their methods, as far as is known."""
     pairs = [(one[key], other[key]) for key in _SAME_TRAINING]
     return all(first == second or None in (first, second) for first, second in pairs)
 
 
 def _regrouped(config: Config) -> Config:
-    """Return the configuration with those as one group again that have groups of their own for their plans' sake."""
+    """Return the configuration with groups merged that were split only to give each device its plan."""
     groups: list[DeviceSection] = []
     for whole, parts in groupby(config.devices, key=_without_number):
         first, *others = parts
@@ -205,7 +205,7 @@ def _regrouped(config: Config) -> Config:
 
 
 def _without_number(group: DeviceSection) -> DeviceSection:
-    """Return the group that a device of the name "pi-3" may have been in, without its plan."""
+    """Return the group to which a device named "pi-3" may have belonged, without its plan."""
     base, dash, number = group.name.rpartition("-")
     if group.count > 1 or not (dash and number.isdecimal()):
         return group
@@ -225,7 +225,7 @@ def _plans_text(entries: Sequence[Mapping[str, Any]]) -> str:
     plans = [str(plan_from_json(entry)) for entry in entries]
     if len(Counter(plans)) > 4:
         return f"{len(Counter(plans))} different plans, {Counter(plans).most_common(1)[0][0]} most often"
-    return plans_text(plans) if plans else "not planned yet"
+    return plans_text(plans) if plans else "no plan yet"
 
 
 # --- the timeline
@@ -239,13 +239,13 @@ def _traced(record: RunRecord) -> EpochTrace | None:
 
 
 def _drawn_devices(traced: Sequence[EpochTrace | None], most: int) -> list[list[str]]:
-    """Return whose lanes are drawn: the slowest, the fastest and some between, the same in each run if possible.
+    """Return the devices to draw: the slowest, the fastest and some between, the same in each run if possible.
 
-    The first of them, the slowest over all runs, is the one whose iteration is shown.
+    The first, which is the slowest over all runs, is the one whose iteration is shown.
     """
     known = [one.ended_s() for one in traced if one is not None]
     common = set.intersection(*map(set, known)) if known else set()
-    if common:  # times of different runs are from different clocks
+    if common:  # runs have different clocks
         firsts = [min(of.values()) for of in known]
         late = {name: sum(of[name] - first for of, first in zip(known, firsts, strict=True)) for name in common}
         return [slowest_to_fastest(late, most)] * len(traced)
@@ -272,7 +272,7 @@ def _timelines(
 
 
 def _seconds_of(record: RunRecord, traced: EpochTrace | None) -> float | None:
-    """Return how long the epoch that is shown was; a part of it says nothing about shares of all of it."""
+    """Return the duration of the displayed epoch; None if only part of it was traced."""
     if traced is None or record.spans_missing is not None:
         return None
     return next((epoch.get("seconds") for epoch in _epochs(record) if epoch.get("epoch") == traced.epoch), None)
@@ -281,7 +281,7 @@ def _seconds_of(record: RunRecord, traced: EpochTrace | None) -> float | None:
 def _devices(
     record: RunRecord, config: Config | None, traced: EpochTrace | None, seconds: float | None
 ) -> dict[str, Any]:
-    """Return a row for each device, traced ones first if there are too many."""
+    """Return a row per device; if there are too many, traced devices are preferred."""
     plans = {entry["device"]: plan_from_json(entry) for entry in _plans_in_force(record.result) if "device" in entry}
     specs = {spec.name: spec for spec in device_specs(config)} if config else {}
     samples, traffic = _samples(record.result), _traffic(record.result)
@@ -327,7 +327,7 @@ def _plans_in_force(result: Mapping[str, Any], epoch: float = math.inf) -> Seque
 
 
 def _samples(result: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many samples each device had in the last round that it counted in."""
+    """Return the samples of each device in the last round that included it."""
     samples: dict[str, int] = {}
     for row in result.get("rounds", ()):
         samples.update(row.get("counted", {}))
@@ -335,11 +335,11 @@ def _samples(result: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _traffic(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return how many bytes each device sent and got in an epoch, in the mean over those that it took part in."""
+    """Return the mean bytes that each device sent and received per epoch, over the epochs it took part in."""
     counts: dict[str, list[Sequence[float]]] = {}
     for epoch in result.get("epochs", ()):
-        told = epoch.get("device_bytes")
-        for name, both in told.items() if isinstance(told, Mapping) else ():
+        traffic = epoch.get("device_bytes")
+        for name, both in traffic.items() if isinstance(traffic, Mapping) else ():
             if isinstance(both, list) and len(both) == 2 and all(isinstance(count, int) for count in both):
                 counts.setdefault(name, []).append(both)
     return {

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: markup, style, charts and, unless it is live, the content; nothing is fetched."""
+"""One self-contained HTML page: markup, style, charts and, unless it is live, the content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLACE = re.compile(r"<!--\s*pipar:(\w+)\s*-->")
 
 
 def render(content: Mapping[str, Any] | None, *, live: bool = False) -> str:
-    """Return the page. A live one has no content yet: its own script asks for it and draws."""
+    """Return the page. A live one has no content: its script receives it from the server."""
     parts = {
         "title": _text(str(content["title"])) if content else "pipar",
         "style": f"<style>\n{_static('page.css')}{_static('live.css') if live else ''}</style>",
@@ -33,7 +33,7 @@ def _script(name: str) -> str:
 
 
 def _data(content: Mapping[str, Any]) -> str:
-    """Return JSON that no tag can end, whatever names devices have."""
+    """Return JSON without "<", so that no name of a device can end the script tag."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

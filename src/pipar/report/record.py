@@ -1,4 +1,4 @@
-"""What there is to report of a run: its folder read back, finished or not."""
+"""A run read back from its folder, finished or not."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _NAME = re.compile(r"(?:wait )?([a-z]*?)(\d*)")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its files tell of it; `spans` need be no more than those of the epoch that is shown.
+    """A run as its files describe it.
 
-    Of a part of that epoch, `spans_missing` says how many are left out between its beginning and its end.
-
-    `result` is what result.json says, of a run without one what is known so far; `config` is config.toml, and `outlook`
-    what `report.what_if` found when the run was over.
+    `result` is result.json, or what is known so far; `config` is config.toml; `outlook` is outlook.json, the
+    predictions of `report.what_if`. `spans` are at least those of the epoch that is shown; if they are only part of it,
+    `spans_missing` is the number of spans left out between its first and last one.
     """
 
     result: Mapping[str, Any]
@@ -39,13 +38,13 @@ class RunRecord:
     folder: str = ""
     running: bool = False
     outlook: Mapping[str, Any] | None = None
-    spans_missing: int | None = None  # None: it is the whole epoch
+    spans_missing: int | None = None  # None: the epoch is complete
 
     @classmethod
     def read(cls, folder: Path | str, *, with_spans: bool = True) -> RunRecord:
-        """Return what a run's folder tells, or raise one sentence about what it is instead.
+        """Return the run in a folder, or raise an InputError that says why there is none.
 
-        A trace may take seconds to read; `with_spans=False` leaves it alone.
+        A trace may take seconds to read; `with_spans=False` skips it.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -69,11 +68,11 @@ class RunRecord:
 
 
 def shown_epoch(epochs: Sequence[int]) -> int | None:
-    """Return the epoch that a page shows: the second, which no start disturbs, or what there is."""
+    """Return the epoch that a page shows: the second, which has no start-up effects, else the only one."""
     return sorted(set(epochs))[:2][-1] if epochs else None
 
 
-# --- result.json, or what stands for it
+# --- result.json, or a substitute
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -87,22 +86,22 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} is not what pipar writes there: it holds no record. Run the training again.")
+        raise InputError(f"{path} is not what pipar writes there: it is not a JSON object. Run the training again.")
     return content
 
 
 def _oddity(result: Mapping[str, Any]) -> str | None:
-    """Return what the page cannot show of a result; what is missing it can."""
+    """Return what is malformed in a result, None if nothing is; missing fields are allowed."""
     replans = result.get("replans", [])
     if not _are_records(replans) or not all(isinstance(one.get("epoch"), int) for one in replans):
-        return "new plans need their epoch"
+        return "an entry of replans has no epoch"
     for said in (result, *replans):
         plans = said.get("plans", [])
         if not _are_records(plans) or not all(isinstance(p.get(key), int) for p in plans for key in _PLAN_NUMBERS):
-            return f"a plan needs {' and '.join(_PLAN_NUMBERS)}"
+            return f"a plan has no {' or '.join(_PLAN_NUMBERS)}"
     lists = (result.get("epochs", []), result.get("rounds", []))
     if not all(map(_are_records, lists)) or not all(isinstance(row.get("counted", {}), dict) for row in lists[1]):
-        return "epochs and rounds are lists of records"
+        return "epochs and rounds are not lists of objects"
     return None
 
 
@@ -133,7 +132,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _result_so_far(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return of a run without a result.json what its configuration and the lines of its epochs tell."""
+    """Return the result so far of a run without result.json, from its configuration and its epochs."""
     config = config_from(tree)
     return {
         "method": config.run.method,
@@ -149,7 +148,7 @@ def _result_so_far(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given_plans(config: Config) -> dict[str, Plan]:
-    """Return the plans that config.toml has: those that were chosen, unless the devices were not known yet."""
+    """Return the plans in config.toml: the chosen ones, unless the devices were not known yet."""
     pipelines = METHODS[config.run.method].pipelines
     return {
         spec.name: Plan(spec.split_point, spec.micro_batches if pipelines else 1)
@@ -159,9 +158,9 @@ def _given_plans(config: Config) -> dict[str, Plan]:
 
 
 def configured(record: RunRecord) -> Config | None:
-    """Return the run's configuration; None if it is not known, or this version of pipar does not understand it."""
+    """Return the run's configuration; None if it is unknown or not valid for this version of pipar."""
     if not record.config:
-        return None  # an empty one would be that of the defaults
+        return None  # an empty file would mean the defaults
     try:
         config = config_from(record.config)
         device_names(config)
@@ -174,9 +173,9 @@ def configured(record: RunRecord) -> Config | None:
 
 
 def _read_spans(path: Path) -> list[Span]:
-    """Return the spans of the epoch that is shown; no trace has none.
+    """Return the spans of the epoch that is shown; none without a trace.
 
-    A trace may have a million events: they are decoded one by one, and those of other epochs are not kept.
+    A trace may have a million events: they are decoded one by one, and only those of that epoch are kept.
     """
     try:
         data = path.read_bytes()
@@ -198,7 +197,7 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
         event, at = decode(text, at)
         yield event
     if at >= len(text):
-        raise ValueError("it ends in the middle")
+        raise ValueError("the file is incomplete")
 
 
 def _skip(text: str, at: int) -> int:
@@ -208,7 +207,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def spans_of(events: Iterator[Mapping[str, Any]], epoch: int | None = None) -> Iterator[Span]:
-    """Give the spans that Chrome trace events of `trace.chrome_events` tell of: all, or those of one epoch."""
+    """Yield the spans of Chrome trace events as `execution.spans` writes them: all, or those of one epoch."""
     owners: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
     for event in events:

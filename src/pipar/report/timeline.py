@@ -1,4 +1,4 @@
-"""The lanes of one iteration, or of an epoch, as rows of a page: the spans of the trace, the critical path marked."""
+"""The lanes of one iteration or epoch as rows of the page: the traced spans, with the critical path marked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipar.report.critical_path import (
     whole_epoch,
 )
 
-#: So many blocks a browser draws in about a second, also on a slow machine, and nobody sees more.
+#: A browser on a slow machine draws this many blocks in about a second; more could not be distinguished.
 MOST_SPANS = 4000
 _MOST_CORES = 8
 _LANES = (COMPUTE, IO, NOISE, UPLINK, DOWNLINK)
-#: Lanes that have a row only if something happens on them.
+#: Lanes that have a row only if they are used.
 _SELDOM = (IO, NOISE)
 
 
@@ -35,11 +35,11 @@ class EpochTrace:
 
     @cached_property
     def devices(self) -> list[str]:
-        """The devices whose lanes were traced and that trained, in name order."""
+        """The devices that trained and were traced, in name order."""
         return sorted({s.owner for s in self.spans if s.lane == COMPUTE and s.kind == "step" and not s.waiting})
 
     def ended_s(self) -> dict[str, float]:
-        """Return when each device had ended its last iteration."""
+        """Return when each device finished its last iteration."""
         ends: dict[str, float] = {}
         for span in self.spans:
             if span.lane == COMPUTE and span.kind == "step" and not span.waiting:
@@ -48,7 +48,7 @@ class EpochTrace:
 
     @cached_property
     def busy_s(self) -> dict[str, dict[str, float]]:
-        """How long each lane of each device worked."""
+        """The busy seconds of each lane of each device."""
         seconds: dict[str, dict[str, float]] = {
             name: dict.fromkeys((COMPUTE, UPLINK, DOWNLINK), 0.0) for name in self.devices
         }
@@ -62,9 +62,9 @@ class EpochTrace:
 def iteration_timeline(
     traced: EpochTrace, devices: Sequence[str], *, like: int | None = None, most: int = MOST_SPANS
 ) -> dict[str, Any] | None:
-    """Return a steady iteration of the first of these devices, and what others and the cores did meanwhile.
+    """Return an iteration of the first device, and what the other devices and the cores did meanwhile.
 
-    Whoever held it up is shown in place of the last of the others.
+    Devices on its critical path take precedence over the other given devices.
     """
     window = middle_iteration(traced.spans, devices[0], traced.epoch, like=like)
     if window is None:
@@ -75,9 +75,9 @@ def iteration_timeline(
 
 
 def epoch_timeline(traced: EpochTrace, devices: Sequence[str], *, most: int = MOST_SPANS) -> dict[str, Any] | None:
-    """Return the first device's whole epoch with the exchange of models; of a long one, its last part.
+    """Return the first device's whole epoch including the exchange of models; of a long one, its last part.
 
-    Whoever held it up is shown, too, as far as there is room for as many devices as these.
+    Devices on its critical path are shown too, at most as many in all as these.
     """
     window = whole_epoch(traced.spans, devices[0], traced.epoch)
     if window is None:
@@ -88,7 +88,7 @@ def epoch_timeline(traced: EpochTrace, devices: Sequence[str], *, most: int = MO
 
 
 def _involved(traced: EpochTrace, path: Sequence[Span]) -> list[str]:
-    """Return the devices on a critical path: those whose own lanes are on it, then those that the cores worked for."""
+    """Return the devices on a critical path: first by their own lanes, then by the work of the cores for them."""
     names = dict.fromkeys([*(span.owner for span in path), *map(subject, path)])
     return [name for name in names if name in traced.devices]
 
@@ -131,10 +131,10 @@ def _busy_count(spans: Sequence[Span]) -> int:
 def _fewer(
     spans: list[Span], devices: Sequence[str], critical: set[int], most: int
 ) -> tuple[list[Span], Sequence[str]]:
-    """Return no more spans than can be drawn, if that is possible without the critical path and the first device's own.
+    """Return at most `most` spans, if possible, and the devices that remain.
 
-    What goes first are waits, then the cores' work for others, then whole devices, the last ones first: those that are
-    left are returned, too.
+    Waits are left out first, then the cores' work for other devices, then whole devices, the last ones first. The
+    critical path and the first device's own spans are always kept.
     """
     if len(spans) > most:
         spans = [span for span in spans if not span.waiting]
@@ -147,14 +147,14 @@ def _fewer(
 
 
 def _drawn_from(spans: Sequence[Span], window: Window, most: int) -> Window:
-    """Return the window, or its last part: all that happens in it can be drawn."""
+    """Return the window, or as much of its end as can be drawn."""
     if len(spans) <= most:
         return window
     return replace(window, start=sorted(span.end for span in spans)[-most - 1])
 
 
 def _lanes(spans: Sequence[Span], devices: Sequence[str], path: Sequence[Span]) -> list[tuple[str, str]]:
-    """Return the rows: the lanes of each device, then the cores on the critical path or that worked for one of them."""
+    """Return the rows: the lanes of each device, then the cores that are on the critical path or served them."""
     busy = {(span.owner, span.lane) for span in spans if not span.waiting and span.end > span.start}
     own = [(device, lane) for device in devices for lane in _LANES if lane not in _SELDOM or (device, lane) in busy]
     served = [span for span in spans if span.owner == SERVER and span.lane.startswith(CORE) and not span.waiting]
@@ -170,15 +170,15 @@ def _core_number(lane: str) -> int:
 
 
 def _us(seconds: float) -> float:
-    """Return microseconds as trace.json has them."""
+    """Return microseconds, rounded as in trace.json."""
     return round(seconds * 1e6, 3)
 
 
 def _row(lane: int, span: Span, is_critical: bool) -> list[Any]:
-    """Return lane, kind, micro-batch, iteration, start and length in microseconds, waiting, for whom, critical."""
+    """Return lane, kind, micro-batch, iteration, start and length in microseconds, waiting, device served, critical."""
     length = round((span.end - span.start) * 1e6, 3)
-    whose = span.device if span.owner == SERVER else ""
+    served = span.device if span.owner == SERVER else ""
     return [
         lane, span.kind, span.micro_batch, span.iteration, _us(span.start), length,
-        int(span.waiting), whose, int(is_critical),
+        int(span.waiting), served, int(is_critical),
     ]  # fmt: skip

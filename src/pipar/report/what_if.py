@@ -1,4 +1,4 @@
-"""What would make a training faster: its busiest lane, and what the planner predicts if something were otherwise."""
+"""What would make a training faster: its bottleneck, and the planner's predictions for changed conditions."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from pipar.planner.timing import FEWEST_ITERATIONS, LANES, STEADY_ITERATIONS, Ti
 from pipar.wording import plans_text
 
 Plans = Mapping[str, Plan]
-#: Where its answer goes, its words, the fleet that it is about, and plans to begin with.
-_Question = tuple[str, str, Fleet, Plans | None]
+#: A case to predict: the list for its result, its name, its fleet, and plans to start from.
+_Case = tuple[str, str, Fleet, Plans | None]
 
-#: Behind so many seconds of computing only the first questions are asked: who waits has seen the numbers already.
+#: After this many seconds of computing, optional cases are skipped: the user is waiting for the report.
 _PATIENCE_S = 2.0
-#: A question is about how much, not about which plan of two that are close.
+#: A case needs its approximate time, not the better one of two close plans.
 _SETTINGS = SearchSettings(devices=16, micro_batch_budget=5_000, worlds=0, iterations=FEWEST_ITERATIONS)
-#: Methods that others are compared with.
+#: The methods that others are compared with.
 _BASES = ("fl", "sfl")
-#: Split points to each side of the chosen one that are tried.
+#: Split points to try on each side of the chosen one.
 _NEIGHBOURS = 2
 
 
 def what_if(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) -> dict[str, Any]:
-    """Return what the planner predicts for the job as it is, `plans` being those in force, and as it might be.
+    """Return the planner's predictions for the job with its current `plans`, and for changed conditions.
 
-    `fleet` is what the training has shown of machines and links; without it they are those of the configuration.
-    Every question is planned for anew, also where the configuration gives P or N.
+    `fleet` has machines and links as measured in the training; without it, as configured. Every case is planned from
+    scratch, even if the configuration sets P or N.
     """
     plans = job.plans if plans is None else plans
     if job.method.shares_server_model:
-        words = f"{job.method.name} shares one server-side model, and nothing forecasts its turns"
-        return {"note": f"{words}: there is no prediction of what would make it faster."}
+        words = f"{job.method.name} shares one server-side model, which the planner's simulator does not support"
+        return {"note": f"{words}: there are no predictions of what would be faster."}
     fleet = fleet or job.fleet()
     few = fleet.sampled(_SETTINGS.devices)
     timing = simulate(few, plans, STEADY_ITERATIONS)
@@ -59,35 +59,35 @@ def what_if(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
     }
     free = _free(fleet)
     document["methods"] = _by_other_methods(free)
-    changes: list[_Question] = [("changes", words, changed, plans) for words, changed in _changes(free)]
-    cuts: list[_Question] = [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
+    changes: list[_Case] = [("changes", words, changed, plans) for words, changed in _changes(free)]
+    cuts: list[_Case] = [("split_points", f"P={p}", _cut_at(free, p), None) for p in _split_points(job, plans)]
     always = [*changes[:-1], *cuts[:1]]  # bandwidth, server, another P
     maybe = [changes[-1], *cuts[1:]]
-    until, unasked = time.process_time() + _PATIENCE_S, 0
+    until, skipped = time.process_time() + _PATIENCE_S, 0
     for place, (kind, words, changed, start) in enumerate([*always, *maybe]):
         if place < len(always) or time.process_time() < until:
             document[kind] += _answer(words, changed, start)
         else:
-            unasked += 1
-    asked_for = len(always) + len(maybe)
-    notes = [f"{unasked} of {asked_for} questions were not asked: planning took too long."] if unasked else []
+            skipped += 1
+    cases = len(always) + len(maybe)
+    notes = [f"{skipped} of {cases} cases were skipped: planning took too long."] if skipped else []
     if fleet.real_links and not _has_rates(fleet):
-        notes.append("Too little has travelled to measure the links: nothing is predicted for twice the bandwidth.")
+        notes.append("Too little was sent to measure the links: there is no prediction for twice the bandwidth.")
     document["note"] = " ".join(notes)
     return document
 
 
 def _by_other_methods(fleet: Fleet) -> dict[str, float]:
-    """Return the seconds of an epoch by the methods that others are compared with, by the best plans of each."""
+    """Return the epoch's seconds with the methods of comparison, each with its best plans."""
     names = [name for name in _BASES if name != fleet.method.name]
     answers = {name: _answer(name, replace(fleet, method=METHODS[name]), None) for name in names}
     return {name: answer[0]["epoch_s"] for name, answer in answers.items() if answer}
 
 
 def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any]]:
-    """Return the best plans of a changed fleet, which may be those in force, and their seconds; nothing without any."""
+    """Return the best plans for a changed fleet, maybe the current ones, and their seconds; [] if there are none."""
     try:
-        found = [search_plans(fleet, _briefly, settings=_SETTINGS).plans]
+        found = [search_plans(fleet, _simulate_briefly, settings=_SETTINGS).plans]
     except PlanError:  # too little memory, for example
         return []
     found += [reencoded(fleet, start)] if start is not None else []
@@ -96,7 +96,7 @@ def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any
     return [{"change": words, "plan": _text(plans), "epoch_s": seconds}]
 
 
-def _briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Timing:
+def _simulate_briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Timing:
     """Simulate, but never a whole epoch, which may have thousands of iterations."""
     return simulate(fleet, plans, STEADY_ITERATIONS if iterations is None else iterations)
 
@@ -106,12 +106,12 @@ def _text(plans: Plans) -> str:
 
 
 def _paper(job: Job, fleet: Fleet, few: Fleet) -> dict[str, Any]:
-    """Return what the paper's estimate would have chosen."""
+    """Return the plans that the paper's estimate would have chosen, and their seconds."""
     plans = plans_by_estimate(job, fleet)
     return {"plan": _text(plans), "epoch_s": steady_epoch_s(simulate, few, plans)}
 
 
-# --- what might be
+# --- changed conditions
 
 
 def _changes(fleet: Fleet) -> list[tuple[str, Fleet]]:
@@ -150,7 +150,7 @@ def _cut_at(fleet: Fleet, split_point: int) -> Fleet:
 
 
 def _split_points(job: Job, plans: Plans) -> list[int]:
-    """Return the other split points next to the most frequent one, nearest first; none where nothing is cut."""
+    """Return the split points next to the most frequent one, nearest first; none if the method does not split."""
     if not job.method.splits:
         return []
     ((usual, _),) = Counter(plan.split_point for plan in plans.values()).most_common(1)

@@ -1,4 +1,4 @@
-"""report.html of a run, or of several that are compared."""
+"""Writing report.html of one run, or the comparison of several."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ REPORT = "report.html"
 def write_report(
     folder: Path | str, *, job: Job | None = None, fleet: Fleet | None = None, output: Path | None = None
 ) -> Path:
-    """Write a run's page into its folder, or to `output`, and return where it is.
+    """Write a run's page into its folder, or to `output`, and return its path.
 
-    With its job the run gets an outlook.json, too: what would make it faster, for `fleet` if the training has shown it
-    to be other than the job says. Without, the one that is there counts.
+    With its job, the predictions of `what_if` are written to outlook.json first, for `fleet` if the training has
+    measured one. Without it, an existing outlook.json is used.
     """
     if job is not None:
         _write_outlook(Path(folder), job, fleet)
@@ -42,36 +42,36 @@ def write_report(
 def try_write_report(
     folder: Path, observe: Observer, *, job: Job | None = None, fleet: Fleet | None = None
 ) -> Path | None:
-    """Write the page of a run that is over; what goes wrong with it is one line, never the run's failure."""
-    again = f"`pipar report {folder}` tries again."
-    return _left(lambda: write_report(folder, job=job, fleet=fleet), folder, again, observe)
+    """Write the page of a finished run; an error becomes a ReportFailed event and does not fail the run."""
+    again = f"To retry: pipar report {folder}"
+    return _try(lambda: write_report(folder, job=job, fleet=fleet), folder, again, observe)
 
 
 def try_write_comparison(folders: Sequence[Path], config: Config, observe: Observer) -> Path | None:
-    """Write one page of runs that are over into a folder of its own beside theirs, as `try_write_report` does."""
+    """Write one page about finished runs into a new folder, with errors handled as in `try_write_report`."""
 
     def write() -> Path:
-        page, first = _page(folders), RunRecord.read(folders[0]).result  # without a page there is no folder
+        page, first = _page(folders), RunRecord.read(folders[0]).result  # first: without a page, no folder is made
         folder = new_folder(comparison_name(config, first["model"], first["dataset"]))
         return _written(page, folder / REPORT)
 
-    again = f"`pipar report {' '.join(map(str, folders))}` tries again."
-    return _left(write, Path("the comparison"), again, observe)
+    again = f"To retry: pipar report {' '.join(map(str, folders))}"
+    return _try(write, Path("the comparison"), again, observe)
 
 
-def _left(write: Callable[[], Path], of: Path, again: str, observe: Observer) -> Path | None:
+def _try(write: Callable[[], Path], of: Path, again: str, observe: Observer) -> Path | None:
     try:
         path = write()
-    except Exception as error:  # noqa: BLE001 - nobody loses a training over its page
+    except Exception as error:  # noqa: BLE001 - a training must not fail because of its page
         why = str(error) if isinstance(error, PiparError) else f"{type(error).__name__}: {error}."
-        observe(ReportFailed(f"No page of {of}: {why} {again}"))
+        observe(ReportFailed(f"No report of {of}: {why} {again}"))
         return None
     observe(ReportWritten(str(path)))
     return path
 
 
 def write_comparison(folders: Sequence[Path | str], output: Path) -> Path:
-    """Write one page of several runs, and return where it is."""
+    """Write one page about several runs, and return its path."""
     return _written(_page(folders), output)
 
 
@@ -88,7 +88,7 @@ def _written(page: bytes, output: Path) -> Path:
 
 
 def _write_outlook(folder: Path, job: Job, fleet: Fleet | None) -> None:
-    """Write what the planner says of the plans that the training ended with."""
+    """Write the planner's predictions, based on the last plans of the training."""
     result = json.loads((folder / "result.json").read_text("utf-8"))
     entries = (result["replans"] or [result])[-1]["plans"]
     plans = {entry["device"]: plan_from_json(entry) for entry in entries}

@@ -1,23 +1,23 @@
-// The live part of the page: what the training does now, from server-sent events. Everything that comes in is put into
-// the page as text, never as markup: names of devices and reasons are what others say.
+// The live part of the page: the training as it runs, from server-sent events. Everything received is put into the page
+// as text, never as markup: names of devices and reasons come from other machines.
 (function () {
   "use strict";
   const root = document.getElementById("live");
   if (!root) return;
 
   const PHASES = {
-    preparing: "Preparing", training: "Training", stopping: "Stopping", stopped: "Stopped", over: "Over", failed: "Failed",
+    preparing: "Preparing", training: "Training", stopping: "Stopping", stopped: "Stopped", over: "Finished", failed: "Failed",
   };
   const ENDS = new Set(["over", "stopped", "failed"]);
   const STATES = {
-    expected: "not here yet", joined: "joined", training: "training", away: "away", silent: "silent", lost: "lost", back: "back", left: "left",
+    expected: "not joined yet", joined: "joined", training: "training", away: "away", silent: "silent", lost: "lost", back: "reconnected", left: "left",
   };
   const LANES = { device: "Device compute", uplink: "Uplink", server: "Server cores", downlink: "Downlink" };
-  const SILENT_S = 60; // the server says something every ten seconds, but a report may take long over a slow link
+  const SILENT_S = 60; // the server sends a keep-alive every ten seconds, but a report may take long over a slow link
   const SVG = "http://www.w3.org/2000/svg";
 
-  let state = null; // as the server last told it
-  let aheadS = 0; // the server's clock before this one
+  let state = null; // the latest from the server
+  let aheadS = 0; // how far the server's clock is ahead of this one
   let session = null;
   let heardAt = Date.now();
   let isConnected = false;
@@ -102,12 +102,12 @@
   spark.append(line);
   const sparkTop = make("span", { class: "live-spark-top" });
   const sparkBottom = make("span", { class: "live-spark-bottom" });
-  const sparkEmpty = make("p", { class: "live-empty" }, "Comes with the first batches.");
+  const sparkEmpty = make("p", { class: "live-empty" }, "Shown after the first batches.");
   const summary = make("p", { class: "live-summary" });
   const tableBody = make("tbody");
   const table = make("table", { class: "live-table" },
-    make("caption", { class: "live-hidden" }, "Devices and what they do"),
-    make("thead", null, make("tr", null, ...["Device", "State", "For", "Plan", "Epoch · iteration", "Compute busy", "Uplink busy", "Remark"]
+    make("caption", { class: "live-hidden" }, "Devices and their states"),
+    make("thead", null, make("tr", null, ...["Device", "State", "For", "Plan", "Epoch · iteration", "Compute busy", "Uplink busy", "Note"]
       .map((word) => make("th", { scope: "col" }, word)))),
     tableBody);
   const log = make("ol", { class: "live-log" });
@@ -118,16 +118,16 @@
     make("div", { class: "live-whole" }, whole.node),
     tileList,
     make("div", { class: "live-columns" },
-      make("div", { class: "live-panel" }, make("h3", null, "Lanes, busy share now"), laneList),
+      make("div", { class: "live-panel" }, make("h3", null, "Lanes: busy share now"), laneList),
       make("div", { class: "live-panel" }, make("h3", null, "Loss of the last batches"),
         make("div", { class: "live-spark-box" }, spark, sparkTop, sparkBottom), sparkEmpty)),
     make("div", { class: "live-panel" }, make("h3", null, "Devices"), summary,
       make("div", { class: "live-scroll", role: "region", "aria-label": "Devices", tabindex: "0" }, table)),
-    make("details", { class: "live-panel", open: "" }, make("summary", null, "What has happened"),
-      make("div", { class: "live-scroll live-log-box", role: "region", "aria-label": "What has happened", tabindex: "0" }, log)),
+    make("details", { class: "live-panel", open: "" }, make("summary", null, "Log"),
+      make("div", { class: "live-scroll live-log-box", role: "region", "aria-label": "Log", tabindex: "0" }, log)),
   );
 
-  // --- what is drawn when something comes in
+  // --- drawing the state
 
   function drawRun() {
     const phase = state.phase;
@@ -137,14 +137,14 @@
     setText(said, sentence());
     said.hidden = !said.textContent;
     document.title = state.run ? `${percent(state.done)} ${badge.textContent.toLowerCase()}, ${state.run}` : "pipar";
-    if (document.getElementById("report").hidden) setText(document.getElementById("title"), state.run || "A training begins");
+    if (document.getElementById("report").hidden) setText(document.getElementById("title"), state.run || "Training starts");
     whole.set(state.done);
     setText(tiles.epoch, state.epoch ? `${state.epoch} of ${state.epochs}` : "–");
     setText(tiles.iteration, state.iterations ? `${state.iteration} of ${state.iterations}` : "–");
     setText(tiles.loss, number(state.loss, 3));
     setText(tiles.accuracy, state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`);
     setText(tiles.rate, state.samples_per_s === null ? "–" : Number(state.samples_per_s.toPrecision(3)).toLocaleString());
-    // Devices on other machines tell the server of their lanes when a round is over.
+    // Devices on other machines report their lanes at the end of a round.
     const isOld = (key) => state.lanes[key] === null && state.lanes_before[key] !== undefined;
     for (const key of Object.keys(LANES)) {
       lanes[key].set(isOld(key) ? state.lanes_before[key] : state.lanes[key], isOld(key) ? "last epoch" : "");
@@ -155,7 +155,7 @@
   function sentence() {
     if (state.trouble) return state.trouble;
     if (state.preparing) return `${state.preparing[0]}: ${percent(state.preparing[1])}`;
-    if (state.waiting) return `${state.waiting[0]} of ${state.waiting[1]} devices are here.`;
+    if (state.waiting) return `${state.waiting[0]} of ${state.waiting[1]} devices joined.`;
     const away = state.devices.filter((row) => ["away", "lost", "silent"].includes(row.state));
     return away.length ? away.map((row) => `${row.name} is ${row.state}`).join(", ") + "." : "";
   }
@@ -203,11 +203,11 @@
       row.compute.set(device.compute);
       row.uplink.set(device.uplink);
     });
-    // Devices on other machines tell the server nothing about their lanes before a round is over.
+    // Devices on other machines report their lanes only at the end of a round.
     table.classList.toggle("live-no-busy", state.devices.every((device) => device.compute === null));
     const parts = Object.entries(state.states).map(([name, count]) => `${count} ${STATES[name] || name}`);
-    if (state.unseen) parts.push(`${state.unseen} without a row here`);
-    setText(summary, parts.length ? parts.join(", ") : "Nobody has joined yet.");
+    if (state.unseen) parts.push(`${state.unseen} not listed`);
+    setText(summary, parts.length ? parts.join(", ") : "No device has joined yet.");
   }
 
   let logged = "";
@@ -221,15 +221,15 @@
         ...(entry.level === "info" ? [] : [make("strong", null, `${entry.level}: `)]), entry.text)));
   }
 
-  // --- what goes on by itself
+  // --- clocks and the connection
 
   function tick() {
     const silentS = (Date.now() - heardAt) / 1000;
-    // A laptop that slept, or a network that is gone: nobody tells a browser that its connection is none any more.
+    // After sleep, or with a broken network, a browser does not notice that its connection is lost.
     if (isConnected && silentS > SILENT_S && !(state && ENDS.has(state.phase))) connect();
-    if (state && ENDS.has(state.phase)) setText(link, "The program has ended; this is what it said last.");
+    if (state && ENDS.has(state.phase)) setText(link, "The program has ended; this is its last state.");
     else if (isConnected) setText(link, "Connected");
-    else setText(link, state ? `No connection for ${clock(silentS)}: what is shown is old.` : "Connecting…");
+    else setText(link, state ? `No connection for ${clock(silentS)}: this state is old.` : "Connecting…");
     link.dataset.state = isConnected ? "on" : "off";
     if (!state) return;
     const isOver = ENDS.has(state.phase);
@@ -238,16 +238,16 @@
     setText(tiles.left, isOver ? "–" : state.ends_at ? clock(state.ends_at - now) : "–");
     for (const { device, since, note } of rows.values()) {
       setText(since, clock(now - device.since));
-      const silence = device.state === "silent" ? `nothing heard for ${clock(now - device.since)}` : device.note;
-      setText(note, device.until ? `place kept for ${clock(device.until - now)}` : silence);
+      const silence = device.state === "silent" ? `no message for ${clock(now - device.since)}` : device.note;
+      setText(note, device.until ? `may reconnect for ${clock(device.until - now)}` : silence);
     }
   }
 
-  function takeState(told) {
-    if (session && told.session !== session) { location.reload(); return; } // another program, maybe of another version
-    session = told.session;
-    state = told;
-    aheadS = told.now - Date.now() / 1000;
+  function takeState(received) {
+    if (session && received.session !== session) { location.reload(); return; } // a new program, maybe of another version
+    session = received.session;
+    state = received;
+    aheadS = received.now - Date.now() / 1000;
     drawRun();
     drawLosses();
     drawDevices();
@@ -274,7 +274,7 @@
     source.onerror = () => {
       isConnected = false;
       if (state && ENDS.has(state.phase)) source.close();
-      else if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000); // refused: browsers give up then
+      else if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000); // refused: the browser does not retry by itself
       tick();
     };
   }

@@ -1,9 +1,9 @@
-/* Draws the page from a content object. window.pipar.draw(content) may be called again and again: charts are updated in
-   place and stay zoomed as they are. Nothing is fetched. */
+/* Draws the page from a content object. window.pipar.draw(content) may be called repeatedly: charts are updated in place
+   and keep their zoom. Nothing is fetched. */
 (function () {
   "use strict";
 
-  // Okabe and Ito's colours, told apart by all kinds of eyes; names stand in the blocks, the legend and the hover, too.
+  // The colours of Okabe and Ito, which colour-blind readers can distinguish; blocks, legend and tooltips also have names.
   const KINDS = {
     fc: { words: "forward on the device", fill: "#56b4e9", ink: "#000" },
     bc: { words: "backward on the device", fill: "#009e73", ink: "#fff" },
@@ -18,8 +18,8 @@
     encode: { words: "encode", fill: "#9d9d9d", ink: "#000" },
     decode: { words: "decode", fill: "#9d9d9d", ink: "#000" },
     protect: { words: "noise for privacy", fill: "#4d4d00", ink: "#fff" },
-    pack: { words: "model to bytes", fill: "#8c6d46", ink: "#fff" },
-    install: { words: "bytes to model", fill: "#8c6d46", ink: "#fff" },
+    pack: { words: "serialise model", fill: "#8c6d46", ink: "#fff" },
+    install: { words: "load model", fill: "#8c6d46", ink: "#fff" },
     aggregate: { words: "averaging", fill: "#7a3e9d", ink: "#fff" },
   };
   const OTHER = { words: "other", fill: "#b8b8b8", ink: "#000" };
@@ -34,7 +34,7 @@
   const byId = (id) => document.getElementById(id);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
-  // --- small things
+  // --- helpers
 
   function element(tag, attributes, ...children) {
     const made = document.createElement(tag);
@@ -68,7 +68,7 @@
 
   const seconds = (value) => (!isNumber(value) ? "–" : value < 0.01 && value > 0 ? duration(value) : `${value.toFixed(value < 100 ? 2 : 1)} s`);
 
-  // Before a page is printed, its style is still that of the screen.
+  // Before printing, the computed style is still that of the screen.
   const ON_PAPER = { ink: "#000000", quiet: "#444444", line: "#bbbbbb", faint: "#f2f2f2", panel: "#ffffff", accent: "#003d6b" };
 
   function colours() {
@@ -99,7 +99,7 @@
   const column = (title) => ({ title });
   const number = (title) => ({ title, number: true });
 
-  // --- figures: a chart, its words and its numbers
+  // --- figures: a chart, its caption and its numbers
 
   function figure(parent, id, height) {
     let made = byId(id);
@@ -194,11 +194,11 @@
     const faster = Object.entries(run.speedups).map(([base, value]) =>
       value >= 1 ? `${value.toFixed(2)} times as fast as ${base}` : `${(1 / value).toFixed(2)} times as slow as ${base}`);
     const words = [`${run.name} trains an epoch in ${seconds(run.seconds)}`];
-    if (!isNumber(run.seconds)) return run.running ? "The first epoch is not over yet." : "No epoch was finished.";
+    if (!isNumber(run.seconds)) return run.running ? "The first epoch is not finished yet." : "No epoch was finished.";
     if (faster.length) words.push(`: ${faster.join(" and ")}`);
     const about = [run.world, run.setting].filter(Boolean).join("; ");
     words.push(about ? `. ${about[0].toUpperCase()}${about.slice(1)}.` : ".");
-    if (content.running && !byId("live")) words.push(" The run is not over, or was ended before it could say so.");
+    if (content.running && !byId("live")) words.push(" The run has not finished, or was interrupted.");
     return words.join("");
   }
 
@@ -213,21 +213,21 @@
     if (run && isNumber(run.seconds)) {
       cards.push(card(`per epoch, ${run.name}`, seconds(run.seconds), isNumber(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : null));
       for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up against ${base}`, times(value)));
-      // Of what did not run there is the planner's word, for both.
+      // For methods that did not run, both times are the planner's.
       for (const [base, value] of Object.entries(run.outlook?.methods ?? {})) {
-        if (!(base in run.speedups)) cards.push(card(`speed-up against ${base}`, times(part(value, run.outlook.epoch_s)), "as predicted for both"));
+        if (!(base in run.speedups)) cards.push(card(`speed-up against ${base}`, times(part(value, run.outlook.epoch_s)), "predicted for both"));
       }
       cards.push(card("server idle", share(part(run.server_idle_s, run.seconds)), `${seconds(run.server_idle_s)} of an epoch`));
       cards.push(card("devices idle", share(part(run.device_idle_s, run.seconds)), `${seconds(run.device_idle_s)} of an epoch`));
       const tested = isNumber(run.test_accuracy);
       if (tested || isNumber(run.val_accuracy)) {
         cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
-          content.accuracy_is_equal ? "the same by every method" : null));
+          content.accuracy_is_equal ? "the same with every method" : null));
       }
-      if (isNumber(run.epsilon)) cards.push(card("epsilon of updates", short(run.epsilon), "of the device that has spent most"));
-      if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "shortest possible over real time"));
+      if (isNumber(run.epsilon)) cards.push(card("epsilon (updates)", short(run.epsilon), "highest of all devices"));
+      if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "lower bound / actual time"));
     }
-    replace(byId("cards"), cards.length ? cards : element("p", { class: "note" }, "No epoch is over yet."));
+    replace(byId("cards"), cards.length ? cards : element("p", { class: "note" }, "No epoch is finished yet."));
     const begun = content.runs.some((one) => one.epochs.length);
     for (const id of ["utilisation", "learning", "costs"]) byId(id).hidden = !begun;
     replace(byId("comparison"), content.runs.length > 1 ? comparison(content.runs) : null);
@@ -240,9 +240,9 @@
       number("server idle"), number("device idle"), number("accuracy"), ...(isPrivate ? [number("epsilon")] : []), number("up"), number("down"), column("plan")];
     const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
-      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), ...(isPrivate ? [short(run.epsilon)] : []), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, planned again` : run.plan]);
+      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), ...(isPrivate ? [short(run.epsilon)] : []), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, then new plans` : run.plan]);
     const known = runs.map((run, place) => [run.seconds, place]).filter(([value]) => isNumber(value)).sort((a, b) => a[0] - b[0]);
-    return table("Means over the epochs; the fastest in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
+    return table("Means over the epochs; the fastest method in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
   }
 
   // --- the timeline
@@ -258,7 +258,7 @@
     byId("timeline-tools").hidden = byId("timeline-legend").hidden = found.length === 0;
     if (!found.length) {
       replace(byId("timelines"), element("p", { class: "note" }, content.runs.some((run) => run.running && run.is_traced)
-        ? "There is a timeline when an epoch, and with it its trace, is there." : "The run kept no trace (run.trace = \"off\")."));
+        ? "The timeline appears with the first traced epoch." : "The run has no trace (run.trace = \"off\")."));
       state.charts.forEach((chart, id) => { if (id.startsWith("lanes-")) { chart.dispose(); state.charts.delete(id); } });
       return;
     }
@@ -294,7 +294,7 @@
       element("div", {}, button("zoom-in", "Zoom in", () => zoomBy(0.5)), " ", button("zoom-out", "Zoom out", () => zoomBy(2)), " ",
         button("earlier", "Earlier", () => moveBy(-0.5)), " ", button("later", "Later", () => moveBy(0.5)), " ",
         button("all", "All", () => zoomTo(0, 100))),
-      element("span", { class: "hint", style: "margin:0" }, "Or: Ctrl + wheel or pinch to zoom, drag to move, the slider below a chart."));
+      element("span", { class: "hint", style: "margin:0" }, "Or use Ctrl + wheel or pinch to zoom, drag to move, or the slider below a chart."));
   }
 
   function zoomBy(factor) {
@@ -400,7 +400,7 @@
       });
     }
     if (isCritical) {
-      // A block may be thinner than its outline: the strip below it is seen all the same.
+      // A block may be thinner than its outline; the strip below it is visible anyway.
       const line = shape.width > 5 ? 1.5 : 0;
       if (line) children.push({ type: "rect", silent: true, shape: { x: shape.x + 0.75, y: shape.y + 0.75, width: shape.width - 1.5, height: shape.height - 1.5 }, style: { fill: "none", stroke: ink.ink, lineWidth: line } });
       children.push({ type: "rect", silent: true, shape: { x: shape.x, y: shape.y + shape.height - 1, width: Math.max(1, shape.width), height: 3.5 }, style: { fill: ink.ink } });
@@ -431,14 +431,14 @@
 
   function describe(run, shown, isCompared) {
     const total = (shown.end_us - shown.start_us) / 1e6;
-    const what = shown.iteration ? `iteration ${shown.iteration} of ${shown.device} in epoch ${shown.epoch}` : `epoch ${shown.epoch} of ${shown.device}, with the exchange of models`;
+    const what = shown.iteration ? `iteration ${shown.iteration} of ${shown.device} in epoch ${shown.epoch}` : `epoch ${shown.epoch} of ${shown.device}, including the exchange of models`;
     const path = pathWords(shown);
-    const words = [`${duration(total)}. Its critical path: ${path || "not known"}.`];
-    if (shown.iteration && !shown.uses_link) words.push("No activations travel in it: models do, at the end of the whole epoch.");
+    const words = [`${duration(total)}. Critical path: ${path || "unknown"}.`];
+    if (shown.iteration && !shown.uses_link) words.push("It sends no activations; models are exchanged at the end of the epoch.");
     const drawn = new Set(shown.lanes.map((lane) => lane.owner).filter((owner) => owner !== "server")).size;
-    if (shown.iteration && drawn < run.devices.count) words.push(`Lanes of ${drawn} of ${run.devices.count.toLocaleString("en")} devices.`);
-    if (shown.before_us > 0) words.push(`Only this last part is drawn: ${duration(shown.before_us / 1e6)} came before it.`);
-    if (shown.left_out) words.push(`${shown.left_out} spans are left out: ${run.running ? "trace.json has all of them when the run is over" : "all are in trace.json"}.`);
+    if (shown.iteration && drawn < run.devices.count) words.push(`Showing ${drawn} of ${run.devices.count.toLocaleString("en")} devices.`);
+    if (shown.before_us > 0) words.push(`Only the last part is drawn, without the first ${duration(shown.before_us / 1e6)}.`);
+    if (shown.left_out) words.push(`${shown.left_out} spans are not drawn; ${run.running ? "after the run, all are in trace.json" : "all are in trace.json"}.`);
     return {
       title: isCompared ? `${run.name} (${run.timeline.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
       caption: words.join(" "),
@@ -450,7 +450,7 @@
     const path = shown.spans.filter((span) => span[8]).sort((a, b) => a[4] - b[4]);
     const rows = path.slice(0, 300).map(([lane, kind, microBatch, , from, length, , whose]) =>
       [`${kind}${microBatch || ""}`, laneName(shown.lanes[lane]), whose || "", duration((from - shown.start_us) / 1e6), duration(length / 1e6)]);
-    return table(`The critical path, span by span${path.length > 300 ? ", the first 300" : ""}`,
+    return table(`The spans of the critical path${path.length > 300 ? " (first 300)" : ""}`,
       [column("stage"), column("lane"), column("for"), number("start"), number("length")], rows);
   }
 
@@ -478,7 +478,7 @@
     });
   }
 
-  // Stripes and dots beside the colours, so that bars are told apart without them.
+  // Stripes and dots, so that bars can be distinguished without colours.
   function decal(at) {
     const patterns = [
       null,
@@ -521,7 +521,7 @@
       return known.length ? `${run.name} ends at ${form(known[known.length - 1])}` : null;
     }).filter(Boolean).join(", ");
     show(byId("curves"), id, {
-      title, caption: several && keys.length > 1 ? "Solid: on the batches that were trained; dashed: on the validation set." : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
+      title, caption: several && keys.length > 1 ? "Solid: training batches; dashed: validation set." : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
       option: { legend: legend(), grid: { left: 52, right: 18, top: 40, bottom: 44 }, tooltip: tooltip({ trigger: "item", formatter: (point) => `<b>${escaped(point.seriesId)}</b><br>${state.against === "epoch" ? `epoch ${point.value[0]}` : `after ${seconds(point.value[0])}`}<br>${form(point.value[1])}` }),
         xAxis: valueAxis(state.against === "epoch" ? "epoch" : "seconds of training", { nameLocation: "middle", nameGap: 26, min: state.against === "epoch" ? 1 : 0, max: state.against === "epoch" ? (seen) => Math.max(2, seen.max) : null, minInterval: state.against === "epoch" ? 1 : 0, nameTextStyle: { color: colours().quiet } }),
         yAxis: valueAxis("", { scale: true, minInterval: tick.least, axisLabel: { formatter: tick.form } }), series },
@@ -535,10 +535,10 @@
     byId("curves").querySelector("p.note")?.remove();
     if (!learned) {
       replace(tools);
-      byId("curves").append(element("p", { class: "note" }, content.runs.some((run) => run.learns) ? "No epoch has told its loss yet." : "This was a timing-only run: nothing was learned, so there is no loss and no accuracy."));
+      byId("curves").append(element("p", { class: "note" }, content.runs.some((run) => run.learns) ? "No epoch has a loss yet." : "A timing-only run trains no network: there is no loss and no accuracy."));
       return;
     }
-    state.against ??= content.runs.length > 1 ? "seconds" : "epoch"; // by epoch, methods that train the same weights hide each other
+    state.against ??= content.runs.length > 1 ? "seconds" : "epoch"; // by epoch, curves of methods with equal weights would cover each other
     replace(tools, radios("against", "Against", [["epoch", "epochs"], ["seconds", "seconds"]], state.against, (value) => {
       state.against = value;
       redraw();
@@ -562,7 +562,7 @@
     const time = runs.map((run, place) => bar(several ? run.name : "measured", place, names.map((name) => at(run, name, "seconds"))));
     if (!several && runs[0].epochs.some((epoch) => isNumber(epoch.predicted_s))) time.push(bar("predicted", 1, names.map((name) => at(runs[0], name, "predicted_s")), "line"));
     show(parent, "cost-time", {
-      title: "Seconds of each epoch", caption: runs.some((run) => run.epochs_left_out) ? `The last ${names.length} epochs; all are in result.json.` : "", label: `Seconds of each epoch: ${runs.map((run) => `${run.name} ${seconds(run.seconds)} on average`).join(", ")}.`, height: 270,
+      title: "Seconds of each epoch", caption: runs.some((run) => run.epochs_left_out) ? `The last ${names.length} epochs; result.json has all.` : "", label: `Seconds of each epoch: ${runs.map((run) => `${run.name} ${seconds(run.seconds)} on average`).join(", ")}.`, height: 270,
       option: { legend: legend(), grid: { left: 52, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: seconds }), xAxis: categoryAxis(names.map(String), "epoch"), yAxis: valueAxis("", { axisLabel: { formatter: "{value} s" } }), series: time },
       numbers: table("Seconds of each epoch", [column("run"), number("epoch"), number("seconds"), number("predicted"), number("lower bound")],
         runs.flatMap((run) => run.epochs.map((epoch) => [run.name, String(epoch.epoch), digits(epoch.seconds, 3), digits(epoch.predicted_s, 3), digits(epoch.bound_s, 3)]))),
@@ -571,11 +571,11 @@
     const bytes = (key) => (several ? runs.map((run) => run[key]) : names.map((name) => at(runs[0], name, key))).map((value) => (isNumber(value) ? value / 1e6 : null));
     const direction = (name, key, place) => ({ name, type: "bar", data: bytes(key), barMaxWidth: 34, itemStyle: { color: place ? LANE_COLOURS.downlink : LANE_COLOURS.uplink, decal: decal(place ? 3 : 0) } });
     show(parent, "cost-bytes", {
-      title: several ? "Bytes of an epoch, over all devices" : "Bytes of each epoch, over all devices", caption: "",
+      title: several ? "Bytes per epoch, all devices" : "Bytes of each epoch, all devices", caption: "",
       label: `Megabytes up and down in an epoch: ${runs.map((run) => `${run.name} ${megabytes(run.bytes_up)} up, ${megabytes(run.bytes_down)} down`).join("; ")}.`, height: 270,
       option: { legend: legend(), grid: { left: 62, right: 12, top: 38, bottom: 42 }, tooltip: tooltip({ trigger: "axis", valueFormatter: (value) => `${digits(value, 2)} MB` }), xAxis: categoryAxis(places, several ? "" : "epoch"), yAxis: valueAxis("", { axisLabel: { formatter: "{value} MB" } }),
         series: [direction("up", "bytes_up", 0), direction("down", "bytes_down", 1)] },
-      numbers: table("Bytes over all devices", [column("run"), number("epoch"), number("up"), number("down")],
+      numbers: table("Bytes of all devices", [column("run"), number("epoch"), number("up"), number("down")],
         runs.flatMap((run) => run.epochs.map((epoch) => [run.name, String(epoch.epoch), megabytes(epoch.bytes_up), megabytes(epoch.bytes_down)]))),
     });
   }
@@ -590,7 +590,7 @@
   }
 
   function drawPlans(content) {
-    replace(byId("plans"), element("p", { class: "note" }, "P layers of the network are on the device, the rest on the server; a batch is cut into N micro-batches, which compute and travel at the same time. Predictions are the planner's."),
+    replace(byId("plans"), element("p", { class: "note" }, "The first P layers of the network run on the device, the others on the server. A batch is split into N micro-batches, so that computation and communication overlap. Predictions are the planner's."),
       content.runs.map((run) => planOf(run, content.runs.length > 1)));
   }
 
@@ -598,23 +598,23 @@
     const found = run.outlook;
     const made = element("div", { class: "plan" });
     made.append(element("h3", {}, `${isCompared ? `${run.name}: ` : ""}${run.plan}`));
-    for (const again of run.replans) made.append(element("p", {}, `Planned again: from epoch ${again.epoch} on ${again.plan}${again.reason ? ` (${again.reason})` : ""}.`));
+    for (const again of run.replans) made.append(element("p", {}, `New plans from epoch ${again.epoch} on: ${again.plan}${again.reason ? ` (${again.reason})` : ""}.`));
     if (run.busiest) made.append(element("p", {}, `The busiest lane was the ${run.busiest}: ${share(run.utilisation[run.busiest])} of an epoch on average.`));
     if (!found || !isNumber(found.epoch_s)) {
-      made.append(element("p", { class: "note" }, (found && found.note) || (run.running ? "What would make it faster is asked when the run is over." : "What would make it faster was not asked.")));
+      made.append(element("p", { class: "note" }, (found && found.note) || (run.running ? "Predictions of what would be faster follow at the end of the run." : "There are no predictions of what would be faster.")));
       return made;
     }
-    const words = [`The planner expects ${seconds(found.epoch_s)} for an epoch, with the ${found.bottleneck} as the bottleneck (${share(found.utilisation[found.bottleneck])} busy); ${seconds(run.seconds)} were measured.`];
+    const words = [`The planner predicts ${seconds(found.epoch_s)} for an epoch, with the ${found.bottleneck} as the bottleneck (${share(found.utilisation[found.bottleneck])} busy); measured: ${seconds(run.seconds)}.`];
     if (found.paper.plan !== found.plan) words.push(`The paper's estimate would have chosen ${found.paper.plan}: ${seconds(found.paper.epoch_s)} when simulated (${compared(found.paper.epoch_s, found.epoch_s)}).`);
     made.append(element("p", {}, words.join(" ")));
-    // The busiest lane need not be the one to widen: others may hold it up.
+    // The busiest lane need not be the one to improve: others may hold it up.
     const best = found.changes.reduce((one, other) => (one && one.epoch_s <= other.epoch_s ? one : other), null);
-    if (best) made.append(element("p", { class: "most" }, best.epoch_s < 0.99 * found.epoch_s ? `Most would be won with ${best.change}: ${compared(best.epoch_s, found.epoch_s)}.` : "Nothing that is asked here would win as much as 1 %."));
-    const all = [{ change: "as it is", plan: found.plan, epoch_s: found.epoch_s }, ...found.changes.map((one) => ({ ...one, change: `with ${one.change}` })),
+    if (best) made.append(element("p", { class: "most" }, best.epoch_s < 0.99 * found.epoch_s ? `The largest gain: ${best.change}, ${compared(best.epoch_s, found.epoch_s)}.` : "None of these changes would gain as much as 1 %."));
+    const all = [{ change: "unchanged", plan: found.plan, epoch_s: found.epoch_s }, ...found.changes.map((one) => ({ ...one, change: `with ${one.change}` })),
       ...found.split_points.map((one) => ({ ...one, change: `all devices with ${one.change}` }))];
     const longest = Math.max(...all.map((one) => one.epoch_s));
-    made.append(table("What the planner predicts, each time with the best plans for it", [column("if"), number("epoch"), number("change"), column("best plan")],
-      all.map((one) => [one.change, meter(one.epoch_s / longest, seconds(one.epoch_s)), one.change === "as it is" ? "" : compared(one.epoch_s, found.epoch_s), one.plan])));
+    made.append(table("Predicted epochs, each with the best plans for its case", [column("case"), number("epoch"), number("change"), column("best plan")],
+      all.map((one) => [one.change, meter(one.epoch_s / longest, seconds(one.epoch_s)), one.change === "unchanged" ? "" : compared(one.epoch_s, found.epoch_s), one.plan])));
     if (found.note) made.append(element("p", { class: "note" }, found.note));
     return made;
   }
@@ -626,7 +626,7 @@
       const { rows, count, epoch } = run.devices;
       const busy = rows.some((row) => Object.keys(row.busy).length);
       const sent = rows.some((row) => isNumber(row.bytes_up));
-      const heads = [column("device"), column("plan"), number("samples"), column("link up/down"), column("machine"), ...(sent ? [number("up an epoch"), number("down an epoch")] : []), ...(busy ? [number("compute busy"), number("uplink busy"), number("downlink busy")] : [])];
+      const heads = [column("device"), column("plan"), number("samples"), column("link up/down"), column("machine"), ...(sent ? [number("up per epoch"), number("down per epoch")] : []), ...(busy ? [number("compute busy"), number("uplink busy"), number("downlink busy")] : [])];
       const words = `${content.runs.length > 1 ? `${run.name}: ` : ""}${rows.length < count ? `${rows.length} of ${count} devices` : count === 1 ? "one device" : `${count} devices`}${busy ? `; busy shares of epoch ${epoch}` : ""}`;
       const body = table(words, heads, rows.map((row) => [row.device, row.plan, row.samples === null ? null : row.samples.toLocaleString("en"), row.link, row.machine, ...(sent ? [megabytes(row.bytes_up), megabytes(row.bytes_down)] : []), ...(busy ? ["device", "uplink", "downlink"].map((lane) => meter(row.busy[lane])) : [])]));
       return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) }, element("summary", {}, run.name), body) : body;
@@ -641,7 +641,7 @@
   }
 
   function factList(title, facts) {
-    // A line ends between the words of a command, not behind the hyphens of an option.
+    // Break a command between its words, not after the hyphens of an option.
     const words = (value) => value.split(" ").flatMap((one, place) => [place ? " " : null, element("span", {}, one)]);
     const word = (name, value) => (["command", "folder"].includes(name) ? element("code", {}, words(value)) : value);
     return element("div", {}, title ? element("h3", {}, title) : null, element("dl", {}, facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, word(name, value))])));
@@ -673,10 +673,10 @@
     drawDevices(content);
     drawFacts(content);
     forget();
-    // A figure that came later may have made its neighbours narrower.
+    // A later figure may have made its neighbours narrower.
     for (const chart of state.charts.values()) chart.resize();
     if (focused) byId(focused)?.focus({ preventScroll: true });
-    if (content.pipar) byId("foot").textContent = `Made by pipar ${content.pipar}. Nothing on this page is loaded from elsewhere.`;
+    if (content.pipar) byId("foot").textContent = `Made by pipar ${content.pipar}. This page loads nothing from the network.`;
   }
 
   function redraw() {
