@@ -115,7 +115,8 @@ def _broken_outlook(folder: Path) -> Path:
     [
         (_remove, "does not exist"), (_empty, "is not the folder of a run"), (_a_file, "is a file"),
         (_broken_result, "result.json is damaged"), (_result_of_another_kind, "is not a JSON object"),
-        (_plan_without_numbers, "a plan has no split_point"), (_new_plans_of_no_epoch, "an entry of replans has no epoch"),
+        (_plan_without_numbers, "a plan has no split_point"),
+        (_new_plans_of_no_epoch, "an entry of replans has no epoch"),
         (_no_list_of_rounds, "not lists of objects"),
         (_cut_trace, "trace.json is damaged"), (_foreign_trace, "trace.json is damaged"),
         (_broken_config, "config.toml is not valid TOML"), (_broken_outlook, "outlook.json is damaged"),

@@ -212,10 +212,10 @@
     const cards = [];
     if (run && isNumber(run.seconds)) {
       cards.push(card(`per epoch, ${run.name}`, seconds(run.seconds), isNumber(run.predicted_s) ? `predicted ${seconds(run.predicted_s)}` : null));
-      for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up against ${base}`, times(value)));
+      for (const [base, value] of Object.entries(run.speedups)) cards.push(card(`speed-up over ${base}`, times(value)));
       // For methods that did not run, both times are the planner's.
       for (const [base, value] of Object.entries(run.outlook?.methods ?? {})) {
-        if (!(base in run.speedups)) cards.push(card(`speed-up against ${base}`, times(part(value, run.outlook.epoch_s)), "predicted for both"));
+        if (!(base in run.speedups)) cards.push(card(`speed-up over ${base}`, times(part(value, run.outlook.epoch_s)), "predicted for both"));
       }
       cards.push(card("server idle", share(part(run.server_idle_s, run.seconds)), `${seconds(run.server_idle_s)} of an epoch`));
       cards.push(card("devices idle", share(part(run.device_idle_s, run.seconds)), `${seconds(run.device_idle_s)} of an epoch`));
@@ -236,7 +236,7 @@
   function comparison(runs) {
     const bases = ["fl", "sfl"].filter((base) => runs.some((run) => base in run.speedups));
     const isPrivate = runs.some((run) => isNumber(run.epsilon));
-    const heads = [column("method"), number("per epoch"), ...bases.map((base) => number(`against ${base}`)),
+    const heads = [column("method"), number("per epoch"), ...bases.map((base) => number(`vs ${base}`)),
       number("server idle"), number("device idle"), number("accuracy"), ...(isPrivate ? [number("epsilon")] : []), number("up"), number("down"), column("plan")];
     const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
