@@ -187,7 +187,7 @@ def test_labels_are_drawn_once_for_all_epochs_and_are_told_only_where_they_leave
     kept = np.mean([true == told for true, told in first.values()])
     assert 0.1 < kept < 0.4  # e / (e + 9) = 0.23 of 230
     own = shard.materialised()
-    assert torch.equal(own._told, shard._told)
+    assert torch.equal(own._sent_labels, shard._sent_labels)
     # With all layers on the device nothing is told, and the weights are those of the true labels.
     fl = Case("fl", privacy=(("label_epsilon", 1.0),), sizes=(57,), epochs=1)
     assert largest_error(train_in_virtual_time(fl).state, reference_state(replace(fl, privacy=()))) < EXACT
