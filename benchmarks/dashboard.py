@@ -31,12 +31,13 @@ from benchmarks.record import Claim
 from pipar.config import device_specs
 from pipar.config_file import load_config
 from pipar.dashboard.serve import THREAD
+from pipar.device.interfaces import Equipment
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
-from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.assemble import run_device
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc import connect
 from pipar.transport.reconnect import Reconnector

@@ -24,6 +24,7 @@ from torch import nn
 from pipar.config import Config, DeviceSpec
 from pipar.config_file import config_from
 from pipar.data.datasets import Images
+from pipar.device.interfaces import Equipment
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
 from pipar.execution.clock import VirtualTimeLoop, run_virtually
@@ -33,7 +34,7 @@ from pipar.job.job import Job
 from pipar.job.model_setup import deterministic
 from pipar.job.plans import make_plans
 from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
+from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from pipar.device.interfaces import DeviceLanes, Equipment, MakeLanes
 from pipar.device.program import Device
 from pipar.errors import LinkError, PiparError, ProtocolError, SessionOverError, TrainingError
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
-from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span, unpack_trace
+from pipar.execution.spans import COMPUTE, DOWNLINK, UPLINK, EpochTrace, Recorder, Span, unpack_trace
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlySamples
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
@@ -76,6 +77,10 @@ class Outcome:
         return [span for span in self.trace.spans if span.kind == kind and not span.waiting and span.lane == COMPUTE]
 
 
+def lanes_by(costs: Costs) -> MakeLanes:
+    return lambda names, recorder: VirtualLanes(names, recorder, costs.seconds)
+
+
 def live(script: Script, *, samples: int = 20, profile: Profile | None = None, into: Outcome | None = None) -> Outcome:
     """Run a device against a scripted server in virtual time."""
     outcome = into or Outcome()
@@ -85,16 +90,8 @@ def live(script: Script, *, samples: int = 20, profile: Profile | None = None, i
         recorder = Recorder("pi")
         device_channel, server_channel = Channel(near, recorder, UPLINK), Channel(far, Recorder("server"), DOWNLINK)
         costs = Costs(PROFILE)
-        device = Device(
-            "pi",
-            SizesOnlySamples(samples),
-            lambda _: outcome.part,
-            channel=device_channel,
-            compute=VirtualLanes([COMPUTE], recorder, costs.seconds),
-            io=VirtualLanes([IO], recorder, costs.seconds),
-            recorder=recorder,
-            profile=profile,
-        )
+        equipment = Equipment(SizesOnlySamples(samples), lambda _: outcome.part, lanes_by(costs), profile)
+        device = Device("pi", equipment, DeviceLanes.of(equipment, recorder), device_channel, recorder)
 
         async def server() -> None:
             await script(server_channel)
@@ -468,15 +465,8 @@ def test_a_device_that_is_cancelled_leaves_nothing_running() -> None:
         recorder = Recorder("pi")
         channel, server = Channel(near, recorder, UPLINK), Channel(far, Recorder("server"), DOWNLINK)
         costs = Costs(PROFILE)
-        device = Device(
-            "pi",
-            SizesOnlySamples(20),
-            lambda _: CountingPart(),
-            channel=channel,
-            compute=VirtualLanes([COMPUTE], recorder, costs.seconds),
-            io=VirtualLanes([IO], recorder, costs.seconds),
-            recorder=recorder,
-        )
+        equipment = Equipment(SizesOnlySamples(20), lambda _: CountingPart(), lanes_by(costs))
+        device = Device("pi", equipment, DeviceLanes.of(equipment, recorder), channel, recorder)
         training = asyncio.create_task(device.train())
         for message in (welcome(), MODEL, Message(Kind.ROUND, 1)):
             server.post(message)

@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
+from pipar.device.interfaces import Equipment
 from pipar.events import EpochResult, Observer, ignore
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import Span
 from pipar.job.model_setup import make_learner, part_builder
-from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
+from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect

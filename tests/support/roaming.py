@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from pipar.config_file import config_from
+from pipar.device.interfaces import Equipment, MakeLanes
 from pipar.events import EpochResult, Event, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
 from pipar.job.model_setup import deterministic, make_learner, part_builder
 from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, MakeLanes, ServerSetup, assemble_server, run_device
+from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from pipar.device.interfaces import Equipment
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
 from pipar.job.job import Bounds
-from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.assemble import run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
 from pipar.links import Link
 from pipar.methods import METHODS, Plan

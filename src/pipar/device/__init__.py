@@ -1,4 +1,5 @@
 """Algorithm 1: the device's program.
 
-`program` is all of it.
+Reading order: `program` (the algorithm), `pipeline` (what runs beside the compute lane: loading, activations up,
+gradients down), `model` (the device-side model and its orders), `interfaces` (what a device is given).
 """

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from pipar.config import device_names
-from pipar.device.program import Device, DevicePart, Samples
+from pipar.device.interfaces import DeviceLanes, Equipment, MakeLanes
+from pipar.device.program import Device
 from pipar.events import EpochResult, Observer
-from pipar.execution.lanes import Lanes
-from pipar.execution.spans import COMPUTE, CORE, IO, NOISE, SERVER, UPLINK, Recorder, Span
+from pipar.execution.spans import CORE, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Bounds, Job
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
 from pipar.planner.predictor import Predictor
 from pipar.planner.replanner import Replan, Replanner
-from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard
-from pipar.profiling.profile import Profile
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
 from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, Learner, ServerLanes, Services, SessionSettings, Training
@@ -29,10 +28,6 @@ from pipar.server.session import fault
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
-from pipar.wire.orders import Orders
-
-#: Makes lanes of these names that leave their spans with this recorder.
-MakeLanes = Callable[[Sequence[str], Recorder], Lanes]
 
 
 @dataclass(frozen=True)
@@ -154,20 +149,6 @@ class _ServerBuilder:
             self._results.join(name, link)
 
 
-@dataclass(frozen=True)
-class Equipment:
-    """What a device brings along: its data, what builds its part of a network, what it computes on, its own profile,
-
-    and what it lets nobody else decide: the noise on what it sends, and how often it sends it.
-    """
-
-    samples: Samples
-    build_part: Callable[[Orders], DevicePart]
-    compute: MakeLanes
-    profile: Profile | None = None
-    guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # one for all of the device's sessions
-
-
 async def run_device(
     name: str,
     link: Link,
@@ -184,30 +165,17 @@ async def run_device(
     on_lost = None if reconnector is None else reconnector.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
     channel.emulate(link, attrgetter("up_bps"))
-    lanes = [equipment.compute([lane], recorder) for lane in (COMPUTE, IO, NOISE)]
-    device = Device(
-        name,
-        equipment.samples,
-        equipment.build_part,
-        channel=channel,
-        compute=lanes[0],
-        io=lanes[1],
-        noise=lanes[2],
-        recorder=recorder,
-        profile=equipment.profile,
-        guard=equipment.guard,
-        observe=observe,
-    )
+    lanes = DeviceLanes.of(equipment, recorder)
+    device = Device(name, equipment, lanes, channel, recorder, observe)
     keeping = None if reconnector is None else asyncio.ensure_future(reconnector.keep_attached(channel))
     try:
         await device.train()
     except asyncio.CancelledError:
-        channel.post(fault("it was stopped"))  # so that nobody waits for its return
+        channel.post(fault("it was stopped"))  # so that the server does not wait for it to resume
         raise
     finally:
         if keeping is not None:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         await channel.close()
-        for lane in lanes:
-            lane.close()
+        lanes.close()

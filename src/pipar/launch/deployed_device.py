@@ -14,13 +14,14 @@ from pathlib import Path
 from torch import nn
 
 from pipar.config import Config, DeviceSection, DeviceSpec
+from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError
 from pipar.events import Observer, Stopping
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, seed_dropout
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
-from pipar.launch.assemble import Equipment, run_device
+from pipar.launch.assemble import run_device
 from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject

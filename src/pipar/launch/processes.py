@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipar.device.interfaces import Equipment
 from pipar.errors import InputError
 from pipar.events import Listening, Observer
 from pipar.execution.lanes import ThreadLanes
@@ -17,7 +18,7 @@ from pipar.job.model_setup import make_learner, measure_test_accuracy, part_buil
 from pipar.job.plans import make_plans
 from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import UserObjects, Workload
-from pipar.launch.assemble import Equipment, ServerSetup, assemble_server, run_device
+from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipar.device.program import DevicePart, Samples
+from pipar.device.interfaces import DevicePart, Equipment, MakeLanes, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
-from pipar.launch.assemble import Equipment, MakeLanes, ServerSetup, assemble_server, run_device
+from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
 from pipar.planner.background_search import PlanSearch, search_inline
 from pipar.planner.costs import Costs

@@ -1,0 +1,82 @@
+"""What a device is given: its data, its part of the network, its lanes, and its guard over privacy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipar.execution.lanes import Lanes
+from pipar.execution.spans import COMPUTE, IO, NOISE, Recorder
+from pipar.execution.stages import Place
+from pipar.privacy.budget import PrivacyGuard
+from pipar.profiling.profile import Profile
+from pipar.wire.messages import Body, Message
+from pipar.wire.orders import Orders
+
+if TYPE_CHECKING:  # it imports numpy
+    from pipar.privacy.mechanisms import NoiseSource
+
+#: Makes lanes of these names that leave their spans with this recorder.
+MakeLanes = Callable[[Sequence[str], Recorder], Lanes]
+
+
+class DevicePart(Protocol):
+    """M^c_k, the device-side model."""
+
+    last_loss: float | None
+
+    def forward(self, micro_batch: int, piece: Any) -> Any: ...
+    def backward(self, micro_batch: int, gradient: Any) -> None: ...
+    def step(self) -> None: ...
+    def discard(self) -> None: ...
+    def take_loss(self) -> float | None: ...
+    def take_encoding_error(self) -> tuple[float, float] | None: ...  # squared errors and values; None if exact
+    def chunk_bytes(self, activation: Any, encoding: str) -> Sequence[int]: ...  # before encoding, chunk by chunk
+    def encode(self, activation: Any, piece: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
+    def decode(self, message: Message, encoding: str) -> Any: ...
+    def protect(self, noise: NoiseSource, *, clip: float, multiplier: float) -> None: ...  # the update of this round
+    def pack(self, *, changes: bool = False) -> Body: ...  # the whole part, or its changes since it was installed
+    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None: ...
+    def carry_momentum_from(self, before: Any) -> Body: ...
+    def receive_momentum(self, body: Body) -> None: ...
+
+
+class Samples(Protocol):
+    """D^k, the device's data: its size, its order in an epoch, and its batches cut into micro-batches."""
+
+    def __len__(self) -> int: ...
+    def order(self, epoch: int) -> Any: ...
+    def micro_batches(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
+    def with_noise(self, epoch: int, positions: Any, pieces: list[Any]) -> list[Any]: ...  # whatever their sizes
+    @property
+    def noised_bytes(self) -> int: ...  # of one sample, if noise is added to inputs; otherwise 0
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a device brings to a training."""
+
+    samples: Samples
+    build_part: Callable[[Orders], DevicePart]
+    make_lanes: MakeLanes
+    profile: Profile | None = None  # of the network on this machine
+    guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # the same one for all of the device's sessions
+
+
+@dataclass(frozen=True)
+class DeviceLanes:
+    """Where a device computes."""
+
+    compute: Lanes  # forwards, backwards, steps
+    io: Lanes  # loading, encoding, decoding
+    noise: Lanes  # noise on inputs
+
+    @classmethod
+    def of(cls, equipment: Equipment, recorder: Recorder) -> DeviceLanes:
+        """Return lanes that leave their spans with a recorder."""
+        return cls(*(equipment.make_lanes([lane], recorder) for lane in (COMPUTE, IO, NOISE)))
+
+    def close(self) -> None:
+        for lane in (self.compute, self.io, self.noise):
+            lane.close()

@@ -1,0 +1,101 @@
+"""The device-side model M^c_k with the orders that it is trained by, as both change between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipar.device.interfaces import DevicePart
+from pipar.errors import ProtocolError
+from pipar.execution.lanes import Lanes
+from pipar.execution.stages import Work
+from pipar.privacy.budget import PrivacyGuard
+from pipar.transport.channel import Channel
+from pipar.wire.messages import EMPTY, Body, Kind, Message
+from pipar.wire.orders import Orders
+
+if TYPE_CHECKING:  # it imports numpy
+    from pipar.privacy.mechanisms import NoiseSource
+
+
+class DeviceModel:
+    """Layers 1..P: built, installed, protected and packed on the compute lane."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        build_part: Callable[[Orders], DevicePart],
+        compute: Lanes,
+        channel: Channel,
+        guard: PrivacyGuard,
+    ) -> None:
+        self.orders = orders
+        self.part = build_part(orders)
+        self._build_part = build_part
+        self._compute = compute
+        self._channel = channel
+        self._guard = guard
+        self._size_bytes: int | None = None  # as last received; None before the first model
+        self._expects_momentum = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the server has sent a model for the current plan."""
+        return self._size_bytes is not None
+
+    async def install(self, message: Message) -> None:
+        """Install the model that the server has sent, whole or as changes of the one before."""
+        body, keep = message.body, self.orders.keep_momentum
+        form = "changes" if body.encoding == "changes" else "raw"
+        if form == "raw":
+            self._size_bytes = body.size_bytes
+        if self._size_bytes is None:
+            raise ProtocolError(f"The server sent {message} as changes of a model that it has not sent.")
+        install = Work("install", message.epoch, size_bytes=self._size_bytes, encoding=form)
+        await self._compute.run((install, partial(self.part.unpack_and_install, body, keep_momentum=keep)))
+
+    async def adopt(self, message: Message) -> None:
+        """Continue by another plan; layers that leave this device take their momentum along if it is kept."""
+        before, self.orders = self.orders, self.orders.changed_by(message)
+        plan = self.orders.plan
+        self._guard.accept_cut(plan.split_point, self.orders.layers)
+        if plan.split_point == before.plan.split_point:
+            return
+        build = Work("install", message.epoch)
+        part, leaving = await self._compute.run((build, partial(self._rebuild, self.orders)))
+        self.part, self._size_bytes = part, None  # the model for it follows the plan
+        if self.orders.keep_momentum:
+            self._channel.post(Message(Kind.STATE, message.epoch, body=leaving))
+            self._expects_momentum = True
+
+    def _rebuild(self, orders: Orders) -> tuple[DevicePart, Body]:
+        part = self._build_part(orders)
+        return part, part.carry_momentum_from(self.part) if orders.keep_momentum else EMPTY
+
+    async def receive_momentum(self, message: Message) -> None:
+        """Install the momentum of layers that came from the server; their weights come with the model."""
+        if not self._expects_momentum:
+            raise ProtocolError(f"The server sent {message}, but no layers have moved.")
+        self._expects_momentum = False
+        install = Work("install", message.epoch, size_bytes=message.body.size_bytes)
+        await self._compute.run((install, partial(self.part.receive_momentum, message.body)))
+
+    async def discard(self, epoch: int) -> None:
+        """Discard unfinished work of an epoch, after work on the same part that could not be stopped."""
+        await self._compute.run((Work("install", epoch), self.part.discard))
+
+    async def protect(self, epoch: int, noise: NoiseSource) -> None:
+        """Clip this round's update and add noise to it; nothing else is done to it afterwards."""
+        assert self._size_bytes is not None
+        protect = Work("protect", epoch, size_bytes=self._size_bytes)
+        how = {"clip": self.orders.clip, "multiplier": self.orders.noise_multiplier}
+        await self._compute.run((protect, partial(self.part.protect, noise, **how)))
+
+    async def pack(self, epoch: int) -> Body:
+        """Return the trained part, as changes where the link is slow."""
+        assert self._size_bytes is not None
+        changes = self.orders.sends_changes(self._channel.rate_bps(epoch))
+        pack = Work("pack", epoch, size_bytes=self._size_bytes, encoding="changes" if changes else "raw")
+        body: Body = await self._compute.run((pack, partial(self.part.pack, changes=changes)))
+        return body

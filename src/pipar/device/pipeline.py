@@ -1,0 +1,152 @@
+"""What runs beside the compute lane: batches are loaded ahead, activations leave, gradients arrive.
+
+The time that the compute lane waits for any of them is recorded as a span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, TypeVar
+
+from pipar.device.interfaces import DeviceLanes, Samples
+from pipar.device.model import DeviceModel
+from pipar.errors import ProtocolError
+from pipar.execution.lanes import Lanes
+from pipar.execution.schedule import cut_batch, cut_epoch
+from pipar.execution.spans import COMPUTE, Recorder
+from pipar.execution.stages import Work
+from pipar.transport.channel import Channel
+from pipar.wire.messages import Kind, Message, chunk_count
+
+T = TypeVar("T")
+_Place = tuple[int, int, int]  # epoch, iteration, micro-batch
+
+
+class BatchLoader:
+    """Loads the batches of a device, off its compute lane."""
+
+    def __init__(self, samples: Samples, model: DeviceModel, lanes: DeviceLanes) -> None:
+        self._samples = samples
+        self._model = model
+        self._lanes = lanes
+
+    def cut(self, epoch: int) -> list[Any]:
+        """Return the positions of each iteration's samples, in this epoch's order."""
+        orders = self._model.orders
+        order, start, batches = self._samples.order(epoch), 0, []
+        for size in cut_epoch(len(order), orders.batch_size, batch_statistics=orders.batch_statistics):
+            batches.append(order[start : start + size])
+            start += size
+        return batches
+
+    def load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
+        """Start to load a batch; the task returns its micro-batches."""
+        return asyncio.get_running_loop().create_task(self._load(epoch, iteration, positions))
+
+    async def _load(self, epoch: int, iteration: int, positions: Any) -> list[Any]:
+        orders, samples = self._model.orders, self._samples
+        sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
+        load = Work("load", epoch, iteration, samples=len(positions))
+        pieces: list[Any] = await self._lanes.io.run((load, partial(samples.micro_batches, epoch, positions, sizes)))
+        if samples.noised_bytes:
+            # Noise takes many times as long as loading. On the io lane, activations and gradients of this batch would
+            # wait for the noise of the next one.
+            noise = Work("noise", epoch, iteration, size_bytes=len(positions) * samples.noised_bytes)
+            pieces = await self._lanes.noise.run((noise, partial(samples.with_noise, epoch, positions, pieces)))
+        return pieces
+
+
+class MicroBatchExchange:
+    """Sends the activations of micro-batches in the order of their forwards, and awaits their gradients."""
+
+    def __init__(self, model: DeviceModel, channel: Channel, io: Lanes) -> None:
+        self.abandoned = 0  # epochs up to this one are over without this device
+        self._model = model
+        self._channel = channel
+        self._io = io
+        self._uploads: asyncio.Queue[tuple[_Place, Any, Any]] = asyncio.Queue()
+        self._gradients: dict[_Place, asyncio.Future[Any]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no gradient is awaited."""
+        return not self._gradients
+
+    def send(self, place: _Place, activation: Any, piece: Any) -> None:
+        """Send the activation and the labels of a micro-batch."""
+        self._gradients[place] = asyncio.get_running_loop().create_future()
+        self._uploads.put_nowait((place, activation, piece))
+
+    def gradient(self, place: _Place) -> asyncio.Future[Any]:
+        """Return the gradient of a micro-batch, maybe still to come; it is kept until `release`."""
+        return self._gradients[place]
+
+    def release(self, place: _Place) -> None:
+        """Keep the gradient of a micro-batch no longer."""
+        del self._gradients[place]
+
+    def clear(self) -> None:
+        """Forget all micro-batches of an abandoned epoch."""
+        while not self._uploads.empty():
+            self._uploads.get_nowait()
+        self._gradients.clear()
+
+    async def upload(self) -> None:
+        """Encode and send activations until cancelled.
+
+        A large one leaves with its first chunk, and the others follow as they are encoded.
+        """
+        while True:
+            place, activation, piece = await self._uploads.get()
+            part, encoding = self._model.part, self._model.orders.plan.up
+            first, *others = (
+                Work("encode", *place, size_bytes=size, encoding=encoding)
+                for size in part.chunk_bytes(activation, encoding)
+            )
+            body = await self._io.run((first, partial(part.encode, activation, piece, encoding, place)))
+            self._channel.post(Message(Kind.ACTIVATION, *place, piece.samples, piece.batch_samples, body=body))
+            for chunk in others:
+                self._channel.add_chunk(body.chunks, await self._io.run((chunk, body.chunks.encode_next)))
+
+    async def receive(self, message: Message) -> None:
+        """Decode a gradient and hand it to the backward that waits for it."""
+        place = (message.epoch, message.iteration, message.micro_batch)
+        body, encoding = message.body, self._model.orders.plan.down
+        if message.epoch <= self.abandoned:
+            return
+        decode = Work("decode", *place, size_bytes=body.size_bytes, encoding=encoding, chunks=chunk_count(body))
+        gradient = await self._io.run((decode, partial(self._model.part.decode, message, encoding)))
+        if message.epoch <= self.abandoned:
+            return
+        waiting = self._gradients.get(place)
+        if waiting is None or waiting.done():
+            raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
+        waiting.set_result(gradient)
+
+
+class WaitRecorder:
+    """Waits for what the compute lane needs next, and records the time as a span."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._loop = asyncio.get_running_loop()
+
+    async def for_result(
+        self, kind: str, thing: asyncio.Future[T], epoch: int, iteration: int, micro_batch: int = 0
+    ) -> T:
+        """Return a result; there is no span if it is ready."""
+        if thing.done():
+            return thing.result()
+        start = self._loop.time()
+        result = await thing
+        self._recorder.waited(COMPUTE, kind, epoch, iteration, micro_batch, start, self._loop.time())
+        return result
+
+    async def for_command(self, commands: asyncio.Queue[Message]) -> Message:
+        """Return the server's next command."""
+        start = self._loop.time()
+        command = await commands.get()
+        kind = "model" if command.kind is Kind.MODEL else "round"
+        self._recorder.waited(COMPUTE, kind, command.epoch, 0, 0, start, self._loop.time())
+        return command
