@@ -1,4 +1,4 @@
-"""`python -m simulation --seeds N`."""
+"""Runs `python -m simulation`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipar.cli import exit_code
-from simulation.command import faults
+from simulation.command import simulate_worlds
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
-    sys.exit(exit_code(faults, "python -m simulation", sys.argv[1:] if args is None else args))
+    sys.exit(exit_code(simulate_worlds, "python -m simulation", sys.argv[1:] if args is None else args))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""Many simulated worlds, one after another or in several processes, and what is told of those that fail."""
+"""Simulating many worlds, one after another or in several processes, and reporting those that fail."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from simulation.plan import draw_scenario
+from simulation.scenario import draw_scenario
 
 _LAST_EVENTS = 40
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is told of one seed; an Outcome without what only its own process can hold."""
+    """The outcome of one seed, in a form that other processes can receive."""
 
     seed: int
     method: str
@@ -25,7 +26,7 @@ class Report:
     seconds: float  # of virtual time
     faults: tuple[str, ...]
     restarts: int
-    invariant: str | None = None  # that does not hold
+    invariant: str | None = None  # that is violated
     sentence: str = ""
     training: str = ""
     events: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Report:
 
 
 def try_seed(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> Report:
-    """Simulate the world of a seed; all its events are told if `verbose`, the last ones if something is wrong."""
+    """Simulate the world of a seed; report all its events if `verbose`, the last ones if an invariant is violated."""
     from simulation.world import simulate
 
     outcome = simulate(draw_scenario(seed, devices, rounds))
@@ -60,24 +61,34 @@ def try_seed(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> 
 
 
 def try_seeds(seeds: Iterable[int], devices: int, rounds: int, processes: int) -> Iterator[Report]:
-    """Yield the report of every seed, as they come in."""
+    """Yield the report of every seed as it finishes."""
     attempt = partial(try_seed, devices=devices, rounds=rounds)
     if processes == 1:
         _prepare()
         yield from map(attempt, seeds)
         return
-    # torch does not survive a fork behind its threads.
+    # torch does not survive a fork after it has started threads.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_prepare) as pool:
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_prepare_worker) as pool:
         try:
             for done in as_completed([pool.submit(attempt, seed) for seed in seeds]):
                 yield done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:  # Ctrl-C, or the caller closes this generator: do not wait for running worlds
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    child.terminate()
+            raise  # without its processes the pool cancels the remaining worlds, and leaving it returns at once
+
+
+def _prepare_worker() -> None:
+    """Ignore Ctrl-C, which the parent process handles."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prepare()
 
 
 def _prepare() -> None:
-    """Look for garbage among a world's own objects only: torch's take a fifth of the time."""
+    """Exclude torch's objects from garbage collection: they would take a fifth of the time."""
     import simulation.world  # noqa: F401
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""`python -m simulation`: the deployment's programs in simulated worlds where everything breaks."""
+"""The command `python -m simulation`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
 
 
 @click.command(
-    short_help="Break everything in simulated worlds, and look.",
     epilog=example("python -m simulation --seeds 1000 --processes 2", "python -m simulation --seed 17 --verbose"),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @options(
     click.option(
@@ -26,19 +26,24 @@ _SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
         default=_SEEDS,
         show_default=True,
         metavar="COUNT",
-        help="Worlds to simulate; each has a training and faults of its own.",
+        help="Number of worlds; each has its own training and faults.",
     ),
     click.option(
-        "--first", type=click.IntRange(min=0), default=0, show_default=True, metavar="SEED", help="The first of them."
+        "--first",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="SEED",
+        help="Seed of the first world.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="This world only."),
+    click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="Simulate only this world."),
     click.option(
         "--devices",
         type=click.IntRange(min=1, max=100),
         default=_DEVICES,
         show_default=True,
         metavar="COUNT",
-        help="Devices of each world.",
+        help="Devices in each world.",
     ),
     click.option(
         "--rounds",
@@ -46,7 +51,7 @@ _SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
         default=_ROUNDS,
         show_default=True,
         metavar="COUNT",
-        help="Rounds of each training.",
+        help="Rounds in each training.",
     ),
     click.option(
         "--processes",
@@ -54,12 +59,12 @@ _SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
         default=1,
         show_default=True,
         metavar="COUNT",
-        help="Processes that share the worlds.",
+        help="Number of worker processes.",
     ),
-    click.option("--verbose", is_flag=True, help="Tell every event of a single world (with --seed)."),
+    click.option("--verbose", is_flag=True, help="Print every event of one world; needs --seed."),
     JSON,
 )
-def faults(
+def simulate_worlds(
     seeds: int,
     first: int,
     seed: int | None,
@@ -69,13 +74,13 @@ def faults(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Train in simulated worlds where links, devices, servers, disks and clocks fail, and look that nothing is wrong.
+    """Train in simulated worlds where links, devices, servers, disks and clocks fail, and check invariants.
 
-    The programs are those of pipar server and pipar device, in virtual time. A seed always gives the same world. Exit
-    code 1 if an invariant does not hold in one of them.
+    The programs are those of pipar server and pipar device, in virtual time. A seed always gives the same world. The
+    exit code is 1 if an invariant is violated in any world.
     """
     if verbose and seed is None:
-        raise click.UsageError("--verbose tells of one world: give its --seed.")
+        raise click.UsageError("--verbose prints the events of one world: add its --seed.")
     if seed is not None:
         from simulation.campaign import try_seed
 
@@ -87,7 +92,7 @@ def faults(
             {"seeds": len(reports), "failed": [r.seed for r in reports if not r.holds], "worlds": _rows(reports)}
         )
     else:
-        for line in _told(reports, devices, rounds):
+        for line in _lines(reports, devices, rounds):
             click.echo(line)
     return 0 if all(report.holds for report in reports) else 1
 
@@ -115,8 +120,8 @@ def _try_all(seeds: range, devices: int, rounds: int, processes: int, *, quiet: 
     return sorted(reports, key=lambda report: report.seed)
 
 
-def _told(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str]:
-    """Give what a person is told: all of the worlds that failed, and a line of all."""
+def _lines(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str]:
+    """Yield the printed lines: the worlds that failed, and a summary."""
     for report in reports:
         if not report.holds or report.events:
             yield f"Seed {report.seed}: {report.training}"
@@ -125,11 +130,11 @@ def _told(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str]
         if not report.holds:
             yield f"Seed {report.seed} violates '{report.invariant}': {report.sentence}"
             sizes = "" if (devices, rounds) == (_DEVICES, _ROUNDS) else f" --devices {devices} --rounds {rounds}"
-            yield f"Again, with all events: python -m simulation --seed {report.seed}{sizes} --verbose"
+            yield f"To repeat it with all events: python -m simulation --seed {report.seed}{sizes} --verbose"
     failed = [report.seed for report in reports if not report.holds]
-    broken, restarts = sum(len(r.faults) for r in reports), sum(r.restarts for r in reports)
+    faults, restarts = sum(len(r.faults) for r in reports), sum(r.restarts for r in reports)
     virtual_s = sum(report.seconds for report in reports)
     yield (
-        f"{len(reports)} worlds, {virtual_s / 3600:.1f} hours of virtual time, {broken} faults, {restarts} restarts of "
-        f"the server: {'every invariant held' if not failed else f'{len(failed)} failed'}."
+        f"{len(reports)} worlds, {virtual_s / 3600:.1f} hours of virtual time, {faults} faults, {restarts} restarts of "
+        f"the server: {'all invariants held' if not failed else f'{len(failed)} failed'}."
     )

@@ -1,4 +1,4 @@
-"""A disk that is full, or that loses what had not reached it, when the plan says so."""
+"""A disk that is full, or that loses data which was not synced, when a fault says so."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipar.storage.checkpoint import Disk
 
 
 class PowerLossError(BaseException):
-    """The machine is off: nothing handles this, and nothing behind it happens."""
+    """The machine is off: no code may handle this, and none after it runs."""
 
 
 class UnreliableDisk(Disk):
-    """Writes real files; syncing is free, but what was not synced does not outlive a loss of power."""
+    """Writes real files; syncing costs nothing, but data that was not synced does not survive a loss of power."""
 
     def __init__(self, lose_power: Callable[[], None]) -> None:
         self.full_for = 0  # saves that fail
@@ -69,7 +69,7 @@ class UnreliableDisk(Disk):
             raise PowerLossError
 
     def lose_unsynced(self) -> None:
-        """Cut off what had not reached the disk."""
+        """Truncate every file that was not synced."""
         for path in self._unsynced.values():
             if path.exists():
                 with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""A network in memory on which links are cut, frames are late, doubled, damaged or lost, and peers fall silent."""
+"""A network in memory on which links are cut, frames arrive late, twice, damaged or never, and peers fall silent."""
 
 from __future__ import annotations
 
@@ -14,40 +14,50 @@ from pipar.errors import LinkError
 from pipar.transport.interface import Transport
 from pipar.wire.frames import HEADER_BYTES, Frame, pack_frame, unpack_frame
 
-UP, DOWN = 0, 1  # directions; the side that sends
-#: A frame takes this long when nothing is wrong.
+UP, DOWN = 0, 1  # directions, and the ends that send in them: the device's and the server's
+#: Travel time of a frame without faults.
 _TRAVEL_S = 0.001
-#: A peer that is silent for so long is gone: what gRPC's keepalive finds out.
+#: A peer that is silent for this long is gone, as gRPC's keepalive would find.
 KEEPALIVE_S = 3.0
-#: A server that cannot be reached is waited for so long.
+#: Timeout of a connection attempt without an answer.
 _CONNECT_WITHIN_S = 3.0
 
 Admit = Callable[[Transport, str | None], Awaitable[None]]
 
 
 @dataclass
-class Weather:
-    """What the link of one device is like now."""
+class LinkConditions:
+    """The faults that one device's link has now."""
 
     cut_until: float = 0.0
     one_way_until: float = 0.0
     slow_until: float = 0.0
     slow_s: float = 0.0
-    late_s: deque[float] = field(default_factory=deque)  # of the next frames, one each
-    doubled: int = 0  # of the next frames
-    damaged: deque[int] = field(default_factory=deque)  # how the next frames are
+    late_s: deque[float] = field(default_factory=deque)  # extra delays of the next frames, one each
+    duplicates: int = 0  # of the next frames, this many arrive twice
+    damages: deque[int] = field(default_factory=deque)  # how the next frames are damaged: seeds
 
 
 class Network:
-    """Connections between devices and the server that listens, if one does."""
+    """Connections between devices and the server, if it listens.
 
-    def __init__(self, names: list[str], note: Callable[[str, str], None], *, is_proved: bool) -> None:
-        self.weather = {name: Weather() for name in names}
+    `excuse` is called with a device of which a frame was damaged, or duplicated where the protocol does not allow that.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        note: Callable[[str, str], None],
+        excuse: Callable[[str], None],
+        *,
+        has_credentials: bool,
+    ) -> None:
+        self.conditions = {name: LinkConditions() for name in names}
         self.frames = 0
-        self.excused: set[str] = set()  # devices of which something has gone damaged, or twice what must not
-        self._digest = hashlib.blake2b(digest_size=16)  # of every frame and its moment
+        self._digest = hashlib.blake2b(digest_size=16)  # of every frame and its time
         self._note = note
-        self._is_proved = is_proved
+        self._excuse = excuse
+        self._has_credentials = has_credentials
         self._loop = asyncio.get_running_loop()
         self._connections: list[_Connection] = []
         self._listening: tuple[Admit, contextvars.Context, Callable[[asyncio.Task[None]], None]] | None = None
@@ -63,41 +73,41 @@ class Network:
     def listen(
         self, admit: Admit, context: contextvars.Context, admitted: Callable[[asyncio.Task[None]], None]
     ) -> None:
-        """Let a server take connections; each is a task in its context, which `admitted` gets when it is over."""
+        """Let a server accept connections; each is a task in its context, passed to `admitted` when it is done."""
         self._listening = (admit, context, admitted)
 
     def hang_up(self, *, silently: bool) -> None:
-        """The server is gone: nobody listens, and its connections are dead or fall silent."""
+        """The server is gone: its connections are closed, or fall silent."""
         self._listening = None
         for connection in list(self._connections):
             connection.lose_side(DOWN, silently=silently)
 
     def lose_device(self, name: str, *, silently: bool) -> None:
-        """The device is gone with all its connections."""
+        """The device is gone: its connections are closed, or fall silent."""
         for connection in [one for one in self._connections if one.device == name]:
             connection.lose_side(UP, silently=silently)
 
     async def dial(self, name: str) -> Transport:
-        """Return a connection to the server, or say that there is none."""
-        weather = self.weather[name]
+        """Return a connection to the server, or raise LinkError."""
+        conditions = self.conditions[name]
         await asyncio.sleep(_TRAVEL_S)
-        if weather.one_way_until > self._loop.time():
+        if conditions.one_way_until > self._loop.time():
             await asyncio.sleep(_CONNECT_WITHIN_S)
             raise LinkError("The server did not answer.")
-        if self._listening is None or weather.cut_until > self._loop.time():
+        if self._listening is None or conditions.cut_until > self._loop.time():
             raise LinkError("The server cannot be reached.")
         connection = _Connection(name, self)
         self._connections.append(connection)
         admit, context, admitted = self._listening
-        admission = admit(connection.ends[DOWN], name if self._is_proved else None)
+        admission = admit(connection.ends[DOWN], name if self._has_credentials else None)
         self._loop.create_task(admission, context=context).add_done_callback(admitted)  # type: ignore[arg-type]
         return connection.ends[UP]
 
-    # --- what goes wrong
+    # --- faults
 
     def cut(self, name: str, seconds: float, noticed_by: int | None = None) -> None:
-        """There is no connection for so long; both ends notice now, or one does and the other by its keepalive."""
-        self.weather[name].cut_until = self._loop.time() + seconds
+        """Cut the link for this time; both ends notice now, or one does and the other by its keepalive."""
+        self.conditions[name].cut_until = self._loop.time() + seconds
         for connection in [one for one in self._connections if one.device == name]:
             if noticed_by is None:
                 connection.die()
@@ -105,10 +115,10 @@ class Network:
                 connection.lose_side(noticed_by, silently=True)
 
     def lose_one_way(self, name: str, seconds: float, direction: int) -> None:
-        """Frames of one direction vanish; both ends find out when nothing has come for the time of a keepalive."""
-        self.weather[name].one_way_until = self._loop.time() + max(seconds, KEEPALIVE_S)
+        """Lose all frames of one direction; both ends notice by their keepalive."""
+        self.conditions[name].one_way_until = self._loop.time() + max(seconds, KEEPALIVE_S)
         for connection in [one for one in self._connections if one.device == name]:
-            connection.swallow(direction)
+            connection.lose_direction(direction)
             self._loop.call_later(KEEPALIVE_S, connection.die)
 
     # --- for the ends
@@ -117,8 +127,8 @@ class Network:
         if connection in self._connections:
             self._connections.remove(connection)
 
-    def weathered(self, device: str, frame: Frame, direction: int) -> tuple[float, list[Frame | bytes]]:
-        """Return how long a frame travels and what arrives of it."""
+    def transmit(self, device: str, frame: Frame, direction: int) -> tuple[float, list[Frame | bytes]]:
+        """Return the travel time of a frame and what arrives: the frame, damaged bytes, or the frame twice."""
         self.frames += 1
         where = (frame.message.kind, frame.message.epoch, frame.message.iteration, frame.message.micro_batch)
         self._digest.update(
@@ -126,25 +136,25 @@ class Network:
                 (self._loop.time(), device, direction, where, frame.sequence, frame.acknowledged, frame.chunk)
             ).encode()
         )
-        weather = self.weather[device]
-        travel_s = _TRAVEL_S + (weather.slow_s if weather.slow_until > self._loop.time() else 0.0)
-        if weather.late_s:
-            travel_s += weather.late_s.popleft()
-        if weather.damaged and weather.damaged[0] & 1 == direction:
-            self.excused.add(device)
-            damaged = damage(frame, random.Random(weather.damaged.popleft()))
+        conditions = self.conditions[device]
+        travel_s = _TRAVEL_S + (conditions.slow_s if conditions.slow_until > self._loop.time() else 0.0)
+        if conditions.late_s:
+            travel_s += conditions.late_s.popleft()
+        if conditions.damages and conditions.damages[0] & 1 == direction:
+            self._excuse(device)
+            damaged = damage(frame, random.Random(conditions.damages.popleft()))
             self._note(device, f"{frame.message} was damaged on its way {'down' if direction else 'up'}")
             return travel_s, [damaged]
-        if weather.doubled:
-            weather.doubled -= 1
+        if conditions.duplicates:
+            conditions.duplicates -= 1
             if frame.sequence == 0 or frame.chunks > 1:
-                self.excused.add(device)  # only whole messages with a number are known when they come again
+                self._excuse(device)  # only whole messages with a number are recognised as duplicates
             return travel_s, [frame, frame]
         return travel_s, [frame]
 
 
 def damage(frame: Frame, rng: random.Random) -> bytes:
-    """Return the bytes of a frame, cut short or with a few bytes of its header changed."""
+    """Return the bytes of a frame, truncated or with a few bits of its header changed."""
     data = bytearray(pack_frame(frame))
     if rng.random() < 0.3:
         return bytes(data[: rng.randrange(len(data))])
@@ -154,36 +164,36 @@ def damage(frame: Frame, rng: random.Random) -> bytes:
 
 
 class _Connection:
-    """One connection of a device: two ends, each of which may go away without a word."""
+    """One connection of a device: two ends, each of which may disappear without a message."""
 
     def __init__(self, device: str, network: Network) -> None:
         self.device = device
         self.network = network
         self.ends = (End(self, UP), End(self, DOWN))
-        self._swallowed: set[int] = set()  # directions that lead nowhere
+        self._lost: set[int] = set()  # directions in which nothing arrives any more
 
     def die(self) -> None:
-        """Both ends are told that the connection is lost; what was under way is lost with it."""
-        self._swallowed |= {UP, DOWN}
+        """Tell both ends that the connection is lost; frames under way are lost with it."""
+        self._lost |= {UP, DOWN}
         for end in self.ends:
             end.lose()
         self.network.forget(self)
 
-    def swallow(self, direction: int) -> None:
-        self._swallowed.add(direction)
+    def lose_direction(self, direction: int) -> None:
+        self._lost.add(direction)
 
     def lose_side(self, side: int, *, silently: bool) -> None:
-        """One side is gone at once; the other one hears of it, or notices that it hears nothing."""
-        self._swallowed |= {UP, DOWN}
+        """Lose one end at once; the other is told, or notices by its keepalive if this happens `silently`."""
+        self._lost |= {UP, DOWN}
         self.ends[side].lose()
         self.network._loop.call_later(KEEPALIVE_S if silently else _TRAVEL_S, self.die)
 
     def send(self, direction: int, items: list[Frame | bytes | None], arrives_at: float) -> None:
-        if direction not in self._swallowed:
+        if direction not in self._lost:
             self.network._loop.call_at(arrives_at, self._arrive, direction, items)
 
     def _arrive(self, direction: int, items: list[Frame | bytes | None]) -> None:
-        if direction not in self._swallowed:
+        if direction not in self._lost:
             for item in items:
                 self.ends[1 - direction].take(item)
 
@@ -202,8 +212,8 @@ class End:
         if self._is_over:
             raise LinkError("The connection is lost.")
         network = self._connection.network
-        travel_s, items = network.weathered(self._connection.device, frame, self._side)
-        self._last_arrival = max(self._last_arrival, network._loop.time() + travel_s)  # none overtakes another
+        travel_s, items = network.transmit(self._connection.device, frame, self._side)
+        self._last_arrival = max(self._last_arrival, network._loop.time() + travel_s)  # frames stay in order
         self._connection.send(self._side, list(items), self._last_arrival)
 
     async def read(self) -> Frame:

@@ -37,6 +37,13 @@ def test_every_package_of_the_rules_is_there_and_has_a_map_of_its_modules() -> N
         assert [name for name in own if name != "__init__" and f"`{name}`" not in text] == [], package
 
 
+@pytest.mark.parametrize("package", ["simulation"])
+def test_a_package_beside_pipar_has_a_map_of_its_modules(package: str) -> None:
+    folder = shape.ROOT / package
+    text = (folder / "__init__.py").read_text("utf-8")
+    assert [path.stem for path in folder.glob("*.py") if path.stem != "__init__" and f"`{path.stem}`" not in text] == []
+
+
 def test_packages_are_at_most_two_levels_deep() -> None:
     assert [module for module in ALL if module.count(".") > 1] == []
 

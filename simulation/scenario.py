@@ -1,4 +1,4 @@
-"""What is trained in one simulated world, and what goes wrong there and when: all of it drawn from one seed."""
+"""Scenarios: what one simulated world trains, and which faults happen when, all drawn from one seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pipar.methods import METHODS, Plan
 from pipar.wire import encodings
 
-#: What can happen, and how often in proportion. `docs/faults.md` says what each of them is.
+#: Kinds of faults and their relative frequencies. `docs/faults.md` describes each.
 KINDS = {
     "cut": 9,
     "one-way": 3,
@@ -25,27 +25,27 @@ KINDS = {
     "full-disk": 2,
     "clock-jump": 2,
 }
-#: These happen to one device and its link; the others to the server, or to all.
-_OF_DEVICE = frozenset({"cut", "one-way", "slow", "delay", "duplicate", "corrupt", "crash-device", "poison"})
+#: Those that hit one device or its link; the others hit the server or the clock of all.
+DEVICE_FAULTS = frozenset({"cut", "one-way", "slow", "delay", "duplicate", "corrupt", "crash-device", "poison"})
 LAYERS = 3
-#: Cuts behind a ReLU.
+#: Split points whose last device layer is a ReLU.
 RECTIFIED = frozenset({2})
 BATCH = 4
 
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One thing that goes wrong at a moment of virtual time."""
+    """One fault at a moment of virtual time."""
 
     at_s: float
     kind: str
     device: str = ""
-    seconds: float = 0.0  # how long it lasts, or until what broke comes back
-    choice: int = 0  # decides the particulars: which direction, which bytes, at which step
+    seconds: float = 0.0  # how long it lasts, or until the program restarts
+    choice: int = 0  # decides the details: direction, bytes, step
 
     def __str__(self) -> str:
-        who = f" {self.device}" if self.device else ""
-        return f"{self.at_s:7.3f} s  {self.kind}{who} for {self.seconds:.2f} s (choice {self.choice})"
+        device = f" {self.device}" if self.device else ""
+        return f"{self.at_s:7.3f} s  {self.kind}{device} for {self.seconds:.2f} s (choice {self.choice})"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Scenario:
     rate_bps: float | None = None
     keep_momentum: bool = False
     replans: bool = False
-    is_proved: bool = True  # devices have credentials with their names
+    has_credentials: bool = True  # devices prove their names by certificates
     chunk_bytes: int = 1_000_000
     coded_chunk_bytes: int = 256 * 1024  # of a tensor before it is encoded
-    encoding: str = "auto"  # of what is sent; but for "raw", models travel as what has changed in them, too
+    encoding: str = "auto"  # of tensors; unless it is "raw", models travel as changes where that is shorter
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -77,15 +77,15 @@ class Scenario:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each round's model is known from the one before, whoever takes part.
+        """Whether the model of a round follows from the previous one, whichever devices take part.
 
-        Momentum that devices keep depends on who was there before; split learning keeps that of the server alone.
+        Momentum that devices keep depends on earlier rounds; split learning keeps only that of the server.
         """
         return not self.keep_momentum or METHODS[self.method].one_device_at_a_time
 
     @property
-    def layers_behind_the_cut(self) -> range:
-        """Where the layers are that devices share on the server, if they do."""
+    def server_layers(self) -> range:
+        """Places of the layers that devices share on the server, if they do."""
         return range(next(iter(self.plans.values())).split_point, LAYERS)
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ class Scenario:
         )
 
 
-#: A round takes about so long when nothing is wrong.
+#: Approximate duration of a round without faults.
 _ROUND_S = 2.4
 
 
 def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
-    """Return the world of a seed: the same one each time."""
+    """Return the scenario of a seed: always the same one."""
     # The words are part of the seed: with others, every seed would be another world.
     rng, coding = random.Random(f"pipar faults {seed}"), random.Random(f"coding {seed}")
     names = [f"device-{number}" for number in range(1, devices + 1)]
@@ -122,9 +122,9 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         rate_bps=rng.choice((None, None, 200e3)),
         keep_momentum=rng.random() < 0.15,
         replans=rng.random() < 0.3,
-        is_proved=rng.random() < 0.7,
+        has_credentials=rng.random() < 0.7,
         chunk_bytes=rng.choice((2_500, 1_000_000)),
-        # A sample in several chunks, one to a few samples a chunk, all in one.
+        # Several chunks per sample, one or a few samples per chunk, or all samples in one chunk.
         coded_chunk_bytes=coding.choice((300, 700, 1_400, 256 * 1024)),
         encoding=coding.choice(("raw", "auto", "planes", "sparse-planes", "sparse-planes")),
         faults=draw_faults(rng, names, rounds * _ROUND_S, max(window_s, 1.0)),
@@ -132,7 +132,7 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
 
 
 def draw_plans(rng: random.Random, names: Sequence[str], *, cut_inside: bool = False) -> dict[str, Plan]:
-    """Return any plans that PiPar could train these devices by."""
+    """Return random plans that PiPar could use for these devices."""
     most = LAYERS - 1 if cut_inside else LAYERS
     return {
         name: draw_encodings(rng, Plan(rng.randint(1, most), rng.randint(1, BATCH), rng.choice((0, 0, 1, 2))))
@@ -141,7 +141,7 @@ def draw_plans(rng: random.Random, names: Sequence[str], *, cut_inside: bool = F
 
 
 def draw_encodings(rng: random.Random, plan: Plan) -> Plan:
-    """Return the plan with encodings that are exact at its cut; none with the whole network on the device."""
+    """Return the plan with random encodings that are exact at its split point; none if the device has all layers."""
     if plan.split_point == LAYERS:
         return plan
     exact = encodings.EXACT if plan.split_point in RECTIFIED else ("raw", "planes")
@@ -155,25 +155,25 @@ def _draw_plans(rng: random.Random, method: str, names: Sequence[str]) -> dict[s
         return dict.fromkeys(names, Plan(LAYERS, 1))
     if method == "sfl":
         return {name: draw_encodings(rng, Plan(rng.randint(1, LAYERS - 1), 1)) for name in names}
-    cut = Plan(rng.randint(1, LAYERS - 1), 1)  # one server-side model has one
-    return {name: draw_encodings(rng, cut) for name in names}
+    plan = Plan(rng.randint(1, LAYERS - 1), 1)  # a shared server-side model has one split point
+    return {name: draw_encodings(rng, plan) for name in names}
 
 
 def draw_faults(rng: random.Random, names: Sequence[str], until_s: float, window_s: float) -> tuple[Fault, ...]:
-    """Return what goes wrong, in order of time: from nothing at all to sixteen things, now and then all at once."""
+    """Return zero to sixteen faults in order of time, sometimes all within a second."""
     kinds = rng.choices(list(KINDS), list(KINDS.values()), k=rng.randint(0, 16))
     storm_s = rng.choice((until_s, until_s, until_s, 0.3 * until_s, 1.0))
     begins_s = rng.uniform(0.0, until_s - storm_s)
     faults = []
     for kind in kinds:
         at_s = round(rng.uniform(begins_s, begins_s + storm_s), 3)
-        device = rng.choice(names) if kind in _OF_DEVICE else ""
+        device = rng.choice(names) if kind in DEVICE_FAULTS else ""
         faults.append(Fault(at_s, kind, device, round(_draw_seconds(rng, kind, window_s), 3), rng.getrandbits(16)))
     return tuple(sorted(faults))
 
 
 def _draw_seconds(rng: random.Random, kind: str, window_s: float) -> float:
-    """Return how long a fault lasts: links are lost for less and for more than the window."""
+    """Return how long a fault lasts: links are lost for shorter and for longer than the resume window."""
     if kind == "cut":
         return window_s * rng.choice((0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.5, 3.0))
     if kind == "one-way":

@@ -1,4 +1,4 @@
-"""The mathematics of a simulated world: the production learner and parts, with what they do counted."""
+"""The production learner and parts, instrumented: they count samples, and a device can be made to send bad weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, TrainedPart
 
 
-class CountedPart:
-    """A replica that counts the samples which it has been trained on since it was made or installed."""
+class CountingReplica:
+    """A replica that counts the samples on which it was trained since it was built or installed."""
 
     def __init__(self, part: TorchServerPart) -> None:
         self.part = part
-        self.begun = 0  # samples whose gradients no step has applied yet
-        self.stepped = 0
+        self.begun = 0  # samples of a batch that has had no step yet
+        self.stepped = 0  # samples of batches that have had their step
 
     def decode(self, message: Message, encoding: str) -> Any:
         decoded = self.part.decode(message, encoding)
@@ -46,24 +46,24 @@ class CountedPart:
         return getattr(self.part, name)
 
 
-#: Gets what went into an aggregation: what came back, and the samples that each replica was trained on, in batches that
-#: have had their step and in one that has not (nothing of a model that is shared).
-Aggregated = Callable[[Sequence[TrainedPart], Mapping[str, tuple[int, int]]], None]
+#: Receives what went into an aggregation: the returned parts, and for each device the samples on which its replica was
+#: trained, in batches with and without their step (nothing if the server-side model is shared).
+OnAggregate = Callable[[Sequence[TrainedPart], Mapping[str, tuple[int, int]]], None]
 
 
-class CountedLearner(TorchLearner):
-    """The production learner, over replicas that count."""
+class CountingLearner(TorchLearner):
+    """The production learner with replicas that count."""
 
-    aggregated: Aggregated
+    on_aggregate: OnAggregate
 
     def replica(self, device: str) -> Any:
         part: Any = super().replica(device)
-        if not isinstance(part, CountedPart):
-            part = self._replicas["" if self._shared else device] = CountedPart(part)  # type: ignore[assignment]
+        if not isinstance(part, CountingReplica):
+            part = self._replicas["" if self._shared else device] = CountingReplica(part)  # type: ignore[assignment]
         return part
 
     def replica_bytes(self) -> dict[str, int]:
-        """Return how large the replica of each device is; one that is shared is the server's own."""
+        """Return the size of the replica of each device; a shared one is the server's own."""
         return {
             key or SERVER: sum(tensor.nbytes for tensor in replica.state().values())
             for key, replica in self._replicas.items()
@@ -73,11 +73,11 @@ class CountedLearner(TorchLearner):
         replicas = {} if self._shared else {back.device: self.replica(back.device) for back in returned}
         counts = {name: (replica.stepped, replica.begun) for name, replica in replicas.items()}
         super().aggregate(returned, keep_before=keep_before)
-        self.aggregated(returned, counts)
+        self.on_aggregate(returned, counts)
 
 
-class BreakablePart(TorchDevicePart):
-    """A device's part whose next model has a weight that is no number, if it `is_poisoned`."""
+class PoisonablePart(TorchDevicePart):
+    """A device's part that packs weights which are not finite whenever `is_poisoned` returns True."""
 
     is_poisoned: Callable[[], bool]
 
@@ -87,13 +87,13 @@ class BreakablePart(TorchDevicePart):
         return state_body({name: torch.full_like(tensor, torch.nan) for name, tensor in self.state().items()})
 
 
-def breakable_builder(workload: Workload, is_poisoned: Callable[[], bool]) -> Callable[[Orders], TorchDevicePart]:
-    """Return what builds a device's part, as `part_builder` does."""
+def poisonable_builder(workload: Workload, is_poisoned: Callable[[], bool]) -> Callable[[Orders], TorchDevicePart]:
+    """Return a function that builds a device's part, as `part_builder` does."""
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
-        breakable = BreakablePart(part, workload.optimizer(), has_loss=len(rest) == 0, keeps_base=orders.keeps_base)
-        breakable.is_poisoned = is_poisoned
-        return breakable
+        poisonable = PoisonablePart(part, workload.optimizer(), has_loss=len(rest) == 0, keeps_base=orders.keeps_base)
+        poisonable.is_poisoned = is_poisoned
+        return poisonable
 
     return build

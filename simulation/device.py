@@ -1,0 +1,108 @@
+"""A simulated device: the program of `pipar device`, restarted whenever it ends, over the world's network and lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from pipar.device.interfaces import Equipment
+from pipar.errors import PiparError, ProtocolError
+from pipar.events import Event, Progress
+from pipar.launch.assemble import run_device
+from pipar.transport.backoff import Backoff
+from pipar.transport.channel import Channel
+from pipar.transport.interface import Transport
+from pipar.transport.reconnect import Reconnector
+from simulation.environment import Environment
+from simulation.instrumented import poisonable_builder
+from simulation.invariants import programs_do_not_fail
+from simulation.processes import Process
+
+_MOST_STARTS = 10_000
+
+
+class SimulatedDevice:
+    """One device from the beginning of the world to its end."""
+
+    def __init__(self, name: str, environment: Environment, finish_again: asyncio.Event) -> None:
+        self.name = name
+        self.channel: Channel | None = None  # of the process that is running
+        self.is_poisoned = False  # the next model that it sends has weights that are not finite
+        self._env = environment
+        self._finish_again = finish_again  # a server has lost the end of the training: devices are needed again
+        self._process: Process | None = None
+
+    async def run(self) -> None:
+        """Restart the device whenever it ends, until the world does."""
+        draws = random.Random(f"{self._env.scenario.seed} {self.name}")
+        await asyncio.sleep(draws.uniform(0.0, 1.0))
+        for number in range(_MOST_STARTS):
+            process = self._process = Process(f"{self.name} {number}", restart_after_s=draws.uniform(0.5, 3.0))
+            task = self._env.processes.start(process, self._take_part(number))
+            await asyncio.wait([task])
+            self.channel = None
+            if process.is_dead:
+                await self._env.processes.bury(process)
+            elif (error := task.exception()) is None:
+                self._env.checks.note(self.name, "has trained to the end")
+                await self._finish_again.wait()
+            else:
+                self._env.checks.note(self.name, f"{type(error).__name__}: {error}")
+                self._env.checks.check(programs_do_not_fail, self.name, error, expected=PiparError)
+                self._env.checks.breach(self.name, error)
+            await asyncio.sleep(process.restart_after_s)
+
+    async def _take_part(self, number: int) -> None:
+        """As `pipar device` does."""
+        env, training = self._env, self._env.training
+        backoff = Backoff.of_device(env.scenario.seed + 1000 * number, self.name, asyncio.get_running_loop().time)
+        reconnector = _VisibleReconnector(self, backoff)
+        equipment = Equipment(
+            training.workload.shard(self.name),
+            poisonable_builder(training.workload, self._takes_poison),
+            env.lanes(env.scenario.speeds[self.name]),
+            training.profile,
+        )
+
+        async def take_part(transport: Transport) -> None:
+            try:
+                await run_device(
+                    self.name, env.link, equipment, transport, reconnector=reconnector, observe=self.observe
+                )
+            except ProtocolError as error:  # it would reconnect, but must not have had to
+                env.checks.breach(self.name, error)
+                raise
+
+        await reconnector.run(take_part)
+
+    async def dial(self) -> Transport:
+        return await self._env.network.dial(self.name)
+
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, Progress):
+            self._env.checks.note(self.name, str(event))
+
+    def _takes_poison(self) -> bool:
+        if not self.is_poisoned:
+            return False
+        self.is_poisoned = False
+        self._env.checks.excuse(self.name)
+        return True
+
+    def crash(self, restart_after_s: float, *, silently: bool) -> None:
+        """End the process without a message."""
+        if self._process is not None and self._process.is_running:
+            self._env.network.lose_device(self.name, silently=silently)
+            self._env.processes.kill(self._process, restart_after_s=restart_after_s)
+
+
+class _VisibleReconnector(Reconnector):
+    """A reconnector that tells its device which channel it keeps attached."""
+
+    def __init__(self, device: SimulatedDevice, backoff: Backoff) -> None:
+        super().__init__(device.name, "the server", device.dial, backoff, device.observe)
+        self._device = device
+
+    async def keep_attached(self, channel: Channel) -> None:
+        self._device.channel = channel
+        await super().keep_attached(channel)

@@ -1,0 +1,126 @@
+"""The training written again with torch alone: what the model of a round must be by the definition of its method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipar.data.shard import Shard
+from pipar.nn.parts import Optimizer
+from simulation.scenario import BATCH
+
+State = Mapping[str, Tensor]
+
+
+def copied(state: State) -> State:
+    """Return a copy of all tensors."""
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def federated_round(
+    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+) -> State:
+    """Return the mean, weighted by samples, of the models that these devices train from the previous one."""
+    total = sum(len(shard) for shard in shards.values())
+    mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    for shard in shards.values():
+        for name, tensor in _one_device(model, before, shard, epoch, rules).items():
+            mean[name] += tensor * (len(shard) / total)
+    return mean
+
+
+def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Optimizer) -> State:
+    model.load_state_dict(before)
+    velocity: dict[str, Tensor] = {}
+    for batch in _batches(shard, epoch):
+        _descend(model, velocity, batch, rules)
+    return model.state_dict()
+
+
+def split_learning_round(
+    model: nn.Sequential, before: State, velocity: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+) -> tuple[State, State]:
+    """Return the model that passes from device to device, and the momentum of the server's layers.
+
+    Only the server's momentum is passed on: `velocity` holds that of the previous round, for the server's layers only.
+    """
+    model.load_state_dict(before)
+    for shard in shards.values():
+        moving = dict(velocity)  # a device's own layers start without momentum
+        for batch in _batches(shard, epoch):
+            _descend(model, moving, batch, rules)
+        velocity = {name: moving[name] for name in velocity}
+    return copied(model.state_dict()), velocity
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one device has trained of a server-side model that all devices share."""
+
+    shard: Shard
+    samples: int  # of whole batches
+    counts: bool  # its own part counts, too
+
+
+def splitfed_v2_round(
+    model: nn.Sequential,
+    before: State,
+    velocity: State,
+    contributions: Mapping[str, Contribution],
+    epoch: int,
+    rules: Optimizer,
+) -> tuple[State, State]:
+    """Return the model of a round of SplitFed V2, and the momentum of the server's layers.
+
+    Batch i of every device, in the order of names, comes before any batch i + 1; the devices' parts are averaged.
+    """
+    server = {name: tensor.clone() for name, tensor in before.items() if name in velocity}
+    parts = {name: {of: before[of] for of in before if of not in velocity} for name in contributions}
+    moving: dict[str, State] = {name: {} for name in contributions}
+    turns = [(n, name, batch) for name, one in contributions.items() for n, batch in _trained_batches(one, epoch)]
+    for _, name, batch in sorted(turns, key=lambda turn: turn[:2]):
+        model.load_state_dict({**parts[name], **server})
+        momentum = {**moving[name], **velocity}
+        _descend(model, momentum, batch, rules)
+        state = copied(model.state_dict())
+        server, parts[name] = ({of: state[of] for of in part} for part in (server, parts[name]))
+        velocity, moving[name] = {of: momentum[of] for of in velocity}, momentum
+    return {**_mean_of_parts(parts, contributions), **server}, velocity
+
+
+def _mean_of_parts(parts: Mapping[str, State], contributions: Mapping[str, Contribution]) -> State:
+    names = [name for name, one in contributions.items() if one.counts]
+    total = sum(contributions[name].samples for name in names)
+    share = {name: contributions[name].samples / total for name in names}
+    return {of: torch.stack([parts[name][of] * share[name] for name in names]).sum(0) for of in parts[names[0]]}
+
+
+def _trained_batches(one: Contribution, epoch: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield the batches that a device has trained, with their numbers."""
+    left = one.samples
+    for number, batch in enumerate(_batches(one.shard, epoch), start=1):
+        left -= len(batch[1])
+        if left < 0:
+            return
+        yield number, batch
+
+
+def _batches(shard: Shard, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    order = shard.order(epoch)
+    for start in range(0, len(order), BATCH):
+        yield shard.batch(epoch, order[start : start + BATCH])
+
+
+def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Optimizer) -> None:
+    """Step by one batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
+    inputs, labels = batch
+    weights = dict(model.named_parameters())
+    gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
+    with torch.no_grad():
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            velocity[name] = rules.momentum * velocity[name] + gradient if name in velocity else gradient
+            weight.sub_(rules.learning_rate * velocity[name])

@@ -1,0 +1,94 @@
+"""What a simulated world trains: a tiny network on tiny data, and what it costs on the machines of that world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from pipar.config import Config
+from pipar.config_file import config_from
+from pipar.data.datasets import Images
+from pipar.job.workload import UserObjects, Workload
+from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.wire import encodings
+from simulation.scenario import BATCH, LAYERS, RECTIFIED, Scenario
+
+INPUTS, HIDDEN, CLASSES = 4, 80, 3
+#: Small enough that automatically chosen encodings are worth their time on a slow link.
+_SHARES = {"sparse": (0.3, 0.3), "planes": (0.2, 0.2), "sparse-planes": (0.1, 0.1)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The configuration of a scenario's training, its network and data, and their profile."""
+
+    config: Config
+    workload: Workload
+    profile: Profile
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Training:
+        config = _config(scenario)
+        workload = Workload(config, _network_and_data(scenario))
+        return cls(config, workload, _profile(workload.build_model()))
+
+
+def _config(scenario: Scenario) -> Config:
+    return config_from(
+        {
+            "run": {
+                "method": scenario.method,
+                "epochs": scenario.rounds,
+                "batch_size": BATCH,
+                "seed": scenario.seed,
+                "trace": "off",
+            },
+            "model": {"dtype": "float64", "norm": "none"},
+            "wire": {"encoding": scenario.encoding},
+            "optimizer": {
+                "learning_rate": 0.1,
+                "momentum_at_aggregation": "keep" if scenario.keep_momentum else "reset",
+            },
+            "server": {
+                "cores": 2,
+                "min_devices": scenario.min_devices,
+                "round_deadline": scenario.round_deadline_s,
+                "resume_window": scenario.resume_window_s,
+            },
+            "devices": [{"name": name} for name in scenario.names],
+        }
+    )
+
+
+def _network_and_data(scenario: Scenario) -> UserObjects:
+    """Return a network and data of every device, drawn from the seed."""
+    generator = torch.Generator().manual_seed(scenario.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(scenario.seed)
+        model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).double()
+    assert len(model) == LAYERS
+    data = {}
+    for name, count in scenario.samples.items():
+        inputs = torch.randn((count, INPUTS), generator=generator, dtype=torch.float64)
+        data[name] = Images(inputs, torch.randint(CLASSES, (count,), generator=generator))
+    own = UserObjects.of(config_from({}), model, None, None, None)
+    return replace(own, training=data, input_shape=(INPUTS,), classes=CLASSES)
+
+
+def _profile(model: nn.Sequential) -> Profile:
+    """Return what the network costs on a machine of the world: tens of milliseconds per layer."""
+    layers, x = [], torch.zeros((1, INPUTS), dtype=torch.float64)
+    for place, (name, layer) in enumerate(model.named_children(), start=1):
+        with torch.no_grad():
+            x = layer(x)
+        weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
+        forward, rectified = (0.01, 0.03), place in RECTIFIED
+        layer_profile = LayerProfile(name, forward, (0.02, 0.06), x[0].nbytes, weights, rectified=rectified)
+        layers.append(replace(layer_profile, shares=_SHARES))
+    # Encoding a chunk takes long enough that faults often meet messages that are only partly encoded.
+    coding = {name: CodingTimes(encode_s=0.03, decode_s=0.002) for name in encodings.EXACT[1:]}
+    coding["changes"] = CodingTimes()
+    network = ("simulated", "float64", (1, BATCH), tuple(layers))
+    return Profile(*network, load_s=0.005, pack_s=0.02, install_s=0.02, coding=coding, changes_share=0.5)
