@@ -72,7 +72,7 @@ def lost(outcome: Outcome) -> list[str]:
     [
         (hello("c"), "'c' is not a device of this training"),
         (hello("a"), "A device called 'a' has joined already"),
-        (Message(Kind.HELLO, body=Body.of(b"{", encoding="json")), "does not carry readable JSON"),
+        (Message(Kind.HELLO, body=Body.of(b"{", encoding="json")), "does not carry valid JSON"),
         (Message(Kind.HELLO, body=json_body({})), "A device said 'None' where its name belongs"),
         (hello("x" * 65), "where its name belongs"),
         (hello("b", samples=0), "'b' says that it has 0 samples"),
@@ -588,7 +588,7 @@ def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_
     lives = [honest("a"), scripted(late)]
     outcome = train(lives, epochs=4, replan=into_small_pieces, round_deadline_s=30.0)
     assert outcome.failure is None
-    assert "announces 60 bytes; at most 36 are taken" in str(outcome.lives[1])
+    assert "announces 60 bytes; at most 36 are allowed" in str(outcome.lives[1])
 
 
 @pytest.mark.usefixtures("every_round")

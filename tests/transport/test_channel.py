@@ -373,7 +373,7 @@ def test_a_fault_goes_out_between_two_chunks() -> None:
 
 def test_a_message_that_no_frame_can_carry_is_refused_by_post() -> None:
     async def scenario(device: Channel, server: Channel) -> None:
-        with pytest.raises(Exception, match="does not fit a frame"):
+        with pytest.raises(Exception, match="does not fit the wire format"):
             device.post(Message(Kind.ACTIVATION, micro_batch=70_000))
         device.post(activation(1))
         await server.receive()

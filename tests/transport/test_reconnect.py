@@ -292,7 +292,7 @@ def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew()
     [
         ([UNREACHABLE] * 9, "Gave up server:1: No server answered.", False),
         ([nothing] * 9, "Gave up server:1: The server did not answer.", False),
-        ([says(Message(Kind.FAULT))], "does not carry readable JSON", True),
+        ([says(Message(Kind.FAULT))], "does not carry valid JSON", True),
         ([says(Message(Kind.WELCOME), acknowledged=5)], "but only 0 were sent", True),
         ([InputError("The certificate has expired.")], "The certificate has expired.", False),
     ],

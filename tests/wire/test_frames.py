@@ -320,7 +320,7 @@ def damaged(offset: int, packed: bytes) -> bytes:
 BAD_FRAMES = {
     "nothing": (b"", "not a pipar frame"),
     "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
-    "another version": (damaged(2, b"\x01"), "version 1 of the protocol; this is version 3"),
+    "another version": (damaged(2, b"\x01"), "version 1 of the protocol, and this side version 3"),
     "unknown kind": (damaged(3, b"\x0f"), "kind 15"),
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(34, b"\x03"), "dtype 3"),
@@ -368,7 +368,7 @@ BAD_ORDERS: dict[str, Callable[[list[Frame]], list[Frame]]] = {
 @pytest.mark.parametrize("case", BAD_ORDERS)
 def test_chunks_are_refused_when_they_come(case: str) -> None:
     assembler = Assembler()
-    with pytest.raises(ProtocolError, match="out of place"):
+    with pytest.raises(ProtocolError, match="out of order"):
         assemble(assembler, BAD_ORDERS[case](three_chunks()))
 
 
@@ -386,7 +386,7 @@ def test_a_message_that_is_to_be_one_frame_is_refused_in_pieces() -> None:
     (whole,) = frames_of(Message(Kind.HELLO, body=json_body({})), 0)
     assert content_of(whole.only()) == content_of(Message(Kind.HELLO, body=json_body({})))
     for frame in (three_chunks()[0], replace(whole, payload_bytes=1)):
-        with pytest.raises(ProtocolError, match="came in pieces"):
+        with pytest.raises(ProtocolError, match="came in several frames"):
             frame.only()
 
 
@@ -402,9 +402,9 @@ def test_a_limit_for_each_kind_holds_from_when_it_is_set_and_what_is_not_named_i
     assert assembler.feed(frames[Kind.MODEL]) is None
     assembler.limit = body_limit({Kind.ACTIVATION: 1_499_999, Kind.STATE: 1_500_000})
     assert assembler.feed(frames[Kind.STATE]) is None
-    with pytest.raises(ProtocolError, match=r"ACTIVATION.* announces 1500000 bytes; at most 1499999 are taken"):
+    with pytest.raises(ProtocolError, match=r"ACTIVATION.* announces 1500000 bytes; at most 1499999 are allowed"):
         assembler.feed(frames[Kind.ACTIVATION])
-    with pytest.raises(ProtocolError, match=r"TRACE.* announces 1500000 bytes; at most 1000000 are taken"):
+    with pytest.raises(ProtocolError, match=r"TRACE.* announces 1500000 bytes; at most 1000000 are allowed"):
         assembler.feed(frames[Kind.TRACE])
 
 
@@ -415,7 +415,7 @@ def test_a_fifth_message_is_not_begun_while_four_are_half_received() -> None:
     for frames in begun[:4]:
         assert assembler.feed(frames[0]) is None
     assert assembler.feed(frames_of(Message(Kind.FAULT), 9)[0]) == Message(Kind.FAULT)  # a whole one takes no place
-    with pytest.raises(ProtocolError, match="4 others half received"):
+    with pytest.raises(ProtocolError, match="while 4 others were half received"):
         assembler.feed(begun[4][0])
     assert assemble(assembler, begun[0][1:])
     assert assembler.feed(begun[4][0]) is None
@@ -426,7 +426,7 @@ def test_half_received_messages_together_announce_no_more_than_is_held() -> None
     one, other = (frames_of(Message(Kind.MODEL, body=Body.of(bytes(25))), sequence) for sequence in (1, 2))
     assembler = Assembler(max_body_bytes=49)
     assert assembler.feed(one[0]) is None
-    with pytest.raises(ProtocolError, match="announce 50 bytes; at most 49 are held"):
+    with pytest.raises(ProtocolError, match="announce 50 bytes; at most 49 are allowed"):
         assembler.feed(other[0])
 
 
@@ -440,7 +440,7 @@ def test_half_received_messages_together_announce_no_more_than_is_held() -> None
     ids=["micro-batch", "size", "dimensions"],
 )
 def test_what_no_header_can_say_does_not_fit(message: Message) -> None:
-    with pytest.raises(ProtocolError, match="does not fit a frame"):
+    with pytest.raises(ProtocolError, match="does not fit the wire format"):
         check_fits(message)
 
 

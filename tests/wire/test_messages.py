@@ -103,7 +103,7 @@ WELCOME = read_json(Message(Kind.WELCOME, body=ORDERS.to_body()))
 @pytest.mark.parametrize("key", WELCOME)
 def test_a_welcome_without_one_of_its_keys_is_refused(key: str) -> None:
     lacking = {name: value for name, value in WELCOME.items() if name != key}
-    with pytest.raises(ProtocolError, match="not what this version"):
+    with pytest.raises(ProtocolError, match="does not have the fields of this pipar version"):
         Orders.read(Message(Kind.WELCOME, body=json_body(lacking)))
 
 
@@ -113,27 +113,27 @@ def test_a_welcome_without_one_of_its_keys_is_refused(key: str) -> None:
     ids=str,
 )
 def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match="not what this version"):
+    with pytest.raises(ProtocolError, match="does not have the fields of this pipar version"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, **change})))
 
 
 @pytest.mark.parametrize("key", ["split_point", "micro_batches", "layers", "batch_size"])
 def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
-    with pytest.raises(ProtocolError, match="below 1"):
+    with pytest.raises(ProtocolError, match=f"{key} = 0; it has to be at least 1"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, key: 0})))
 
 
 @pytest.mark.parametrize("proximal", [-0.1, float("nan"), float("inf")])
-def test_a_welcome_with_a_proximal_weight_that_is_none_is_refused(proximal: float) -> None:
+def test_a_welcome_with_a_proximal_weight_that_is_no_positive_number_is_refused(proximal: float) -> None:
     with pytest.raises(ProtocolError, match="proximal weight"):
         Orders.read(Message(Kind.WELCOME, body=replace(ORDERS, proximal=proximal).to_body()))
 
 
 @pytest.mark.parametrize("noise", [{"clip": 1e-320}, {"clip": 0.0}, {"clip": 1e300}, {"noise_multiplier": 1e-160}])
 def test_a_welcome_with_noise_that_is_rounded_away_is_refused(noise: dict[str, float]) -> None:
-    """Below the normal numbers sigma C is rounded to less than what is counted."""
+    """Below the normal numbers, sigma C is rounded to less noise than is counted."""
     orders = replace(ORDERS, keep_momentum=False, **{"noise_multiplier": 1.0, **noise})
-    with pytest.raises(ProtocolError, match="computes wrong"):
+    with pytest.raises(ProtocolError, match="it has to be from 1e-100 to"):
         Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
 
 
@@ -149,14 +149,14 @@ PLAN = {"split_point": 2, "micro_batches": 3, "window": 0, "up": "raw", "down": 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({}, "is not a plan"),
-        ({**PLAN, "more": 1}, "is not a plan"),
-        ({**PLAN, "window": True}, "is not a plan"),
-        ({**PLAN, "micro_batches": "3"}, "is not a plan"),
-        ({**PLAN, "split_point": 6}, "P=6 N=3, which a network of 5 layers cannot"),
-        ({**PLAN, "split_point": 0}, "cannot be trained by"),
-        ({**PLAN, "micro_batches": 0}, "cannot be trained by"),
-        ({**PLAN, "window": -1}, "cannot be trained by"),
+        ({}, "does not have the fields of a plan"),
+        ({**PLAN, "more": 1}, "does not have the fields of a plan"),
+        ({**PLAN, "window": True}, "does not have the fields of a plan"),
+        ({**PLAN, "micro_batches": "3"}, "does not have the fields of a plan"),
+        ({**PLAN, "split_point": 6}, "P=6 N=3, which does not fit a network of 5 layers"),
+        ({**PLAN, "split_point": 0}, "which does not fit a network of"),
+        ({**PLAN, "micro_batches": 0}, "which does not fit a network of"),
+        ({**PLAN, "window": -1}, "which does not fit a network of"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(content: dict[str, object], sentence: str) -> None:

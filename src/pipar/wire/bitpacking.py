@@ -1,16 +1,14 @@
-"""A payload's sections: bytes that are entropy-coded where that makes them shorter, and their reader.
+"""What encoded bytes consist of: entropy-coded sections, masks of the values that are sent, and byte planes.
 
-A section begins with a byte that says its form. Verbatim, it is as long as both sides know it to be; coded, its length
-follows as a little-endian uint32, then one zstandard frame that says how much it holds.
+A section starts with a byte that gives its form. A verbatim section has the length that both sides expect; a coded one
+has its length as a little-endian uint32, then one zstandard frame that gives the size of its content.
 
-Which values of a chunk are sent: a bit each, and the values between those that are not.
+A mask has one bit a value, which says whether the value is sent.
 
-Floating-point values in planes: their first bytes together, which are much alike, and the rest, which is noise.
-
-A value's first byte is its sign and the upper seven bits of its exponent. Behind a ReLU, or in one layer's gradients,
-few of them are common, and an entropy coder needs two or three bits for one. The mantissa's bytes are as good as
-random: trying to code them costs time and saves nothing. A float64 has four bits of its exponent in the second byte,
-which is coded, too.
+Planes group the bytes of floating-point values by their place. A value's first byte is its sign and the upper seven
+bits of its exponent. After a ReLU, or in the gradients of one layer, few of these bytes are common, and an entropy
+coder needs two or three bits for each. The bytes of the mantissa are close to random: coding them costs time and saves
+nothing. The second byte of a float64 has four bits of its exponent, so it is coded too.
 """
 
 from __future__ import annotations
@@ -27,19 +25,24 @@ from pipar.errors import ProtocolError
 
 Buffer = memoryview | bytes
 Bytes = NDArray[np.uint8]
+Mask = NDArray[np.bool_]
+Bits = NDArray[Any]  # uint32 or uint64: the bit patterns of values
 
 VERBATIM, CODED = 0, 1
-#: Its form, and a byte of what it holds.
+#: Its form, and one byte of content.
 LEAST_SECTION_BYTES = 2
 _LENGTH = struct.Struct("<BI")
 
 
+# --- sections
+
+
 class _Coders(threading.local):
-    """zstandard's objects, which one thread at a time may use and which are worth keeping."""
+    """zstandard's objects; each may be used by one thread at a time, and is costly to make."""
 
     def __init__(self) -> None:
-        # What these bytes hide is that some of them are rare; that they repeat in strings is chance. So nearly nothing
-        # is looked up (64 strings of 7 bytes are remembered), and all is left to the Huffman code: smaller, and faster.
+        # These bytes can be compressed because some values are rare, not because strings repeat. So hardly any strings
+        # are searched for (a table of 64 strings of 7 bytes), and the Huffman code does the work: smaller and faster.
         self.compressor = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters(
                 window_log=18,
@@ -75,9 +78,9 @@ def total_bytes(buffers: tuple[Buffer, ...]) -> int:
 
 
 class Reader:
-    """Takes a payload apart from its beginning; whatever does not fit is a ProtocolError.
+    """Reads a payload from its beginning; a payload that does not fit raises ProtocolError.
 
-    What it allocates is as large as its caller says, never as large as the payload says.
+    The caller gives the size of everything that is allocated, never the payload.
     """
 
     def __init__(self, payload: memoryview) -> None:
@@ -87,26 +90,26 @@ class Reader:
         """Return the next bytes."""
         if count > self._left.nbytes:
             raise ProtocolError(
-                f"The peer sent a coded tensor that ends too early: {count} bytes are needed where "
-                f"{self._left.nbytes} are left."
+                f"The peer sent a coded tensor that ends too early: {count} bytes are needed, but {self._left.nbytes} "
+                "are left."
             )
         taken, self._left = self._left[:count], self._left[count:]
         return taken
 
     def form(self) -> int:
-        """Return the next byte, which says whether what follows is verbatim or coded."""
+        """Return the next byte, which gives the form of the next bytes: verbatim or coded."""
         form = self.take(1)[0]
         if form not in (VERBATIM, CODED):
             raise ProtocolError(f"The peer sent a coded tensor with a part of form {form}, which is unknown.")
         return form
 
     def array(self, count: int, dtype: str) -> NDArray[Any]:
-        """Return the next values as an array of its own: numpy is slow on values at odd addresses."""
+        """Return a copy of the next values, because numpy is slow on values at odd addresses."""
         plain = np.frombuffer(self.take(count * np.dtype(dtype).itemsize), np.uint8)
         return plain.copy().view(dtype)
 
     def section(self, needed: int) -> Bytes:
-        """Return the next section, which holds as many bytes as its reader needs."""
+        """Return the content of the next section, which has to have `needed` bytes."""
         if self.form() == VERBATIM:
             return np.frombuffer(self.take(needed), np.uint8)
         (length,) = struct.unpack("<I", self.take(4))
@@ -115,40 +118,40 @@ class Reader:
     def end(self) -> None:
         """Raise if bytes are left."""
         if self._left.nbytes:
-            raise ProtocolError(f"The peer sent a coded tensor with {self._left.nbytes} bytes behind its end.")
+            raise ProtocolError(f"The peer sent a coded tensor with {self._left.nbytes} bytes after its end.")
 
 
 def _decompressed(frame: memoryview, needed: int) -> bytes:
-    """Return what a frame holds if it says so and it is as much as needed; only then memory is taken for it."""
+    """Return the content of a frame; memory is allocated only if the frame announces the size that is needed."""
     try:
         announced = zstandard.get_frame_parameters(frame).content_size
         if announced == needed:
-            # zstandard itself sees to it that a frame holds as much as it says.
+            # zstandard itself checks that a frame holds as much as it announces.
             return _coders.decompressor.decompress(frame, max_output_size=needed, allow_extra_data=False)
     except zstandard.ZstdError:
         raise ProtocolError("The peer sent a coded tensor with a part that cannot be decompressed.") from None
-    raise ProtocolError(f"The peer sent a coded tensor with a part of {announced} bytes where {needed} are needed.")
+    raise ProtocolError(f"The peer sent a coded tensor with a part of {announced} bytes; {needed} are needed.")
 
 
-Mask = NDArray[np.bool_]
+# --- masks
 
 
 def not_zero(values: NDArray[Any]) -> Mask:
-    """Return where anything but a positive zero is: by the bits, so that negative zeros and NaNs are kept."""
+    """Return where a value's bits are not all zero: negative zeros and NaNs are kept."""
     mask: Mask = values.view(f"<u{values.itemsize}") != 0
     return mask
 
 
 def mask_section(kept: Mask) -> tuple[Buffer, ...]:
-    """Return a mask's buffers: value i is bit i % 8, counted from the lowest, of byte i // 8."""
+    """Return the buffers of a mask: value i is bit i % 8, counted from the lowest, of byte i // 8."""
     return section(np.packbits(kept, bitorder="little"))
 
 
 def read_mask(reader: Reader, count: int) -> Mask:
-    """Return the mask of so many values; bits behind the last one must be zero."""
+    """Return the mask of `count` values; the bits after the last one must be zero."""
     packed = reader.section(-(-count // 8))
     if count % 8 and packed[-1] >> count % 8:
-        raise ProtocolError(f"The peer sent a coded tensor with a mask of more than its {count} values.")
+        raise ProtocolError(f"The peer sent a coded tensor with a mask of more than {count} values.")
     return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
 
@@ -159,7 +162,7 @@ def gather(values: NDArray[Any], kept: Mask | None) -> NDArray[Any]:
 
 
 def scatter(out: NDArray[Any], kept: Mask | None, values: NDArray[Any]) -> None:
-    """Write all of `out`: the values where they were kept, zero elsewhere."""
+    """Write all of `out`: the kept values in their places, zeros elsewhere."""
     if values.size == out.size:
         out[:] = values
         return
@@ -172,11 +175,11 @@ def kept_count(count: int, kept: Mask | None) -> int:
     return count if kept is None else int(np.count_nonzero(kept))
 
 
-Bits = NDArray[Any]  # uint32 or uint64: the bit patterns of values
+# --- planes
 
 
 def plane_buffers(bits: Bits) -> tuple[Buffer, ...]:
-    """Return the buffers of some values: first bytes, second bytes, the rest of upper halves, lower halves."""
+    """Return the buffers of values: first bytes, second bytes, the rest of the upper halves, the lower halves."""
     double = bits.itemsize == 8
     upper = (bits >> 32).astype("<u4") if double else bits
     front = (upper >> 16).astype("<u2")
@@ -187,7 +190,7 @@ def plane_buffers(bits: Bits) -> tuple[Buffer, ...]:
 
 
 def read_planes(reader: Reader, count: int, item_bytes: int) -> Bits:
-    """Return the bit patterns of so many values."""
+    """Return the bit patterns of `count` values."""
     double = item_bytes == 8
     front = reader.section(count).astype("<u2")
     front <<= 8

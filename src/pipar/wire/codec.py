@@ -1,7 +1,8 @@
-"""Activations and gradients at the cut to fewer bytes and back; `docs/reference/wire-tensors.md` describes the bytes.
+"""Encodes activations and gradients in fewer bytes, and decodes them; `docs/reference/wire-tensors.md` has the format.
 
-A tensor is coded in chunks, so that the first are under way while the last are coded. Exactly: behind a ReLU zeros are
-not sent, and exponents are entropy-coded; every bit of every value comes back. With a loss: see `lossy`.
+A tensor is encoded in chunks, so that the first ones are sent while the last ones are encoded. The exact encodings
+leave out zeros after a ReLU and entropy-code exponents; every bit of every value is restored. For the others see
+`lossy`.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from pipar.wire.lossy import Lossy, decode_lossy, encode_lossy
 def encode(
     values: NDArray[Any], encoding: str, *, kept: Mask | None = None, row: int = 0, lossy: Lossy | None = None
 ) -> tuple[Buffer, ...]:
-    """Return buffers that, laid end to end, are the payload of one chunk: 1-D, contiguous, float32 or float64.
+    """Return buffers that, joined, are the payload of one chunk: 1-D, contiguous, float32 or float64.
 
-    `kept` says which values are sent where the receiver knows it as well; others come out as zero. Without it the
-    sparse encodings leave out the values whose bits are all zero, and send a mask: negative zeros and NaNs stay.
-    `row` and `lossy` are for the encodings with a loss only. The buffers are views of new memory or of `values`.
+    `kept` gives the values to send, if the receiver knows it as well; the others are decoded as zero. Without it the
+    sparse encodings leave out the values whose bits are all zero, and send a mask: negative zeros and NaNs are kept.
+    `row` and `lossy` are for the lossy encodings only. The buffers are views of new memory or of `values`.
     """
     assert values.ndim == 1
     assert values.flags.c_contiguous
     assert values.dtype in (np.dtype("<f4"), np.dtype("<f8"))
-    assert encoding != "raw", "raw values are sent as they are"
+    assert encoding != "raw", "raw values are not encoded"
     assert kept is None or (kept.shape == values.shape and kept.dtype == np.bool_)
     if encoding in LOSSY:
         return encode_lossy(values, encoding, kept=kept, row=row, lossy=lossy)
@@ -53,16 +54,16 @@ def encode(
 
 
 def decode(payload: memoryview, encoding: str, out: NDArray[Any], *, kept: Mask | None = None, row: int = 0) -> None:
-    """Write all of `out` from the payload of one chunk, zeros where nothing was kept.
+    """Write all of `out` from the payload of one chunk, zeros where no value was kept.
 
-    A payload that does not fit is a ProtocolError; before it is known to fit, no memory is taken for what it holds, and
-    never more than a small multiple of `out`.
+    A payload that does not fit raises ProtocolError. Until it is known to fit, no memory is allocated for its content,
+    and never more than a small multiple of `out`.
     """
     assert out.ndim == 1
-    assert encoding != "raw", "raw values are received as they are"
+    assert encoding != "raw", "raw values are not decoded"
     if payload.nbytes > out.nbytes + OVERHEAD_BYTES:
         raise ProtocolError(
-            f"The peer sent a coded tensor of {payload.nbytes} bytes, more than the {out.nbytes} that it has uncoded."
+            f"The peer sent a coded tensor of {payload.nbytes} bytes; uncoded it has only {out.nbytes}."
         )
     reader = Reader(payload)
     if encoding in LOSSY:
@@ -80,7 +81,7 @@ def _sends_mask(encoding: str, kept: Mask | None) -> bool:
 
 
 def _encode_exactly(bits: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:
-    """Return the buffers of a chunk: as the encoding says, or the values as they are if that is no longer."""
+    """Return the buffers of a chunk: encoded, or the values verbatim if that is not longer."""
     mask: tuple[Buffer, ...] = ()
     known = kept
     if _sends_mask(encoding, kept):

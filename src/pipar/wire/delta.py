@@ -1,12 +1,12 @@
-"""A model as what has changed since one that the receiver has, exactly.
+"""A model as its exact changes since a model that the receiver has.
 
-The bits of a weight and of the same weight a round ago, taken as whole numbers, are close to each other: their
-difference has mostly zeros in its upper bytes, which an entropy coder makes short. Tensors that have not changed cost
-one byte.
+Read as integers, the bits of a weight and of the same weight one round earlier are close to each other: the upper bytes
+of their difference are mostly zeros, which an entropy coder compresses well. A tensor without changes costs one byte.
 
-Both sides have tensors of the same names, dtypes and shapes, so none of these travels, and what is decoded is as large
-as what is there. The bytes: a form for each tensor, in the order of their names, then the parts of all of them. `SAME`
-has no part; `WHOLE` has the tensor's own bytes; `CHANGED` has its byte planes.
+Both sides have tensors of the same names, dtypes and shapes, so these are not sent, and the receiver knows the size of
+everything that it decodes. The payload has one byte for the form of each tensor, in the order of their names, then the
+parts of all tensors. `SAME` has no part; `WHOLE` has the tensor's own bytes; `CHANGED` has the byte planes of its
+differences.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipar.wire.bitpacking import LEAST_SECTION_BYTES, Buffer, Reader, buffer, s
 Tensors = Mapping[str, NDArray[Any]]
 
 SAME, WHOLE, CHANGED = range(3)
-#: Differences of so many values at once stay in a core's cache.
+#: Values whose differences are computed at a time; they fit a core's cache.
 _STRETCH = 65_536
 _UNSIGNED = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def encode_changes(tensors: Tensors, base: Tensors) -> tuple[Buffer, ...]:
-    """Return buffers that, laid end to end, say what these tensors are to who has `base`, which has the like."""
+    """Return buffers that, joined, encode these tensors for a receiver that has `base`, which has the same shapes."""
     forms = bytearray()
     parts: list[Buffer] = []
     for name in sorted(base):
@@ -40,7 +40,7 @@ def encode_changes(tensors: Tensors, base: Tensors) -> tuple[Buffer, ...]:
 
 
 def decode_changes(payload: memoryview, base: Tensors) -> dict[str, NDArray[Any]]:
-    """Return the tensors that a payload says; what does not fit is a ProtocolError."""
+    """Return the tensors of a payload; raise ProtocolError if it does not fit `base`."""
     reader = Reader(payload)
     forms = bytes(reader.take(len(base)))
     _check_forms(forms, base, payload.nbytes)
@@ -74,9 +74,8 @@ def _decode_one(reader: Reader, form: int, before: NDArray[Any]) -> NDArray[Any]
         changed: NDArray[Any] = part + _unfolded(_read_planes(reader, part.size, part.dtype))
         return changed
 
-    first = (
-        stretch(0) if known.size else known
-    )  # before there is memory for all of it: a few bytes may announce a large tensor
+    # Read before memory is allocated for the whole tensor: a few bytes may announce a large one.
+    first = stretch(0) if known.size else known
     out = np.empty_like(before, order="C")
     bits = out.reshape(-1).view(known.dtype)
     bits[: first.size] = first
@@ -86,7 +85,7 @@ def _decode_one(reader: Reader, form: int, before: NDArray[Any]) -> NDArray[Any]
 
 
 def _check_forms(forms: bytes, base: Tensors, payload_bytes: int) -> None:
-    """Raise if a form is unknown, or if a payload is too short for what they announce, before anything is read."""
+    """Raise if a form is unknown or the payload is too short for the announced parts, before any part is read."""
     least = len(forms)
     for name, form in zip(sorted(base), forms, strict=True):
         if form > CHANGED:
@@ -95,14 +94,15 @@ def _check_forms(forms: bytes, base: Tensors, payload_bytes: int) -> None:
         least += {SAME: 0, WHOLE: base[name].nbytes, CHANGED: stretches * LEAST_SECTION_BYTES}[form]
     if least > payload_bytes:
         raise ProtocolError(
-            f"The peer sent a model of {payload_bytes} bytes that ends too early: what it announces needs {least}."
+            f"The peer sent a model of {payload_bytes} bytes that ends too early: the parts that it announces need "
+            f"at least {least}."
         )
 
 
 def _checked(tensor: NDArray[Any]) -> NDArray[Any]:
-    """Return the tensor, or raise if it has truth values that are neither: torch would take them for anything."""
+    """Return the tensor; raise if it has booleans other than 0 and 1, whose meaning torch does not define."""
     if tensor.dtype == np.bool_ and tensor.size and tensor.view(np.uint8).max() > 1:
-        raise ProtocolError("The peer sent a model with a truth value that is neither.")
+        raise ProtocolError("The peer sent a model with a boolean that is neither 0 nor 1.")
     return tensor
 
 
@@ -111,7 +111,7 @@ def _bits(tensor: NDArray[Any]) -> NDArray[Any]:
 
 
 def _folded(difference: NDArray[Any]) -> NDArray[Any]:
-    """Return small numbers for small differences of either sign: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Return small unsigned numbers for small differences of either sign: 0, -1, 1, -2 become 0, 1, 2, 3 (zigzag)."""
     top = np.array(difference.itemsize * 8 - 1, difference.dtype)
     one = np.array(1, difference.dtype)
     folded: NDArray[Any] = (difference << one) ^ (np.array(0, difference.dtype) - (difference >> top))
@@ -125,7 +125,7 @@ def _unfolded(folded: NDArray[Any]) -> NDArray[Any]:
 
 
 def _planes(values: NDArray[Any]) -> tuple[Buffer, ...]:
-    """Return the sections of each byte of the values, the highest first; each is coded where that makes it shorter."""
+    """Return one section for each byte of the values, the highest first; each is coded if that makes it shorter."""
     columns = values.view(np.uint8).reshape(-1, values.itemsize)
     every = (section(np.ascontiguousarray(columns[:, place])) for place in reversed(range(values.itemsize)))
     return tuple(part for plane in every for part in plane)

@@ -1,9 +1,9 @@
 """Messages to frames and back: bytes in, messages out, no socket. `docs/wire.md` describes the bytes.
 
-A message longer than a chunk goes as several frames with the same sequence number, so that control
-messages overtake it and no limit on the size of a frame binds. Each chunk of a coded tensor is coded for itself, so
-that the first ones leave before the last ones are encoded; the header has the size before encoding, so that nothing
-that is small on the wire is larger in memory than it may be.
+A message longer than a chunk is sent as several frames with the same sequence number, so that control messages can
+overtake it and no limit on the size of a frame applies. Each chunk of a coded tensor is encoded separately, so that the
+first ones leave before the last ones are encoded. The header has the size before encoding, so that the receiver can
+refuse a small message that would need too much memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Messa
 VERSION = 3
 MAGIC = b"PP"
 CHUNK_BYTES = 1_000_000
-#: As much as the header can count in chunks: more than any model we know of.
+#: The most chunks that the header can count: more than any known model needs.
 MAX_BODY_BYTES = 65535 * CHUNK_BYTES
 MAX_DIMENSIONS = 8
-#: A sender has one message under way, and one that overtakes it.
+#: More than needed: a sender has one message under way, and one that overtakes it.
 MAX_HALF_RECEIVED = 4
-#: Enough for what is neither a tensor nor a model.
+#: Enough for a message that is neither a tensor nor a model.
 SMALL_BODY_BYTES = 1_000_000
-#: From here on a body is put together as its chunks come.
+#: A body of this size or more is written into one buffer as its chunks arrive.
 LARGE_BODY_BYTES = 32_000_000
 
 _FIXED = struct.Struct("!2sBBIIIIIHIIBBHHBQ")
-#: Of every frame; four more for each dimension of a tensor.
+#: Of every frame; plus four for each dimension of a tensor.
 HEADER_BYTES = _FIXED.size
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
@@ -41,42 +41,42 @@ _ENCODING_NAMES = {number: name for name, number in ENCODINGS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One chunk of one message: header fields, and its share of the body's bytes (none if it is hollow)."""
+    """One chunk of one message: header fields, and its share of the body's bytes (none in a timing-only run)."""
 
-    message: Message  # its body describes the whole: size, dtype, shape, encoding
+    message: Message  # its body describes the whole message: size, dtype, shape, encoding
     session: int
-    sequence: int  # of the sender's numbered messages; 0 if it has no number
-    acknowledged: int  # up to here the sender has the receiver's numbered messages
+    sequence: int  # the message's number; 0 if it has none
+    acknowledged: int  # the sender has the receiver's numbered messages up to this one
     chunk: int
     chunks: int
     payload: tuple[memoryview, ...]
     payload_bytes: int
-    came_at: float | None = field(default=None, compare=False)  # where a transport knows it better than its reader
+    came_at: float | None = field(default=None, compare=False)  # if the transport measured when it arrived
 
     @property
     def size_bytes(self) -> int:
-        """What this frame puts on the wire."""
+        """The size of this frame on the wire."""
         return _FIXED.size + 4 * len(self.message.body.shape) + self.payload_bytes
 
     def only(self) -> Message:
-        """Return the message that this frame alone carries."""
+        """Return the message of a frame that carries all of it."""
         if self.chunks != 1 or self.payload_bytes != self.message.body.size_bytes:
-            raise ProtocolError(f"{self.message} came in pieces where one frame is to hold it.")
+            raise ProtocolError(f"{self.message} came in several frames; it has to fit one.")
         return _with_buffers(self.message, self.payload)
 
 
 def check_fits(message: Message) -> None:
-    """Raise if a message does not fit frames: where it is posted, not in a task behind a queue."""
+    """Raise if a message does not fit frames; called when it is posted, so that the caller sees the error."""
     body = message.body
     if message.micro_batch > 65535 or body.size_bytes > MAX_BODY_BYTES or len(body.shape) > MAX_DIMENSIONS:
         raise ProtocolError(
-            f"{message} does not fit a frame: at most 65535 micro-batches, {MAX_BODY_BYTES} bytes and "
-            f"{MAX_DIMENSIONS} dimensions can be sent."
+            f"{message} with {body.size_bytes} bytes and {len(body.shape)} dimensions does not fit the wire format: at "
+            f"most 65535 micro-batches, {MAX_BODY_BYTES} bytes and {MAX_DIMENSIONS} dimensions are allowed."
         )
 
 
 def cut_message(message: Message, session: int, sequence: int, acknowledged: int = 0) -> Iterator[Frame]:
-    """Yield the frames of a message that fits, as far as they are encoded; buffers are shared, not copied."""
+    """Yield the frames of a message, as far as they are encoded; buffers are shared, not copied."""
     size = message.body.size_bytes
     coded = message.body.chunks
     if coded is not None:
@@ -95,17 +95,17 @@ def cut_message(message: Message, session: int, sequence: int, acknowledged: int
 
 
 def _chunks(size: int) -> int:
-    """Return into how many chunks a body of so many bytes is cut."""
+    """Return how many chunks a body of this size has."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def _share(size: int, chunk: int) -> int:
-    """Return how many bytes of a body one of its chunks carries."""
+    """Return how many bytes of a body this chunk carries."""
     return min(CHUNK_BYTES, size - chunk * CHUNK_BYTES)
 
 
 def _payloads(buffers: tuple[memoryview, ...]) -> Iterator[tuple[memoryview, ...]]:
-    """Yield the views that hold each chunk of the buffers laid end to end."""
+    """Yield the views of each chunk of the buffers, taken as one sequence of bytes."""
     views: list[memoryview] = []
     room = CHUNK_BYTES
     for buffer in buffers:
@@ -122,7 +122,7 @@ def _payloads(buffers: tuple[memoryview, ...]) -> Iterator[tuple[memoryview, ...
 
 
 def pack_frame(frame: Frame) -> bytes:
-    """Return the bytes of a frame: our only copy between a tensor and gRPC."""
+    """Return the bytes of a frame; this is our only copy between a tensor and gRPC."""
     message, body = frame.message, frame.message.body
     fixed = _FIXED.pack(
         MAGIC,
@@ -147,7 +147,7 @@ def pack_frame(frame: Frame) -> bytes:
 
 
 def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
-    """Return the frame that the bytes say, its payload a view of them; a breach of the format is a ProtocolError."""
+    """Return the frame of these bytes, its payload a view of them; raise ProtocolError if they break the format."""
     if len(data) < _FIXED.size or data[:2] != MAGIC:
         raise ProtocolError("The peer sent bytes that are not a pipar frame.")
     (
@@ -166,10 +166,13 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
-        raise VersionError(f"The peer speaks version {version} of the protocol; this is version {VERSION}.")
+        raise VersionError(
+            f"The peer uses version {version} of the protocol, and this side version {VERSION}: install the same pipar "
+            "on both."
+        )
     if kind not in _KINDS or dtype not in _DTYPE_NAMES or encoding not in _ENCODING_NAMES:
         raise ProtocolError(
-            f"The peer sent a frame of kind {kind}, dtype {dtype}, encoding {encoding}: one is unknown."
+            f"The peer sent a frame of kind {kind}, dtype {dtype} and encoding {encoding}, one of which is unknown."
         )
     start = _FIXED.size + 4 * dimensions
     if len(data) < start or dimensions > MAX_DIMENSIONS or not chunk < chunks or body_bytes > MAX_BODY_BYTES:
@@ -187,29 +190,31 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
 
 
 def _check_shape(shape: tuple[int, ...], dtype: int, encoding: int, body_bytes: int) -> None:
-    """Raise if a tensor of this shape is empty, or cannot be in the body; that it fills it is checked by its reader."""
+    """Raise if a tensor of this shape is empty or larger than the body; its reader checks that it fills the body."""
     if not shape:
         return
     needed = math.prod(shape) * ITEM_BYTES[_DTYPE_NAMES[dtype]]
     if needed == 0 or (encoding == ENCODINGS["raw"] and needed > body_bytes):
-        raise ProtocolError(f"The peer announces a tensor of shape {shape} in a body of {body_bytes} bytes.")
+        raise ProtocolError(
+            f"The peer announces a tensor of shape {shape}, which does not fit its body of {body_bytes} bytes."
+        )
 
 
-#: Returns how many bytes the body of a message may have, from what its header says.
+#: Returns how many bytes the body of a message may have, given its header.
 BodyLimit = Callable[[Message], int]
 
 
 def body_limit(by_kind: Mapping[Kind, int], others: int = SMALL_BODY_BYTES) -> BodyLimit:
-    """Return a limit for each kind of message; those that are not named are small."""
+    """Return a limit for each kind of message; kinds that are not named have a small one."""
     limits = dict(by_kind)
     return lambda message: limits.get(message.kind, others)
 
 
 class Assembler:
-    """Frames in, messages out; the chunks of one message may have others between them.
+    """Frames in, messages out; frames of other messages may come between the chunks of one.
 
-    What it holds of half-received messages is bounded, and looked at before anything is kept: in number, and together
-    by `max_body_bytes`. `limit`, which may be set at any time, bounds each message by its header.
+    Half-received messages are bounded in number, and in total by `max_body_bytes`; this is checked before a frame is
+    kept. `limit`, which may be set at any time, bounds each message by its header.
     """
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES, limit: BodyLimit | None = None) -> None:
@@ -219,22 +224,25 @@ class Assembler:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes of half-received messages are here."""
+        """How many bytes are held of half-received messages."""
         return sum(part.nbytes for begun in self._begun.values() for part in begun.parts)
 
     def reset(self) -> None:
-        """Forget messages of which only a part has come: they come again from their beginning."""
+        """Forget half-received messages: they will be sent again from their beginning."""
         self._begun.clear()
 
     def feed(self, frame: Frame) -> Message | None:
-        """Return the message that this frame completes, or None if chunks are still to come."""
+        """Return the message that this frame completes, or None if chunks are missing."""
         self._check_size(frame.message)
         begun = self._begun.pop(frame.sequence, None) or _Begun(frame.message)
         in_place = (frame.chunk, frame.message) == (begun.chunk, begun.message)
         is_coded = frame.message.body.encoding in CODED
         fits = _is_coded_chunk(frame) if is_coded else _is_chunk(frame)
         if not in_place or not fits:
-            raise ProtocolError(f"{frame.message} came with chunk {frame.chunk} of {frame.chunks} out of place.")
+            raise ProtocolError(
+                f"{frame.message} came with chunk {frame.chunk} of {frame.chunks}, which is out of order or of a wrong "
+                "size."
+            )
         if frame.chunks == 1 and not is_coded:
             return _with_buffers(frame.message, frame.payload)
         if frame.chunk < frame.chunks - 1:
@@ -250,29 +258,29 @@ class Assembler:
         size = message.body.size_bytes
         most = self._max_body_bytes if self.limit is None else min(self._max_body_bytes, self.limit(message))
         if size > most:
-            raise ProtocolError(f"{message} announces {size} bytes; at most {most} are taken.")
+            raise ProtocolError(f"{message} announces {size} bytes; at most {most} are allowed.")
 
     def _check_room(self, message: Message) -> None:
         if len(self._begun) >= MAX_HALF_RECEIVED:
             raise ProtocolError(
-                f"{message} was begun with {MAX_HALF_RECEIVED} others half received, which is the most."
+                f"{message} began while {MAX_HALF_RECEIVED} others were half received; no more are allowed."
             )
         announced = sum(begun.message.body.size_bytes for begun in self._begun.values()) + message.body.size_bytes
         if announced > self._max_body_bytes:
             raise ProtocolError(
-                f"{message} and those half received announce {announced} bytes; "
-                f"at most {self._max_body_bytes} are held."
+                f"{message} and the half-received messages announce {announced} bytes; at most "
+                f"{self._max_body_bytes} are allowed."
             )
 
 
 def _is_chunk(frame: Frame) -> bool:
-    """Return whether a frame holds the share of its body that such a chunk has."""
+    """Return whether a frame has the number of chunks and the bytes that its body implies."""
     size = frame.message.body.size_bytes
     return frame.chunks == _chunks(size) and frame.payload_bytes == _share(size, frame.chunk)
 
 
 def _is_coded_chunk(frame: Frame) -> bool:
-    """Return whether a frame may hold that chunk of its tensor: no more bytes than the chunk has before encoding."""
+    """Return whether a frame can be that chunk of its tensor: not longer than the chunk before encoding."""
     message, body = frame.message, frame.message.body
     labels = body.size_bytes - tensor_bytes(message)
     item = ITEM_BYTES[body.dtype]
@@ -285,24 +293,24 @@ def _is_coded_chunk(frame: Frame) -> bool:
 
 @dataclass(slots=True)
 class _Begun:
-    """A message of which some chunks have come."""
+    """A message of which some chunks have arrived."""
 
     message: Message
     chunk: int = 0  # the next one
     parts: list[memoryview] = field(default_factory=list)
 
     def keep(self, frame: Frame) -> None:
-        """Keep the share of the body that a frame carries: as it came or, of a large body, in one buffer for all."""
+        """Keep a frame's share of the body: as it came or, if the body is large, in one buffer for all of it."""
         size = self.message.body.size_bytes
         if self.message.body.encoding in CODED:
-            # A coded chunk is read alone, so it is one buffer; in memory it may come in several.
+            # Each coded chunk is decoded alone and has to be one buffer; the in-memory transport may give several.
             self.parts.extend((end_to_end(frame.payload),) if frame.payload else ())
             return
         if size < LARGE_BODY_BYTES or not frame.payload:
             self.parts.extend(frame.payload)
             return
         if not self.parts:
-            # The system gives it page by page as chunks come, and has it again as soon as nobody holds it.
+            # The system allocates it page by page as chunks arrive, and frees it with the last reference.
             self.parts.append(memoryview(mmap.mmap(-1, size)))
         at = frame.chunk * CHUNK_BYTES
         for view in frame.payload:

@@ -1,14 +1,14 @@
-"""Encodings with a loss: halves, int8 by row, the largest tenth. What is lost is counted, and can be made up for later.
+"""The lossy encodings. Their error is measured, and that of int8 and topk is fed back into the next micro-batch.
 
-fp16, bf16   a value becomes the nearest one of two bytes, ties to even. The error is not made up for: it is small.
-int8         It becomes a whole number of steps, -127..127; a step is a 127th of the largest magnitude of its row.
-             Rounded up or down at random, so that it is right on average. Made up for.
-topk         It stays as it is if its magnitude is among the largest tenth of its chunk, else it is zero. Made up for.
+fp16, bf16   IEEE half precision and bfloat16, rounded to nearest, ties to even. No feedback: the error is small.
+int8         An integer number of steps, -127..127; a step is a 127th of the largest magnitude of the row. It is rounded
+             up or down at random, so that it is right on average. With error feedback.
+topk         The tenth of a chunk's values with the largest magnitudes, unchanged; the others become zero. With error
+             feedback.
 
-float32 in two bytes: IEEE's half precision and bfloat16, rounded to nearest, ties to even.
-
-A finite value that is too large becomes the largest finite one instead of infinite: receivers refuse infinite values,
-and one outlier is not to end a training. Infinities stay, NaNs stay NaNs. A float64 is rounded to float32 first.
+In fp16 and bf16 a finite value that is too large becomes the largest finite one, not infinity: receivers refuse
+infinite values, and one outlier should not end a training. Infinities and NaNs are kept. A float64 is rounded to
+float32 first.
 """
 
 from __future__ import annotations
@@ -38,21 +38,25 @@ from pipar.wire.bitpacking import (
     total_bytes,
 )
 
+Halves = NDArray[np.uint16]
+Singles = NDArray[np.float32]
+
 _WITH_FEEDBACK = ("int8", "topk")
 #: Rows shorter than this share a scale: four bytes for each would cost more than int8 saves.
 _LEAST_VALUES_A_SCALE = 64
-_LARGEST_SHARE = 10  # one of so many values is kept by topk
+_LARGEST_SHARE = 10  # topk keeps one value in ten
 _STEPS = 127
+_MAGNITUDE, _INFINITE, _SIGN = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000), np.uint16(0x8000)
 
 
 class Residual:
-    """What a lossy code lost of one micro-batch, to be added to the next one's values before they are coded.
+    """Error feedback: the loss of one micro-batch, which is added to the values of the next one before encoding.
 
-    The samples of the next micro-batch are others, so no value has a loss of its own to get back. What can be made up
-    for is what was lost on average at each feature position: `carried`[i] is the mean, over a micro-batch's samples, of
-    the values at position i minus what the receiver got. A position that is always too small to be sent adds up until
-    it is sent. The memory is that of one sample, twice (the loss that is collected and the one that is added), however
-    many samples there are. `begin` is called before the first chunk of each tensor; its chunks then come in order.
+    The next micro-batch has other samples, so a single value's loss cannot be returned to it. What can be returned is
+    the mean loss at each feature position: `carried[i]` is the mean, over the samples of a micro-batch, of the value at
+    position i minus the value that the receiver got. A position that is always too small to be sent accumulates until
+    it is sent. It needs the memory of two samples (the collected and the added loss), whatever the batch size. `begin`
+    is called before the first chunk of each tensor; the chunks then come in order.
     """
 
     def __init__(self, features: int) -> None:
@@ -61,20 +65,20 @@ class Residual:
         self._values = 0  # of this tensor, so far
 
     def begin(self) -> None:
-        """Start with the next tensor: what was lost of the last one is carried from now on."""
+        """Start the next tensor: from now on the loss of the last one is added."""
         if self._values:
             self.carried = self._lost / max(1.0, self._values / self.carried.size)
             self._lost = np.zeros_like(self.carried)
             self._values = 0
 
     def add_to(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of the next chunk with what is carried for their positions."""
+        """Return the values of the next chunk plus the carried loss of their positions."""
         added = self.carried.take(self._positions(values.size), mode="wrap").astype(values.dtype)
         added += values
         return added
 
     def collect(self, lost: NDArray[Any]) -> None:
-        """Take in what was lost of the chunk, and go on behind it; a loss that is not finite is none to carry on."""
+        """Collect the loss of a chunk, and move on to the next one; a loss that is not finite is left out."""
         features, finite = self.carried.size, np.where(np.isfinite(lost), lost, 0)
         self._lost += np.bincount(self._positions(lost.size) % features, finite, minlength=features)
         self._values += lost.size
@@ -85,10 +89,10 @@ class Residual:
 
 @dataclass
 class Lossy:
-    """What the sender of lossily coded tensors keeps: chance, the residual, and how much was lost so far.
+    """State of a sender of lossily encoded tensors: random numbers, the residual, and the error so far.
 
-    Without `rng` int8 rounds to the nearest; without `residual` nothing is made up for. One of these belongs to one
-    sender of one device's tensors, and to one thread at a time.
+    Without `rng`, int8 rounds to the nearest; without `residual`, there is no error feedback. Each belongs to one
+    sender of one device's tensors, and is used by one thread at a time.
     """
 
     rng: np.random.Generator | None = None
@@ -97,23 +101,23 @@ class Lossy:
     squared_norm: float = field(default=0.0, init=False)
 
     def begin(self) -> None:
-        """Say that the first chunk of a tensor comes next."""
+        """Start a tensor: its first chunk is encoded next."""
         if self.residual is not None:
             self.residual.begin()
 
     @property
     def relative_error(self) -> float:
-        """The norm of all errors over the norm of all values that were to be sent; 0 if all of these were zero."""
+        """The norm of all errors over the norm of all values to be sent; 0 if all values were zero."""
         return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
 
     def count(self, values: NDArray[Any], received: NDArray[Any]) -> None:
-        """Add what the receiver gets instead of these values to the error."""
+        """Add the difference of these values and those that the receiver gets to the error."""
         self.squared_error += _squared_norm(received - values)
         self.squared_norm += _squared_norm(values)
 
 
 def _squared_norm(values: NDArray[Any]) -> float:
-    # Not a dot product: for that numpy wakes threads that cost more than they do.
+    # Not a dot product: for that, numpy starts threads that cost more than they save.
     return float(np.square(values, dtype=np.float64).sum())
 
 
@@ -123,21 +127,21 @@ def encode_lossy(
     """Return the buffers of one chunk's payload."""
     wanted = values if kept is None else np.where(kept, values, values.dtype.type(0))
     residual = lossy.residual if lossy is not None and encoding in _WITH_FEEDBACK else None
-    made_up = wanted if residual is None else residual.add_to(wanted)
+    corrected = wanted if residual is None else residual.add_to(wanted)
     if residual is not None and kept is not None:
-        made_up[~kept] = 0  # the receiver would not see it
-    buffers = _encode(made_up, encoding, kept, row, lossy)
+        corrected[~kept] = 0  # it is not sent
+    buffers = _encode(corrected, encoding, kept, row, lossy)
     if lossy is not None:
         received = np.empty_like(values)
         decode_lossy(Reader(memoryview(b"".join(buffers))), encoding, received, kept=kept, row=row)
         lossy.count(wanted, received)
         if residual is not None:
-            residual.collect(made_up - received)
+            residual.collect(corrected - received)
     return buffers
 
 
 def decode_lossy(reader: Reader, encoding: str, out: NDArray[Any], *, kept: Mask | None, row: int) -> None:
-    """Write all of `out`."""
+    """Write all of `out` from the payload of one chunk."""
     if encoding == "int8":
         _read_int8(reader, out, kept, row)
     elif encoding == "topk":
@@ -156,11 +160,11 @@ def _encode(
     return _half_buffers(values, encoding, kept)
 
 
-# ---- halves ----
+# --- fp16 and bf16
 
 
 def _half_buffers(values: NDArray[Any], encoding: str, kept: Mask | None) -> tuple[Buffer, ...]:
-    """Return a form byte and the halves; if the receiver has no mask, one and no zeros where that is shorter."""
+    """Return a form byte and the halves; if the receiver has no mask, a mask and the nonzero halves if shorter."""
     convert = to_fp16 if encoding == "fp16" else to_bf16
     plain = convert(gather(values, kept))
     if kept is None:
@@ -176,30 +180,30 @@ def _read_halves(reader: Reader, encoding: str, out: NDArray[Any], kept: Mask | 
         kept = read_mask(reader, out.size)
     plain = reader.array(kept_count(out.size, kept), "<u2")
     reader.end()
-    with np.errstate(invalid="ignore"):  # a NaN that signals is one all the same
+    with np.errstate(invalid="ignore"):  # a signalling NaN is still a NaN
         scatter(out, kept, from_fp16(plain) if encoding == "fp16" else from_bf16(plain))
 
 
-# ---- int8 ----
+# --- int8
 
 
 def _rows(count: int, row: int) -> tuple[int, int]:
-    """Return how many scales a chunk has, and how many values share one (the last may have fewer)."""
+    """Return the number of scales of a chunk, and how many values share one (the last may have fewer)."""
     together = row * -(-_LEAST_VALUES_A_SCALE // row) if row else max(1, count)
     return -(-count // together), together
 
 
 def _steps(scales: NDArray[np.float32], count: int, together: int) -> NDArray[np.float32]:
-    """Return each value's step."""
+    """Return the step of each value."""
     return np.repeat(scales, together)[:count]
 
 
 def _int8_buffers(
     values: NDArray[Any], kept: Mask | None, row: int, rng: np.random.Generator | None
 ) -> tuple[Buffer, ...]:
-    """Return each row's step as a float32, and a section with the kept values in steps.
+    """Return the step of each row as a float32, and a section with the kept values in steps.
 
-    A row with a value that is not finite has a step of NaN: all of it comes out as NaN, so that it is noticed.
+    A row with a value that is not finite has a step of NaN: all of it is decoded as NaN, so that it is noticed.
     """
     count, together = _rows(values.size, row)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -207,7 +211,7 @@ def _int8_buffers(
         scales = (largest / _STEPS).astype(np.float32)
         scales[~np.isfinite(scales)] = np.nan
         steps = _steps(scales, values.size, together)
-        steps[~(steps > 0)] = 1  # all of the row is zero, or none of it counts
+        steps[~(steps > 0)] = 1  # the row is all zeros, or is decoded as NaN
         scaled = values / steps
         scaled += 0.5 if rng is None else rng.random(values.size, np.float32)
         whole = np.clip(np.floor(scaled, out=scaled), -_STEPS, _STEPS)
@@ -223,16 +227,16 @@ def _read_int8(reader: Reader, out: NDArray[Any], kept: Mask | None, row: int) -
         scatter(out, kept, whole * gather(_steps(scales, out.size, together), kept))
 
 
-# ---- the largest ----
+# --- topk
 
 
 def _largest_buffers(values: NDArray[Any]) -> tuple[Buffer, ...]:
-    """Return a section with the mask of the values of largest magnitude, and these as they are."""
+    """Return a section with the mask of the values of largest magnitude, and these values unchanged."""
     magnitude = values.view(f"<u{values.itemsize}") << 1  # without the sign
     keep = -(-values.size // _LARGEST_SHARE)
     kept = np.zeros(values.size, np.bool_)
     if keep:
-        # As whole numbers the bits are in the order of the magnitudes, and a NaN is larger than all: it is not lost.
+        # As integers, bit patterns sort by magnitude, and a NaN is larger than all others: it is always sent.
         kept[np.argpartition(magnitude, values.size - keep)[values.size - keep :]] = True
         kept &= magnitude != 0
     return *mask_section(kept), *buffer(gather(values, kept))
@@ -245,17 +249,14 @@ def _read_largest(reader: Reader, out: NDArray[Any]) -> None:
     scatter(out, kept, values)
 
 
-Halves = NDArray[np.uint16]
-Singles = NDArray[np.float32]
-
-_MAGNITUDE, _INFINITE, _SIGN = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000), np.uint16(0x8000)
+# --- float32 to two bytes and back
 
 
 def to_fp16(values: NDArray[Any]) -> Halves:
-    """Return the bits of each value in half precision, as numpy's astype does in twice the time."""
+    """Return the bits of each value in half precision, in half the time of numpy's astype."""
     bits, magnitude = _bits(values)
-    # A power of two 13 places above a value's own (or above 2**-14, below which halves are subnormal) pushes the 13
-    # bits that a half does not have out of the sum: the processor's addition rounds.
+    # Adding a power of two that is 2**13 times the value's own (or 2**-14, below which halves are subnormal) pushes the
+    # 13 bits that a half does not have out of the sum, so the processor's addition does the rounding.
     anchor = np.maximum(magnitude & _INFINITE, np.uint32(113 << 23))
     anchor += np.uint32(13 << 23)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -265,15 +266,15 @@ def to_fp16(values: NDArray[Any]) -> Halves:
     anchor >>= np.uint32(13)
     rounded += anchor
     halves = rounded.astype(np.uint16)
-    # 65520 is halfway between the largest half and the next, which is infinite.
+    # 65520 is halfway between the largest half and the next number, which would be infinite.
     return _with_extremes(halves, bits, magnitude, too_large=0x477F_F000, infinite=0x7C00, nan=0x7E00)
 
 
 def to_bf16(values: NDArray[Any]) -> Halves:
-    """Return the upper halves of each value's bits, rounded."""
+    """Return the upper half of each value's bits, rounded."""
     bits, magnitude = _bits(values)
     rounded = magnitude >> np.uint32(16)
-    rounded &= np.uint32(1)  # ties go to where this bit is zero
+    rounded &= np.uint32(1)  # ties to even
     rounded += np.uint32(0x7FFF)
     rounded += magnitude
     rounded >>= np.uint32(16)
@@ -294,12 +295,12 @@ def from_bf16(halves: Halves) -> Singles:
 
 @functools.cache
 def _every_half() -> Singles:
-    """Return the value of each half by its bits: looking them up is four times as fast as converting."""
+    """Return the value of each half by its bits: a lookup is four times as fast as a conversion."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _bits(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return the bits of values as float32, with and without their signs."""
+    """Return the bits of values as float32, with and without the sign."""
     with np.errstate(over="ignore", invalid="ignore"):
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return bits, bits & _MAGNITUDE
@@ -308,7 +309,7 @@ def _bits(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]
 def _with_extremes(
     halves: Halves, bits: NDArray[np.uint32], magnitude: NDArray[np.uint32], *, too_large: int, infinite: int, nan: int
 ) -> Halves:
-    """Return the halves with their signs, and with what arithmetic does not give where a value is too large."""
+    """Return the halves with their signs, and set those that are too large, infinite or NaN."""
     if magnitude.size and magnitude.max() >= too_large:
         halves[magnitude >= too_large] = infinite - 1
         halves[magnitude == _INFINITE] = infinite

@@ -1,4 +1,4 @@
-"""What device and server say to each other.
+"""The messages between a device and the server.
 
 device                        server
 HELLO          ->                        name, samples, and the device's profile if it has one
@@ -9,15 +9,15 @@ ACTIVATION     ->                        one micro-batch and its labels
                <-          GRADIENT      of its activations
 END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it, its uplink
 MODEL          ->                        the trained part
-               <-          PLAN          another plan from now on, if there is one
-STATE         <->                        momentum of layers that change sides with it, if momentum is kept
+               <-          PLAN          a new plan from now on, if there is one
+STATE         <->                        momentum of layers that the plan moves, if momentum is kept
                <-          MODEL         the new global model's part
-               <-          REPORT        the round is over: how was it?
+               <-          REPORT        the round is over: send its trace
 TRACE          ->                        the epoch's spans
                <-          ROUND | STOP
 STOP           ->                        goodbye
-               <-          ABANDON       drop this epoch: it is over without you
-ABANDON        ->                        its answer, so that what came before it is known to have come
+               <-          ABANDON       drop this epoch: it ended without the device
+ABANDON        ->                        its answer, after which no message of that epoch follows
 FAULT         <->                        why the sender closes the connection
 """
 
@@ -35,7 +35,7 @@ from pipar.wire.encodings import ALL, CODED, chunk_sizes
 
 
 class Kind(IntEnum):
-    """The kind of a message; the number is what travels."""
+    """The kind of a message; its number is sent."""
 
     HELLO = 1
     WELCOME = 2
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     ABANDON = 14
 
 
-#: These open and end a connection. They have no number, go before what is queued, and are not sent again.
+#: These open or end a connection. They have no number, overtake queued messages, and are not sent again.
 UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT})
 
 DTYPES = {"": 0, "float32": 1, "float64": 2}
@@ -61,17 +61,17 @@ ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
 ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4} | {
     name: number for number, name in enumerate(CODED, start=16)
 }
-LABEL_BYTES = 4  # int32, behind the activations
+LABEL_BYTES = 4  # int32, after the activations
 
 
 def _views(buffers: Iterable[memoryview | bytes | bytearray]) -> tuple[memoryview, ...]:
-    """Return the bytes of those buffers that have any; nothing is copied."""
+    """Return views of the buffers that are not empty; nothing is copied."""
     return tuple(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of one chunk of a coded tensor, ready to be sent since `at`; hollow ones have a size only."""
+    """The bytes of one chunk of a coded tensor, ready to be sent since `at`; only a size in timing-only runs."""
 
     size_bytes: int
     buffers: tuple[memoryview, ...] = ()
@@ -84,9 +84,9 @@ class Payload:
 
 
 class Chunks:
-    """The chunks of a coded tensor: those that are ready, and how the others are made.
+    """The chunks of a coded tensor: those that are ready, and the function that encodes the others.
 
-    A message is posted with its first chunk, and leaves while the others are still being encoded.
+    A message is posted with its first chunk, and sent while the others are still being encoded.
     """
 
     __slots__ = ("_encode", "_next", "count", "ready")
@@ -95,15 +95,15 @@ class Chunks:
         self.count = count
         self.ready: list[Payload] = []
         self._encode: Callable[[int], Payload] | None = encode
-        self._next = 0  # to be encoded: those before it may still be on their way to `ready`
+        self._next = 0  # to be encoded; chunks before it may be encoded but not in `ready` yet
 
     def encode_next(self) -> Payload:
-        """Return the next chunk's bytes; whoever asks adds them when the time that this takes has passed."""
+        """Return the next chunk's bytes; the caller adds them when the time that encoding takes has passed."""
         assert self._encode is not None
         payload = self._encode(self._next)
         self._next += 1
         if self._next == self.count:
-            self._encode = None  # and with it the tensor
+            self._encode = None  # frees the tensor
         return payload
 
     def add(self, payload: Payload, at: float = 0.0) -> None:
@@ -114,9 +114,9 @@ class Chunks:
 class Body:
     """What a message carries: some buffers and how to read them.
 
-    A hollow body has a size and no buffers: a timing-only run moves it over the link like any other. That of a coded
-    tensor has `chunks` instead of buffers where it is sent, and a buffer for each chunk where it is received; its size
-    is that of what it says, before it was encoded.
+    In a timing-only run a body has a size but no buffers, and travels like any other. The body of a coded tensor has
+    `chunks` instead of buffers at its sender, and one buffer for each chunk at its receiver; its size is that before
+    encoding.
     """
 
     size_bytes: int = 0
@@ -148,7 +148,7 @@ class Body:
 
 
 def end_to_end(buffers: tuple[memoryview, ...]) -> memoryview:
-    """Return buffers as one; copies only if there are several, to where it may be written: tensors can lie on it."""
+    """Return buffers as one; copies only if there are several, to writable memory that tensors can use."""
     return buffers[0] if len(buffers) == 1 else memoryview(bytearray().join(buffers))
 
 
@@ -157,14 +157,14 @@ EMPTY = Body()
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: what it is, which micro-batch it belongs to, and what it carries."""
+    """One message: its kind, its micro-batch, and its body."""
 
     kind: Kind
     epoch: int = 0
     iteration: int = 0
     micro_batch: int = 0
-    samples: int = 0  # in this piece
-    batch_samples: int = 0  # in the whole batch, so that the server can weight the piece
+    samples: int = 0  # in this micro-batch
+    batch_samples: int = 0  # in the whole batch, so that the server can weight the micro-batch
     body: Body = EMPTY
 
     def __str__(self) -> str:
@@ -177,25 +177,25 @@ def json_body(content: dict[str, Any]) -> Body:
 
 
 def read_json(message: Message) -> dict[str, Any]:
-    """Return the content of a control message, or say how it breaks the protocol."""
+    """Return the content of a control message; raise ProtocolError if it is not a JSON object."""
     try:
         content = json.loads(bytes(message.body.contiguous()))
-    except (ValueError, RecursionError):  # brackets nested too deep are the peer's doing, too
-        raise ProtocolError(f"{message} does not carry readable JSON.") from None
+    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
+        raise ProtocolError(f"{message} does not carry valid JSON.") from None
     if not isinstance(content, dict):
-        raise ProtocolError(f"{message} carries {type(content).__name__} where an object belongs.")
+        raise ProtocolError(f"{message} carries JSON of type {type(content).__name__}; an object is needed.")
     return content
 
 
 def chunk_count(body: Body) -> int:
-    """Return how many chunks of a tensor a body that has come holds; what is not coded is in one piece."""
+    """Return how many chunks of a tensor a received body has; one if it is not coded."""
     return len(chunk_sizes(body.shape, ITEM_BYTES[body.dtype])) if body.encoding in CODED else 1
 
 
 def tensor_bytes(message: Message) -> int:
-    """Return how many bytes of the body are the tensor, checked against what its header says.
+    """Return how many bytes of the body are the tensor; raise ProtocolError if body and header do not agree.
 
-    Behind the tensor of an ACTIVATION stand its labels, one int32 a sample.
+    The tensor of an ACTIVATION is followed by its labels, one int32 a sample.
     """
     body = message.body
     size = math.prod(body.shape) * ITEM_BYTES[body.dtype]

@@ -1,4 +1,4 @@
-"""What the server tells a device when it joins or is to go on by another plan, and what the device brings back."""
+"""What the server tells a device when it joins or gets a new plan, and the trained part that the device returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipar.wire.messages import Body, Message, json_body, read_json
 
 @dataclass(frozen=True)
 class Orders:
-    """All that a device has to know of the training: the content of WELCOME."""
+    """Everything that a device has to know about the training: the content of WELCOME."""
 
     session: int
     plan: Plan
@@ -25,14 +25,14 @@ class Orders:
     batch_statistics: bool
     keep_momentum: bool
     proximal: float = 0.0  # the weight mu of FedProx's term; 0 without one
-    #: Over a slower link than this, models travel as what has changed in them; 0: always whole.
+    #: Over a link slower than this, models are sent as their changes; 0: always whole.
     changes_below_bps: float = 0.0
-    #: C and sigma: what a round has changed is clipped to C, and covered with noise of sigma C; sigma 0: neither.
+    #: C and sigma: the update of a round is clipped to C and gets noise of sigma C; sigma 0: neither.
     clip: float = 1.0
     noise_multiplier: float = 0.0
-    #: The largest mu^2 that the training's target allows; 0 without a target.
+    #: The largest mu^2 that the training's target epsilon allows; 0 without a target.
     budget: float = 0.0
-    #: What the server has seen of this device's updates: how many, and the mu^2 that they add up to.
+    #: The updates of this device that the server knows of: their number, and the mu^2 that they add up to.
     releases: int = 0
     spent: float = 0.0
 
@@ -44,12 +44,17 @@ class Orders:
     def read(cls, message: Message) -> Orders:
         content = read_json(message)
         if {key: type(value) for key, value in content.items()} != _CONTENT:
-            raise ProtocolError("The server's welcome is not what this version of pipar takes.")
-        if min(content[key] for key in _COUNTS) < 1 or min(content["window"], content["releases"]) < 0:
-            raise ProtocolError("The server's welcome has a count below 1.")
+            raise ProtocolError(
+                "The server's welcome does not have the fields of this pipar version: install the same pipar on both."
+            )
+        for key, least in _LEAST.items():
+            if content[key] < least:
+                raise ProtocolError(f"The server's welcome has {key} = {content[key]}; it has to be at least {least}.")
         for key, what in _AMOUNTS.items():
             if not (math.isfinite(content[key]) and content[key] >= 0):
-                raise ProtocolError(f"The server's welcome has a {what} of {content[key]}, not a number from 0 on.")
+                raise ProtocolError(
+                    f"The server's welcome has a {what} of {content[key]}; it has to be a finite number of at least 0."
+                )
         if content["noise_multiplier"] > 0:
             _check_noise(content)
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
@@ -58,39 +63,39 @@ class Orders:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether a device keeps the last model that it was sent, so that its changes can be told, or clipped."""
+        """Whether a device keeps the last model that it received, to send its changes or to clip them."""
         return self.changes_below_bps > 0 or self.protects
 
     @property
     def protects(self) -> bool:
-        """Whether updates are clipped and covered with noise."""
+        """Whether updates are clipped and get noise."""
         return self.noise_multiplier > 0
 
     def sends_changes(self, rate_bps: float | None) -> bool:
-        """Return whether what has changed in a model is there sooner than all of it; None is a link without a limit."""
+        """Return whether a model arrives sooner as its changes than whole; None is a link without a limit."""
         return rate_bps is not None and rate_bps < self.changes_below_bps
 
     def changed_by(self, message: Message) -> Orders:
-        """Return the orders with the plan that a PLAN message says."""
+        """Return the orders with the plan of a PLAN message."""
         content = read_json(message)
         if {key: type(value) for key, value in content.items()} != _PLAN:
-            raise ProtocolError(f"{message} is not a plan that this version of pipar takes.")
+            raise ProtocolError(f"{message} does not have the fields of a plan of this version of pipar.")
         plan = Plan(**content)
         _check_encodings(plan)
         if not 1 <= plan.split_point <= self.layers or plan.micro_batches < 1 or plan.window < 0:
-            raise ProtocolError(f"{message} says {plan}, which a network of {self.layers} layers cannot be trained by.")
+            raise ProtocolError(f"{message} has the plan {plan}, which does not fit a network of {self.layers} layers.")
         return replace(self, plan=plan)
 
 
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
-_COUNTS = ("split_point", "micro_batches", "layers", "batch_size")
+_LEAST = {"split_point": 1, "micro_batches": 1, "layers": 1, "batch_size": 1, "window": 0, "releases": 0}
 _AMOUNTS = {
     "proximal": "proximal weight",
     "changes_below_bps": "rate for changes",
-    "clip": "norm to clip to",
-    "noise_multiplier": "multiplier of noise",
+    "clip": "clipping norm",
+    "noise_multiplier": "noise multiplier",
     "budget": "budget",
-    "spent": "sum of releases",
+    "spent": "sum of mu^2",
 }
 _CONTENT = {
     **_PLAN,
@@ -103,18 +108,24 @@ _CONTENT = {
 
 def _check_noise(content: Mapping[str, Any]) -> None:
     if content["keep_momentum"]:
-        raise ProtocolError("The server orders noise on updates and momentum that moves with layers, without any.")
+        raise ProtocolError(
+            "The server orders noise on updates and momentum that moves with layers; momentum would be sent without "
+            "noise."
+        )
     for key in ("clip", "noise_multiplier"):
         if not LEAST_SCALE <= content[key] <= LARGEST_SCALE:
             raise ProtocolError(
-                f"The server's welcome has a {_AMOUNTS[key]} of {content[key]:g}, which computes wrong."
+                f"The server's welcome has a {_AMOUNTS[key]} of {content[key]:g}; it has to be from {LEAST_SCALE:g} to "
+                f"{LARGEST_SCALE:g}."
             )
 
 
 def _check_encodings(plan: Plan) -> None:
     for encoding in (plan.up, plan.down):
         if encoding not in encodings.ALL:
-            raise ProtocolError(f"The server orders the encoding '{encoding[:40]}', which this version does not have.")
+            raise ProtocolError(
+                f"The server orders the encoding '{encoding[:40]}', which this version of pipar does not have."
+            )
 
 
 def plan_body(plan: Plan) -> Body:
@@ -129,4 +140,4 @@ class TrainedPart:
     device: str
     body: Body
     samples: int
-    state: Any = None  # what the body said, if it was decoded when it came; the body is empty then
+    state: Any = None  # the decoded body, if it was decoded on arrival; the body is empty then
