@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.browser import PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
 from support.programs import Program, address_of, place
+from support.waiting import until
 
 from pipar.dashboard.serve import served
 
@@ -45,13 +46,15 @@ def page_of(program: Program) -> str:
     return program.says(r"Live page: (http://\S+)")[1]
 
 
-def texts(seen: Seen, key: str, within_s: float, wanted: int) -> set[str]:
-    """Return the values that a number of the page has, until there are so many or the time is over."""
+def texts(seen: Seen, key: str, wanted: int) -> set[str]:
+    """Return as many values of a number of the page as are wanted; fail if it does not change."""
     found: set[str] = set()
-    deadline = time.monotonic() + within_s
-    while len(found) < wanted and time.monotonic() < deadline:
-        found |= {seen.page.inner_text(f"[data-live={key}]")} - {"–"}
-        seen.page.wait_for_timeout(50)
+
+    def has_enough() -> bool:
+        found.update({seen.page.inner_text(f"[data-live={key}]")} - {"–"})
+        return len(found) >= wanted
+
+    until(has_enough, f"{key} to have {wanted} values, not {found}")
     return found
 
 
@@ -61,24 +64,27 @@ def test_a_run_is_seen_as_it_goes_and_nothing_is_wrong_with_its_page(
     tree = training()
     tree["run"]["epochs"] = 2
     with place(tmp_path, profiles, tree) as here:
+        here.hold("run")
         run = here.run("run", "run", "train.toml", "--dashboard", "127.0.0.1:0")
         with open_page(page_of(run)) as seen:
-            seen.page.wait_for_selector("tr[data-device=pi-1][data-state=training]", timeout=60_000)
+            here.wait_until_held("run")
+            seen.page.wait_for_selector("tr[data-device=pi-1][data-state=training]")
             assert seen.page.inner_text("[data-live=epoch]") == "1 of 2"
+            here.let_go("run")
             for key in ("iteration", "loss"):
-                assert len(texts(seen, key, 30.0, wanted=2)) == 2, key
+                assert len(texts(seen, key, wanted=2)) == 2, key
             # It counts down by itself: to look for a second value would prove nothing.
-            left = texts(seen, "left", 30.0, wanted=1)
+            left = texts(seen, "left", wanted=1)
             assert re.fullmatch(r"0:[0-5]\d", *left)
-            seen.page.locator("[data-live=epoch]", has_text="2 of 2").wait_for(timeout=30_000)
+            seen.page.locator("[data-live=epoch]", has_text="2 of 2").wait_for()
             # The report may have been made once before the first epoch was over.
-            seen.page.wait_for_function("() => window.pipar.charts.has('curve-accuracy')", timeout=60_000)
+            seen.page.wait_for_function("() => window.pipar.charts.has('curve-accuracy')")
             marks = marks_of(seen)
             assert {"lanes-0", "busy-0", "curve-loss", "curve-accuracy"} <= set(marks)
             assert all(marks.values()), marks
             assert seen.violations() == []
             assert run.ends() == 0
-            seen.page.wait_for_selector(".live-badge[data-phase=over]", timeout=5_000)
+            seen.page.wait_for_selector(".live-badge[data-phase=over]")
             over_at = time.monotonic()
             can_be_hovered_and_zoomed(seen)
             seen.page.emulate_media(color_scheme="dark")
@@ -92,16 +98,17 @@ def test_a_run_is_seen_as_it_goes_and_nothing_is_wrong_with_its_page(
 
 def can_be_hovered_and_zoomed(seen: Seen) -> None:
     seen.page.mouse.move(*at_the_middle_of(seen, "lanes-0", "u"))
-    seen.page.locator("#lanes-0 .chart").get_by_text("lasts").wait_for(timeout=5_000)
+    seen.page.locator("#lanes-0 .chart").get_by_text("lasts").wait_for()
     assert zoom(seen, "lanes-0") == (0, 100)
     seen.page.get_by_role("button", name="Zoom in").click()
     assert zoom(seen, "lanes-0") == (25, 75)
 
 
-def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be_back(
+def test_a_device_that_is_killed_is_seen_to_be_away_at_once_and_to_be_back(
     tmp_path: Path, profiles: Path, open_page: Open
 ) -> None:
-    tree = training(min_devices=2, resume_window="60s")
+    # Without keepalives: only the end of the connection can tell that the device is gone.
+    tree = training(min_devices=2, resume_window="10min", keepalive="1h")
     with place(tmp_path, profiles, tree) as here:
         server = here.server("--dashboard", "127.0.0.1:0")
         address = address_of(server)
@@ -109,11 +116,9 @@ def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be
         _, second = here.device("pi-1", address), here.device("pi-2", address)
         with open_page(page_of(server)) as seen:
             here.wait_until_held("pi-2")
-            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=training]", timeout=5_000)
-            killed_at = time.monotonic()
+            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=training]")
             second.kill()  # its system ends the connection at once
-            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=away]", timeout=10_000)
-            assert time.monotonic() - killed_at < 2.0
+            seen.page.wait_for_selector("tr[data-device=pi-2][data-state=away]")
             server.says("pi-2 lost its connection")
             assert "pi-2 is away" in seen.page.inner_text(".live-said")
             assert "may reconnect for" in seen.page.inner_text("tr[data-device=pi-2] .live-note")
@@ -124,7 +129,7 @@ def test_a_device_that_is_killed_is_seen_to_be_away_within_two_seconds_and_to_be
                 "tr[data-device=pi-2]:is([data-state=joined], [data-state=training])", timeout=60_000
             )
             server.signal(signal.SIGTERM)
-            seen.page.wait_for_selector(".live-badge[data-phase=stopped]", timeout=30_000)
+            seen.page.wait_for_selector(".live-badge[data-phase=stopped]")
             assert server.ends() == 0
             assert (seen.errors, seen.astray) == ([], [])
 
@@ -135,10 +140,10 @@ def test_a_page_whose_connection_is_silent_looks_for_another_one(open_page: Open
         seen.page.on("request", lambda request: asked.append(request.url))
         seen.page.clock.install()
         seen.page.reload()
-        seen.page.locator(".live-link", has_text="Connected").wait_for(timeout=10_000)
+        seen.page.locator(".live-link", has_text="Connected").wait_for()
         before = sum(url.endswith("/events") for url in asked)
         seen.page.clock.fast_forward(30_000)
         assert sum(url.endswith("/events") for url in asked) == before, "the server speaks every ten seconds only"
-        with seen.page.expect_request("**/events", timeout=10_000):
+        with seen.page.expect_request("**/events"):
             seen.page.clock.fast_forward(60_000)
-        seen.page.locator(".live-link", has_text="Connected").wait_for(timeout=10_000)
+        seen.page.locator(".live-link", has_text="Connected").wait_for()

@@ -207,10 +207,8 @@ def test_a_browser_sees_at_once_what_is_and_soon_what_happens() -> None:
         assert watcher.next()["devices"] == []
         dashboard.observe(Joined("pi-1", 1))
         assert states_of(watcher.next()) == {"pi-1": "joined"}
-        began = time.monotonic()
         dashboard.observe(Lost("pi-1", "its link broke"))
         assert states_of(watcher.next()) == {"pi-1": "lost"}
-        assert time.monotonic() - began < 2.0
         with watching(dashboard) as late:
             assert states_of(late.next()) == {"pi-1": "lost"}
 
@@ -255,9 +253,9 @@ def make_large(dashboard: Dashboard) -> None:
         dashboard.observe(Lost(name, "x" * 3000))
 
 
-def is_cut_off(client: socket.socket, within_s: float = 10.0) -> bool:
+def is_cut_off(client: socket.socket) -> bool:
     """Return whether the other side ends a connection, whatever it has sent before."""
-    client.settimeout(within_s)
+    client.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
         while client.recv(1 << 16):
             pass
@@ -295,36 +293,37 @@ def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.Mo
     monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
     with opened() as dashboard, hanging(dashboard) as client:
         make_large(dashboard)
-        ends, deadline = select.poll(), time.monotonic() + 30
+        ends, deadline = select.poll(), time.monotonic() + PATIENCE_S
         ends.register(client, select.POLLHUP)
         while not ends.poll(2) and time.monotonic() < deadline:  # milliseconds
             dashboard.observe(Joined("a", 1))
         assert ends.poll(0)
 
 
+@pytest.mark.slow
 def test_a_browser_that_takes_a_little_at_a_time_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     html = "x" * 10_000_000  # more than the system's buffers hold
     monkeypatch.setattr(web, "_rendered", lambda: (html, "default-src 'none'"))
-    monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
+    monkeypatch.setattr(web, "READ_WITHIN_S", 2.0)
     with opened() as dashboard, hanging(dashboard, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
-        client.settimeout(10)
-        slowly_until, size = time.monotonic() + 0.6, 0
+        client.settimeout(PATIENCE_S)
+        slowly_until, size = time.monotonic() + 4.0, 0
         while said := client.recv(1 << 16):
             size += len(said)
             if time.monotonic() < slowly_until:
-                time.sleep(0.02)
+                time.sleep(0.1)
     assert size > len(html)
 
 
 def test_who_connects_and_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "REQUEST_WITHIN_S", 0.1)
+    monkeypatch.setattr(web, "REQUEST_WITHIN_S", 0.5)
     with opened() as dashboard:
         for said in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
             with hanging(dashboard, said) as client:
                 assert is_cut_off(client)
         with watching(dashboard) as watcher:  # who has asked may stay
             watcher.next()
-            time.sleep(0.3)
+            time.sleep(1.0)
             dashboard.observe(Joined("a", 1))
             assert states_of(watcher.next()) == {"a": "joined"}
 
@@ -346,17 +345,22 @@ def test_of_too_many_browsers_the_next_is_told_so() -> None:
 
 
 def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = threading.Event()
-    monkeypatch.setattr(History, "content", lambda _: hold.wait(30) and None)
+    held, release, went_on = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(_: History) -> None:
+        held.set()
+        release.wait(PATIENCE_S)
+        went_on.set()
+
+    monkeypatch.setattr(History, "content", wait)
     with opened() as dashboard:
         threading.Thread(target=lambda: ask(dashboard, "/events"), daemon=True).start()
-        time.sleep(0.2)  # the page's thread is held up by now
-        began = time.monotonic()
+        assert held.wait(PATIENCE_S)  # the page's thread is held up
         for number in range(30_000):
             dashboard.observe(Progress("a", 1, number, 1, 1.0, 1.0))
-        took_s, waiting = time.monotonic() - began, len(dashboard._inbox)
-        hold.set()
-    assert took_s < 10.0  # of thirty for which the page is held up, also on a machine that does much else
+        waiting = len(dashboard._inbox)
+        assert not went_on.is_set()
+        release.set()
     assert waiting <= 10_001
 
 
@@ -386,7 +390,7 @@ def test_of_a_page_that_has_failed_nothing_is_left(
         monkeypatch.setattr(dashboard._program, "_keep_up", None)  # of this page alone
         for _ in range(2):
             dashboard.observe(Joined("a", 1))
-            dashboard._thread.join(10)
+            dashboard._thread.join(PATIENCE_S)
             assert not dashboard._inbox
         with pytest.raises(ConnectionRefusedError):
             ask(dashboard)

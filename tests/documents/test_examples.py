@@ -29,7 +29,7 @@ EXAMPLES = ROOT / "examples"
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": sys.argv[2]}}).execute()
+nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": sys.argv[2]}}).execute()
 for cell in notebook.cells:
     for output in cell.get("outputs", []):
         print(output.get("text") or "".join(output.get("data", {}).values()))

