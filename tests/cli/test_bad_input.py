@@ -152,7 +152,7 @@ COMMANDS = [
     ("run --timing-only --set model.norm=batch --set run.batch_size=1", "device-1 would train on a single sample"),
     (
         "run --virtual --set model.norm=batch --set data.samples_per_device=[5,1,5,5]",
-        "device-2 would train on a single sample, and batch normalisation needs at least 2",
+        "device-2 would train on a single sample, but batch normalisation needs at least 2",
     ),
     ("run --virtual --set model.factory=own_models:batch_norm --set run.batch_size=1", "train on a single sample"),
     ("run --timing-only --data mnist --set data.shape=[3,64,64]", "mnist has images of (1, 28, 28)"),

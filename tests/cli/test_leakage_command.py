@@ -75,7 +75,7 @@ def test_trained_weights_are_attacked_if_they_fit_and_noise_is_told(
     with pytest.raises(SystemExit) as ended:
         main(["leakage", *words, "--model", "model.safetensors", "--set", "model.norm=batch"])
     assert ended.value.code == 2
-    assert "has the weights of another network than the configuration says" in capfd.readouterr().err
+    assert "has the weights of a network other than the configured one" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("split_points", [[5], [5, 5]])

@@ -224,7 +224,7 @@ def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Pa
     job = prepare_timing_only(with_settings(config, [f'devices.profile="{first}"']), rehearse)
     assert job is not None
     assert not job.device_profiles["device-1"].whole
-    with pytest.raises(ConfigError, match=r"has only the first 2 of 5 layers of vgg5, and a server needs all"):
+    with pytest.raises(ConfigError, match=r"has only the first 2 of 5 layers of vgg5, but a server needs all"):
         prepare_timing_only(with_settings(config, [f'server.profile="{first}"']), rehearse)
 
 
@@ -258,11 +258,11 @@ def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
     [
         (
             ["server.cores=9"],
-            "server.cores = 9 is more than i7-11850h has: it computes 8 stages at once. ",
+            "server.cores = 9 is more than i7-11850h has: it runs 8 stages at once. ",
         ),
         (
             ["server.profile=raspberry-pi-3b", "server.cores=4"],
-            "server.cores = 4 is more than raspberry-pi-3b has: it computes one stage at a time, with all of",
+            "server.cores = 4 is more than raspberry-pi-3b has: it runs one stage at a time, with all of",
         ),
     ],
 )

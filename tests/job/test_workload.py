@@ -225,7 +225,7 @@ def test_a_list_of_datasets_is_in_the_order_of_the_configuration() -> None:
 def test_samples_of_another_shape_or_with_too_high_a_label_are_refused() -> None:
     with pytest.raises(DataError, match=r"the data of device-2 has samples of shape \(9,\), but those of device-1"):
         own_workload([dataset(5), dataset(5, inputs=9)], devices=[{"count": 2}]).check_samples()
-    with pytest.raises(DataError, match="the data of device-1 has label 2, but labels end at 1"):
+    with pytest.raises(DataError, match="the data of device-1 has label 2, but the highest label is 1"):
         own_workload([dataset(5)], devices=[{}], data={"classes": 2}).check_samples()
 
 
@@ -248,5 +248,5 @@ def test_held_out_sets_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match=r"the validation set has samples of shape \(8,\)"):
         flat.held_out("validation")
     images = TensorDataset(torch.zeros(12, 1, 4, 4), torch.arange(12))
-    with pytest.raises(DataError, match="the test set has label 11, but labels end at 9"):
+    with pytest.raises(DataError, match="the test set has label 11, but the highest label is 9"):
         Workload(config, UserObjects.of(config, None, None, None, images)).held_out("test")

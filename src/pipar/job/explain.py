@@ -1,4 +1,4 @@
-"""Why these plans: what the choice takes, what came next, what the paper's estimate and a full search say."""
+"""Why these plans were chosen: the runners-up, the paper's estimate, and the best of an exhaustive search."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from pipar.planner.exhaustive import ExhaustiveResult, search_all
 from pipar.planner.fleet import Fleet, Member, plans_by_device, plans_from_sample
 from pipar.planner.timing import Simulate, epoch_timing
 
-#: A full search of several kinds of devices tries the finest of these grids of N that has few enough combinations.
+#: For several kinds of devices, an exhaustive search tries the finest of these grids of N that is within the limit.
 _GRIDS = (
     (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100),
     (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 50, 100),
     (1, 2, 4, 8, 16, 32),
     (1, 4, 16),
 )
-#: At a few milliseconds each, minutes; most are ruled out by their bounds.
+#: Minutes, at a few milliseconds each; most are ruled out by their bounds.
 _MOST_COMBINATIONS = 100_000
 
 
 def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: Observer = ignore) -> Explanation:
-    """Return a job's choice of plans and what speaks for it; `exhaustive` also tries all others."""
+    """Return the chosen plans of a job and why they were chosen; `exhaustive` also tries all others."""
     started = time.monotonic()
     fleet, simulate = job.fleet(), simulation(job, rehearse)
     sample = fleet.sampled()
-    grid = _grid(_evened(sample)) if exhaustive else None  # before anything takes time
+    grid = _grid(_evened(sample)) if exhaustive else None  # raises before the search takes time
     choice = search_job_plans(job, fleet, rehearse, observe=observe)
     seconds = time.monotonic() - started
 
@@ -65,7 +65,7 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
         return explanation
     started = time.monotonic()
     best, found = _search(fleet, simulate, grid, timed, observe)
-    # Beside a grid of N there may be better ones that the choice has come across.
+    # The search may have found plans outside the grid that are better than all on it.
     tried = (found, chosen, other, *explanation.runners_up)
     searched = ExhaustiveSearch(
         best=min(tried, key=lambda option: option.epoch_s),
@@ -79,9 +79,9 @@ def explain(job: Job, rehearse: Rehearse, *, exhaustive: bool = False, observe: 
 
 
 def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe: Observer) -> tuple[LinkState, ...]:
-    """Return what a training would do at each place of the links' cycles; nothing if no link changes.
+    """Return the plans at each position of the links' cycles; nothing if no link changes.
 
-    Cycles of different lengths or times do not stay together as they are here, which is how they begin.
+    All cycles are taken at the same position, as at the start; cycles of different lengths or periods drift apart.
     """
     place = {name: number for number, name in enumerate(device_names(job.config))}
     members = sorted(fleet.members, key=lambda member: place[member.name])
@@ -97,7 +97,7 @@ def _states(job: Job, fleet: Fleet, chosen: Option, simulate: Simulate, observe:
 
 
 def _leakage_limit_cost(job: Job, rehearse: Rehearse, chosen: Option, observe: Observer) -> LeakageLimitCost | None:
-    """Return what the limit on leakage costs; None without one."""
+    """Return the effect of the limit on leakage; None without a limit."""
     most = job.config.privacy.max_leakage
     if most is None:
         return None
@@ -117,7 +117,7 @@ def _at(link: Link, number: int) -> Link:
 
 
 def _replanned(job: Job, fleet: Fleet, plans: Plans, simulate: Simulate) -> Option:
-    """Return the plans that a training has behind such a change: new ones if it may choose and they are better."""
+    """Return the plans of a training after such a change: new ones if it may change them and they are better."""
     if job.method.shares_server_model:
         plans = reencoded(fleet, plans) if job.can_replan else plans
     elif job.can_replan:
@@ -151,15 +151,15 @@ def _search(
 
 
 def _likeness(member: Member, fleet: Fleet) -> tuple[object, ...]:
-    """Return what makes a device's kind, but for the size of its last batch."""
+    """Return a key that is equal for devices that differ only in the size of their last batch."""
     return (replace(member, samples=0).kind, fleet.iterations(member.samples))
 
 
 def _evened(fleet: Fleet) -> Fleet:
-    """Return the fleet with as many samples for each of its devices that are alike but for their last batch.
+    """Return the fleet with equal numbers of samples for devices that differ only in the size of their last batch.
 
-    Samples dealt out evenly are often one more for some devices: that makes no other plan for them, but a search of all
-    combinations.
+    A dataset divided evenly often gives some devices one sample more. That does not change their plans, but it makes
+    them another kind of device, and the search one of all combinations.
     """
     most: dict[tuple[object, ...], int] = {}
     for member in fleet.members:
@@ -170,7 +170,7 @@ def _evened(fleet: Fleet) -> Fleet:
 
 
 def _grid(fleet: Fleet) -> tuple[int, ...] | None:
-    """Return the N to try: None for all of them, if that is not too many combinations of several kinds of devices."""
+    """Return the N to try; None for all of them, if the kinds of devices have few enough combinations."""
     options = [[option.plan.micro_batches for option in candidates(fleet, kind[0])] for kind in fleet.device_kinds()]
     if len(options) == 1 or fleet.method.shares_server_model:
         return None
@@ -179,13 +179,13 @@ def _grid(fleet: Fleet) -> tuple[int, ...] | None:
         if count <= _MOST_COMBINATIONS:
             return grid
     raise InputError(
-        f"--exhaustive would try {count:,} combinations of {len(options)} kinds of devices, more than "
-        f"{_MOST_COMBINATIONS:,}: give fewer kinds (as many samples for each device, for example), or a split point."
+        f"--exhaustive would try {count:,} combinations of {len(options)} kinds of devices, more than the maximum of "
+        f"{_MOST_COMBINATIONS:,}: use fewer kinds (for example, the same samples per device), or give a split point."
     )
 
 
 def _best_in_common(fleet: Fleet, simulate: Simulate, progress: Callable[[int, int], None]) -> ExhaustiveResult:
-    """Return the best plans with one split point, that of the shared server-side model."""
+    """Return the best plans with one common split point, that of the shared server-side model."""
     found, every = [], plans_in_common(fleet)
     for number, by_kind in enumerate(every, start=1):
         found.append((simulate(fleet, plans_by_device(fleet, by_kind), None).epoch_s, by_kind))

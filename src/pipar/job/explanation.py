@@ -23,7 +23,7 @@ Plans = Mapping[str, Plan]
 
 @dataclass(frozen=True)
 class Option:
-    """Plans of all devices, and the seconds of an epoch by them."""
+    """Plans of all devices, and the duration of an epoch with them."""
 
     plans: Plans
     epoch_s: float
@@ -31,19 +31,19 @@ class Option:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices that are alike and have one plan; `machine` is whose profile they have, None for this machine's."""
+    """Equal devices with the same plan; `machine` is the name of their profile, None for this machine's."""
 
     devices: tuple[Member, ...]
     machine: str | None
     plan: Plan
-    predicted_s: float  # until the last of them has ended its last iteration
+    predicted_s: float  # when the last of them ends its last iteration
     needed_bytes: int
-    utilisation: Mapping[str, float]  # busy shares of the epoch, of a device's own lanes and of all cores
-    shares: tuple[float, float] = (1.0, 1.0)  # that the encodings leave of the bytes up and down
+    utilisation: Mapping[str, float]  # busy share of the epoch, of a device's own lanes and of all cores
+    shares: tuple[float, float] = (1.0, 1.0)  # of the bytes up and down, with the plan's encodings
 
     @property
     def bottleneck(self) -> str:
-        """The busiest lane that these devices have to do with."""
+        """The busiest lane that these devices use."""
         return max(LANES, key=lambda lane: self.utilisation[lane])
 
     @property
@@ -72,7 +72,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a device's lanes, and the cores that work for it, do in one iteration, or in a whole epoch."""
+    """What a device's lanes, and the cores that serve it, do in one iteration or in a whole epoch."""
 
     device: str
     spans: Sequence[Span]
@@ -81,15 +81,15 @@ class Timeline:
 
 @dataclass(frozen=True)
 class LinkState:
-    """Links that change, when each is at the same place of its cycle, and the plans of a training at that time."""
+    """The changing links at one position of their cycles, and the plans of a training at that position."""
 
-    links: tuple[Link, ...]  # in the order of the configuration, equal ones once
+    links: tuple[Link, ...]  # in the order of the configuration, without duplicates
     chosen: Option
 
 
 @dataclass(frozen=True)
 class ExhaustiveSearch:
-    """What a full search found. `grid` are the N that it tried, None for all."""
+    """The result of an exhaustive search. `grid` are the N that it tried, None for all."""
 
     best: Option
     chosen_epoch_s: float
@@ -106,28 +106,28 @@ class ExhaustiveSearch:
 
 @dataclass(frozen=True)
 class LeakageLimitCost:
-    """What `privacy.max_leakage` does to a choice: the split points that it rules out, with what they leak."""
+    """The effect of `privacy.max_leakage`: the split points that it rules out, with their leakage."""
 
     most: float
     ruled_out: Mapping[int, float]
-    without: Option  # what would have been chosen without it
-    guess: float | None = None  # what is rebuilt without any activation
+    without: Option  # the choice without the limit
+    guess: float | None = None  # similarity of a reconstruction without any activation
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A job's plans and what speaks for them. Times are of whole epochs, simulated."""
+    """The plans of a job and why they were chosen. Times are of whole simulated epochs."""
 
     job: Job
     fleet: Fleet
     chosen: Option
     timing: Timing
     runners_up: tuple[Option, ...]
-    other: Option  # what the other estimate would have chosen
+    other: Option  # the choice of the other estimate
     simulations: int
     seconds: float
     exhaustive: ExhaustiveSearch | None = None
-    states: tuple[LinkState, ...] = ()  # of links that change; all else here is about the first of them
+    states: tuple[LinkState, ...] = ()  # of changing links; all other fields describe the first one
     leakage_limit: LeakageLimitCost | None = None
 
     @property
@@ -141,7 +141,7 @@ class Explanation:
 
     @cached_property
     def predicted_s(self) -> dict[str, float]:
-        """When each device will have ended its last iteration; of many devices some stand for all of their kind."""
+        """When each device ends its last iteration; devices that were not simulated have the last end of their kind."""
         known = self.timing.device_s
         slowest = [
             max(known[member.name] for member in kind if member.name in known) for kind in self.fleet.device_kinds()
@@ -153,7 +153,7 @@ class Explanation:
         }
 
     def rows(self, plans: Plans | None = None) -> list[DeviceGroup]:
-        """Return the devices, those together that are alike and have one plan, in the configuration's order."""
+        """Return the devices in groups of equal ones with the same plan, in the configuration's order."""
         plans = self.chosen.plans if plans is None else plans
         together: dict[tuple[object, ...], list[Member]] = {}
         place = {name: number for number, name in enumerate(device_names(self.job.config))}
@@ -172,15 +172,15 @@ class Explanation:
         return DeviceGroup(members, machine, plan, ended_s, needed, self._utilisation(members, plan), shares)
 
     def _utilisation(self, members: tuple[Member, ...], plan: Plan) -> dict[str, float]:
-        """Return how busy the lanes of the one with most data are; the server's cores are everybody's."""
+        """Return the busy shares of the lanes of the device with the most data; the server's cores serve all."""
         busiest = max(members, key=lambda member: member.samples)
         own = {lane: s / self.timing.epoch_s for lane, s in lane_s(self.fleet, busiest, plan).items()}
         return {lane: own.get(lane, self.utilisation[lane]) for lane in LANES}
 
     def timeline(self) -> Timeline | None:
-        """Return one iteration of the device that ends last; None if nothing forecasts the method's.
+        """Return one iteration of the device that ends last; None for methods that the simulator does not cover.
 
-        Of P = Q, which uses the links and the server for nothing but the models, it is the epoch with their exchange.
+        With P = Q, where only models use the links, it is the whole epoch including the exchange of models.
         """
         if self.job.method.shares_server_model:
             return None
@@ -191,7 +191,7 @@ class Explanation:
         return Timeline(slowest, timeline(fleet, plans, slowest, iterations=1), whole_epoch=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `pipar plan --json` prints."""
+        """Return the document that `pipar plan --json` prints."""
         other = "paper" if self.estimate == "simulation" else "simulation"
         document = {
             "method": self.job.method.name,

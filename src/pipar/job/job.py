@@ -1,4 +1,4 @@
-"""A training with every choice made: plans, profiles, sizes. What both worlds start from."""
+"""A training with every choice made: plans, profiles, sizes. Real and virtual runs start from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipar.profiling.profile import Profile
 from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
 
-#: Above so many devices, `trace = "auto"` keeps the spans of a sample of them only.
+#: With more devices than this, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
 _SAMPLED_DEVICES = 20
 
@@ -46,9 +46,9 @@ class Job:
     plans: Mapping[str, Plan]
     dataset: str
     model: str
-    real_links: bool = False  # between machines, whatever else is emulated on them
-    leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, and how much
-    leakage_guess: float | None = None  # what is rebuilt without any activation, where leakage was measured
+    real_links: bool = False  # between machines, with or without emulation
+    leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, with their leakage
+    leakage_guess: float | None = None  # similarity of a reconstruction without any activation, if measured
     sample_bytes: int = 0  # of one sample's input
 
     @property
@@ -73,11 +73,11 @@ class Job:
 
     @cached_property
     def update_noise(self) -> UpdateNoise | None:
-        """How updates are protected, with the noise that was chosen; None without noise on them."""
+        """How updates are protected, with the chosen noise; None if updates have no noise."""
         return choose_noise(self.config)
 
     def guard(self) -> PrivacyGuard:
-        """Return what one device of this machine lets be sent of it; its noise can be repeated, as all else here."""
+        """Return the privacy limits of one device on this machine; its noise depends on the seed of the run."""
         noise = self.update_noise
         return PrivacyGuard(self.config.run.seed, PrivacyLimits(budget=math.inf if noise is None else noise.budget))
 
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def equivalence(self) -> str:
-        """ "exact" if the method trains the very weights that plain training would, whatever P and N."""
+        """How the weights compare to plain training: "exact" (equal for every P and N), "statistical" or "lossy"."""
         if any({plan.up, plan.down} & set(LOSSY) for plan in self.plans.values()):
             return "lossy"
         cut = any(plan.micro_batches > 1 for plan in self.plans.values())
@@ -95,22 +95,22 @@ class Job:
 
     @property
     def can_replan(self) -> bool:
-        """Whether a device can be given another plan between two rounds.
+        """Whether devices can get new plans between two rounds.
 
-        Where devices share one server-side model, only its encodings can change; in federated learning there is nothing
-        to choose.
+        If devices share one server-side model, only encodings can change. In federated learning there is nothing to
+        choose.
         """
         may_change = not self.method.shares_server_model or self.config.wire.encoding == "auto"
         return self.config.plan.replan and self.method.splits and may_change
 
     def resolved_config(self) -> Config:
-        """Return the configuration with the plans that were chosen: run again, it trains by the same ones."""
+        """Return the configuration with the chosen plans, so that running it again uses the same ones."""
         names, groups, at = device_names(self.config), [], 0
-        if not set(names) <= set(self.plans):  # who takes part is not known before the devices come
+        if not set(names) <= set(self.plans):  # in a deployment, before its devices have joined
             return self.config
         for group in self.config.devices:
             here = names[at : at + group.count]
-            # Devices of a group differ in their data only; if that gives them other plans, each is a group of its own.
+            # Devices of a group differ only in their data. If their plans differ, each becomes a group of its own.
             alike = len({self.plans[name] for name in here}) == 1
             for name in here[:1] if alike else here:
                 plan = self.plans[name]
@@ -121,7 +121,7 @@ class Job:
         return self.config.model_copy(update={"devices": tuple(groups)})
 
     def orders(self) -> dict[str, Orders]:
-        """Return what each device is told when it joins."""
+        """Return the orders that each device gets when it joins."""
         config, fleet, terms = self.config, self.fleet(), self.update_noise
         return {
             member.name: Orders(
@@ -130,7 +130,7 @@ class Job:
                 layers=self.layers,
                 batch_size=config.run.batch_size,
                 batch_statistics=self.batch_statistics,
-                # Split learning hands weights on to another device: their momentum stays behind.
+                # Split learning passes the weights on to another device, without their momentum.
                 keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
                 proximal=config.server.proximal,
                 changes_below_bps=fleet.changes_below_bps(member) if fleet.keeps_base(member) else 0.0,
@@ -142,7 +142,7 @@ class Job:
         }
 
     def fleet(self) -> Fleet:
-        """Return what there is to plan for."""
+        """Return the fleet to plan for."""
         costs, window = shared_costs(merge=True), self._given_window
         members = tuple(
             Member(
@@ -174,7 +174,7 @@ class Job:
 
     @property
     def noised_bytes(self) -> int:
-        """The bytes of one sample to which a device adds noise when it loads it."""
+        """The bytes of one sample's input, if devices add noise to inputs, else 0."""
         return self.sample_bytes if self.config.privacy.pixel_scale else 0
 
     @property
@@ -186,7 +186,7 @@ class Job:
         return Costs(self.server_profile, self.config.server.speed)
 
     def bounds(self) -> Bounds:
-        """Return the profiled compute of one epoch."""
+        """Return the profiled compute times of one epoch."""
         server = self.server_costs()
         costs = shared_costs()
         device_s, server_s = {}, 0.0
@@ -202,7 +202,7 @@ class Job:
         return set(cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics))
 
     def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
-        """Return the seconds of forwards and backwards of one device's epoch, on one side of the cut."""
+        """Return the seconds of forward and backward passes of one device's epoch, on one side of the cut."""
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
         if first > last:
             return 0.0
@@ -226,16 +226,16 @@ class Job:
 
 
 def shared_costs(*, merge: bool = False) -> Callable[[Profile, float], Costs]:
-    """Return a maker of cost models that gives equal devices the same one, so that they remember together.
+    """Return a factory of cost models that gives equal devices the same one, so that they share its cache.
 
-    No two measurements of equal boards are equal: to plan for them as one kind, `merge` takes those that hardly differ
-    for the first of them.
+    Two measurements of equal boards always differ a little. With `merge`, profiles that hardly differ count as equal,
+    so that these boards are planned as one kind.
     """
     known: dict[tuple[int, float], Costs] = {}
     different: list[Costs] = []
 
     def make(profile: Profile, speed: float) -> Costs:
-        # Mostly the same object; comparing all layers of ten thousand devices would take a while.
+        # By identity first: comparing all layers for ten thousand devices would be slow.
         key = (id(profile), speed)
         if key not in known:
             same = (c for c in different if c.speed == speed and _are_same(c.profile, profile, merge))

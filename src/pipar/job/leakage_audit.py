@@ -1,4 +1,4 @@
-"""From a configuration to a table of what its cuts give away: whose samples are attacked, with which weights."""
+"""From a configuration to a table of what its cuts reveal: attacks on samples of the first device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pipar.leakage.attacks import Attack
 from pipar.leakage.measures import MIN_COMPARED, CutMeasurements, Progress, Samples, measure_cuts
 from pipar.leakage.table import LeakageTable, Subject
 
-#: The distance correlation is of so many samples of a device: more take longer and change little.
+#: Samples of a device for the distance correlation: more take longer and change little.
 _COMPARED = 256
-#: Other samples that an attacker has, at most.
+#: Maximum number of other samples that an attacker has.
 _OTHERS = 5000
 
 
 @dataclass(frozen=True)
 class AuditResult:
-    """A table, and the pictures that belong to it: the originals, and what each attack has made of them."""
+    """A table of leakage with its images: the originals and the reconstructions of each attack."""
 
     table: LeakageTable
     originals: Tensor  # from 0 to 1
@@ -44,9 +44,9 @@ def audit_leakage(
     images: int = 16,
     progress: Progress = lambda _, __: None,
 ) -> AuditResult:
-    """Return what the cuts of a workload's network give away of the first device's samples.
+    """Return what the cuts of a workload's network reveal of the first device's samples.
 
-    The network has its first weights, or those of a file. P = Q, where no activations leave, is not measured.
+    The network has its initial weights, or those from a file. P = Q is not measured: no activations leave a device.
     """
     config, model = workload.config, workload.checked_model()
     layers = tuple(model._modules)
@@ -76,32 +76,37 @@ def audit_leakage(
 
 
 def checked_cuts(split_points: Sequence[int] | None, layers: int, model: str) -> list[int]:
-    """Return the split points to measure, in order: those given, or all; without P = Q, where no activations leave."""
+    """Return the split points to measure in ascending order: those given, or all; without P = Q."""
     wrong = [p for p in split_points or () if not 1 <= p <= layers]
     if wrong:
-        raise PlanError(f"split point {wrong[0]} is outside 1..{layers}: {model} has {layers} layers.")
+        raise PlanError(
+            f"split point {wrong[0]} is outside 1..{layers}: {model} has {layers} layers. Give split points from 1 to "
+            f"{layers - 1}."
+        )
     cuts = [p for p in sorted(set(split_points or range(1, layers))) if p < layers]
     if not cuts:
         raise PlanError(
-            f"At P = {layers}, behind the last layer of {model}, no activations leave, so there is nothing to attack: "
-            f"give split points below {layers}."
+            f"At P = {layers}, after the last layer of {model}, no activations leave the device, so nothing can be "
+            f"attacked: give split points below {layers}."
         )
     return cuts
 
 
 def load_weights(model: nn.Sequential, file: Path) -> str:
-    """Put a run's weights into the model; return which they are, in words."""
+    """Load a run's weights into the model; return a description of them."""
     try:
         content = file.read_bytes()
         state = safetensors.torch.load(content)
     except OSError as error:
-        raise InputError(f"Cannot read the weights {file}: {error.strerror}.") from None
+        raise InputError(
+            f"Cannot read the weights {file}: {error.strerror}. Give the model.safetensors of a run."
+        ) from None
     except (SafetensorError, ValueError):
         raise InputError(f"{file} is not a safetensors file: give the model.safetensors of a run.") from None
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if own != {name: tuple(value.shape) for name, value in state.items()}:
         raise InputError(
-            f"{file} has the weights of another network than the configuration says: give the run's own configuration, "
+            f"{file} has the weights of a network other than the configured one: give the run's own configuration, "
             f"{file.parent / 'config.toml'}."
         )
     model.load_state_dict(state)
@@ -112,11 +117,12 @@ def load_weights(model: nn.Sequential, file: Path) -> str:
 
 
 def samples_of(workload: Workload, images: int) -> Samples:
-    """Return samples of the first device to attack, and others: the held-out ones, which a server has, too."""
+    """Return samples of the first device to attack, and held-out samples as the attacker's own."""
     shard = workload.shard(workload.names[0])
     if len(shard) < MIN_COMPARED:
         raise DataError(
-            f"{workload.names[0]} has {len(shard)} samples, but at least {MIN_COMPARED} are needed to be compared."
+            f"{workload.names[0]} has {len(shard)} samples, but at least {MIN_COMPARED} are needed to compare "
+            "them: give it more."
         )
     order = random_streams.generator(workload.config.run.seed, "leakage", "attacked").permutation(len(shard))
     own = shard.images.take(shard.indices[order[:_COMPARED]])
@@ -134,14 +140,14 @@ def _others(workload: Workload) -> Tensor:
             found.append(held.normalised(held.images[:left], workload.dtype))
     if not sum(map(len, found)):
         raise DataError(
-            "An attacker needs other samples than those of the devices, and there are no held-out ones: give "
-            "data.validation or data.test."
+            "An attacker needs samples that no device has, and there are no held-out ones: give data.validation or "
+            "data.test."
         )
     return torch.cat(found)
 
 
 def _range(images: Images, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what stands for black and for white: of bytes by their normalisation, of other numbers what occurs."""
+    """Return the values of black and white: of bytes after normalisation, of other numbers the lowest and highest."""
     if images.images.dtype == torch.uint8:
         channels, *sides = images.shape
         ends = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, *[1] * len(sides))

@@ -20,7 +20,7 @@ from pipar.wire.orders import Orders
 
 
 def make_learner(job: Job, workload: Workload) -> TorchLearner:
-    """Return the server's mathematics, with the first weights."""
+    """Return the server's learner, with the initial weights."""
     settings = LearnerSettings(
         workload.optimizer(),
         workload.classes,
@@ -34,7 +34,7 @@ def make_learner(job: Job, workload: Workload) -> TorchLearner:
 
 
 def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDevicePart]:
-    """Return what builds a device's part when its plan is known; the weights come from the server."""
+    """Return a function that builds a device's part from its orders; the weights come from the server."""
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
@@ -51,24 +51,24 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
 
 
 def seed_dropout(seed: int, owner: str) -> None:
-    """Seed the generator that dropout draws from, torch's default one, for one device or the server."""
+    """Seed torch's default generator, which dropout draws from, for one device or the server."""
     torch.default_generator.manual_seed(int(random_streams.generator(seed, "dropout", owner).integers(2**63)))
 
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """Make the mathematics depend on the seed alone; the caller's threads and random numbers are left as they were."""
+    """Make the mathematics depend on the seed only; the caller's thread count and random state are restored."""
     with one_thread(), torch.random.fork_rng(devices=[]):
-        seed_dropout(seed, "everyone")  # devices and server take turns at one generator, always the same ones
+        seed_dropout(seed, "everyone")  # devices and server share one generator, in an order that virtual time fixes
         yield
 
 
 def measure_test_accuracy(
     learner: TorchLearner, workload: Workload, stopped: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """Return the share of the test set that the global model answers right.
+    """Return the share of the test set that the global model classifies correctly.
 
-    None if there is no test set, or if `stopped` before all of it was answered.
+    None if there is no test set, or if `stopped` returns True before the end.
     """
     batches, correct = workload.held_out_batches("test"), 0
     evaluate = learner.evaluator()

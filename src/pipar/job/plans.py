@@ -1,4 +1,4 @@
-"""A job's plans: which simulation the planner asks, and what it is asked for."""
+"""The plans of a job: as configured, by the paper's estimate, or by a search with simulations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipar.planner.search import SearchResult, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
 
-#: Returns the timing of a job's first iterations by running its programs in virtual time, without the mathematics.
+#: Returns the timing of a job's first iterations, or of a whole epoch, by a timing-only run of its programs.
 Rehearse = Callable[[Job, int | None], Timing]
-#: The search ends long before in most cases; a display needs something to count towards.
+#: For the progress bar. Most searches end long before this number.
 _USUAL_SIMULATIONS = 60
 
 
 def with_plans(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> Job:
-    """Return the job with every device's plan: as configured, or chosen where it says "auto"."""
+    """Return the job with every device's plan: as configured, or chosen where the configuration says "auto"."""
     return replace(job, plans=make_plans(job, rehearse, observe))
 
 
@@ -44,7 +44,7 @@ def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
     chosen = {name: plan for name, (plan, _) in estimate_plans(fleet).items()}
     if not job.method.shares_server_model:
         return chosen
-    # One server-side model can be cut in one place only: the earliest, unless another one was given.
+    # One server-side model has one cut: the given one, or the earliest of those chosen.
     asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
     _check_common(asked)
     common = min(asked or {plan.split_point for plan in chosen.values()})
@@ -52,11 +52,11 @@ def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
 
 
 def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
-    """Return the plans if there is nothing to choose."""
+    """Return the plans if the configuration leaves nothing to choose, else None."""
     only = []
     for kind in fleet.device_kinds():
         options = allowed_plans(fleet, kind[0])
-        if len(options) > 1:  # of a hundred kinds, all options would take longer than the choice
+        if len(options) > 1:  # listing the options of a hundred kinds would take longer than the search
             return None
         only += options
     by_kind = tuple(only)
@@ -88,14 +88,14 @@ def search_job_plans(
 
 
 def simulation(job: Job, rehearse: Rehearse) -> Simulate:
-    """Return what runs plans: the quick simulation where it knows the method, else the virtual world itself."""
+    """Return a function that times plans: the planner's simulator if it covers the method, else a timing-only run."""
     if job.method.shares_server_model:
         return lambda fleet, plans, iterations: rehearse(_with_fleet(job, fleet, plans), iterations)
     return simulate
 
 
 def _with_fleet(job: Job, fleet: Fleet, plans: Mapping[str, Plan]) -> Job:
-    """Return the job of these devices only, with their links and speeds and the server's as the fleet has them."""
+    """Return the job with only the devices of a fleet, and with the fleet's links and speeds."""
     members = {member.name: member for member in fleet.members}
     here = [spec for spec in job.specs if spec.name in members]
     server = job.config.server.model_copy(update={"cores": fleet.cores, "speed": fleet.server.speed})

@@ -1,4 +1,4 @@
-"""From a configuration to a job: data counted, network checked, profiles found or measured, plans made."""
+"""From a configuration to a job: counts the data, checks the network, finds or measures profiles, makes plans."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore) -> Job:
-    """Return the job of a workload; everything that can be wrong with it is found here, before anything starts."""
-    choose_noise(workload.config)  # what is wrong with a budget is found before anything is measured
+    """Return the job of a workload; raise for everything that can be wrong with it, before a process starts."""
+    choose_noise(workload.config)  # raises on a wrong privacy budget, before the network is measured
     return with_plans(unplanned_job(workload, observe), rehearse, observe)
 
 
 def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = ignore) -> Job | None:
-    """Return the job of a timing-only run, from counts and a profile; None for factories, which must be looked at.
+    """Return the job of a timing-only run from counts and a profile; None for factories, which have to be called.
 
     The dataset need not be on this machine. Torch is imported only if the network was never profiled here.
     """
@@ -55,6 +55,7 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
 
 def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
+    # Import torch, which a timing-only run does without.
     from pipar.nn.models import uses_batch_statistics, uses_dropout
     from pipar.nn.named_aggregators import make_aggregator
 
@@ -64,7 +65,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
     _check_patience(workload)
-    # Thrown away: a user's own may be wrong in ways that only building it shows.
+    # Only to check it: building a user's own aggregator may raise.
     make_aggregator(workload.config.server.aggregator, workload.config.server.aggregation)
     profiles = NetworkProfiles(
         workload.config,
@@ -102,8 +103,8 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
-    """Return each device's number of samples, as far as the dataset's published size allows."""
-    from pipar.data.partition import device_sizes  # brings numpy, which `pipar --help` has no time for
+    """Return each device's number of samples, from the published size of the dataset."""
+    from pipar.data.partition import device_sizes  # imports numpy, without which commands start faster
 
     data = config.data
     request = Request(validation=data.validation, test=data.test, classes=data.classes, shape=data.image_shape)
@@ -114,31 +115,34 @@ def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
     sizes = device_sizes(config, available)
     if sum(sizes.values()) > available:
         raise DataError(
-            f"{sum(sizes.values())} samples are asked for, but {info.name} has {available}: "
-            "give fewer samples_per_device or fewer devices."
+            f"{sum(sizes.values())} samples are asked for, but {info.name} has {available}: give a smaller "
+            "data.samples_per_device, or fewer devices."
         )
     return sizes
 
 
 def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
-    """Raise one sentence about the first device that has nothing to train on, or batches without statistics."""
+    """Raise DataError if a device has no samples, or a batch too small for batch normalisation."""
     for name, size in sizes.items():
         if size == 0:
-            raise DataError(f"{name} has no samples: give every device at least one, or fewer devices.")
+            raise DataError(f"{name} has 0 samples, but needs at least 1: give it more data, or use fewer devices.")
         if batch_statistics and 1 in count_batches(size, config.run.batch_size, batch_statistics=True):
             raise DataError(
-                f"{name} would train on a single sample, and batch normalisation needs at least 2: give a larger "
-                "run.batch_size or more samples, or another normalisation."
+                f"{name} would train on a single sample, but batch normalisation needs at least 2: give a larger "
+                "run.batch_size, more samples, or another model.norm."
             )
 
 
 def _check_patience(workload: Workload) -> None:
     if workload.config.run.patience is not None and workload.held_out("validation") is None:
-        raise ConfigError("run.patience needs a validation set, and there is none: give one, or leave patience out.")
+        patience = workload.config.run.patience
+        raise ConfigError(
+            f"run.patience = {patience} needs a validation set, and there is none: give one, or unset run.patience."
+        )
 
 
 def check_given_plans(config: Config, layers: int, model: str) -> None:
-    """Raise PlanError if a given P or N fits no method: before anything is measured, or trained by another method."""
+    """Raise PlanError if a given P or N fits no method, before the network is measured."""
     for p, n in {(spec.split_point, spec.micro_batches) for spec in device_specs(config)}:
         check_given(METHODS["pipar"], p, n, layers=layers, batch_size=config.run.batch_size, model=model)
 
@@ -160,7 +164,7 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
         device_profiles=devices,
         batch_statistics=profiles.batch_statistics,
         dropout=False,
-        plans={},  # when all else is known
+        plans={},  # chosen later
         dataset=subject.dataset,
         model=profiles.model,
         leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
@@ -170,29 +174,29 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
 
 
 def sample_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Return the bytes of one sample's input as it is trained on."""
+    """Return the bytes of one sample's input during training."""
     return math.prod(shape) * item_bytes(dtype)
 
 
 def device_memory(spec: DeviceSpec) -> int | None:
-    """Return the bytes that a device's process may use: as configured, else its named machine's; None is no limit."""
+    """Return the bytes that a device's process may use: as configured, or of its named machine; None for no limit."""
     machine = MACHINES.get(spec.profile or "")
     return machine.memory_bytes if spec.memory_bytes is None and machine is not None else spec.memory_bytes
 
 
 def _check_cores(config: Config) -> None:
-    """Raise if a named machine is to serve more stages at once than it computes: each would be as fast as alone."""
+    """Raise ConfigError if server.cores exceeds the cores of a named machine, whose profile has no more."""
     machine, cores = MACHINES.get(config.server.profile or ""), config.server.cores
     if machine is not None and cores is not None and cores > machine.cores:
-        once = "one stage at a time, with all of its cores" if machine.cores == 1 else f"{machine.cores} stages at once"
+        runs = "one stage at a time, with all of its cores" if machine.cores == 1 else f"{machine.cores} stages at once"
         raise ConfigError(
-            f"server.cores = {cores} is more than {machine.name} has: it computes {once}. Give at most "
-            f"{machine.cores}, leave server.cores out, or take a profile that 'pipar profile' wrote on your machine."
+            f"server.cores = {cores} is more than {machine.name} has: it runs {runs}. Give at most {machine.cores}, "
+            "leave server.cores out, or use a profile that 'pipar profile' wrote on your machine."
         )
 
 
 def _with_cores(config: Config) -> Config:
-    """Return the configuration with the cores of a named server, if it does not say how many."""
+    """Return the configuration with the cores of a named server machine, if server.cores is not set."""
     machine = MACHINES.get(config.server.profile or "")
     if machine is None or config.server.cores is not None:
         return config
@@ -200,7 +204,7 @@ def _with_cores(config: Config) -> Config:
 
 
 def with_profile(config: Config, profile: str) -> Config:
-    """Return the configuration with this profile for the server and all devices that have none of their own."""
+    """Return the configuration with this profile for the server and all devices that have none."""
     server = config.server if config.server.profile else config.server.model_copy(update={"profile": profile})
     devices = tuple(
         group if group.profile else group.model_copy(update={"profile": profile}) for group in config.devices
@@ -209,8 +213,9 @@ def with_profile(config: Config, profile: str) -> Config:
 
 
 def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
-    """Return the job of a configuration, as the training itself would; torch is needed if something must be measured
-    or a factory called.
+    """Return the job of a configuration before its plans are chosen.
+
+    Torch is imported only if the network has to be measured or a factory called.
     """
     job = unplanned_timing_only_job(config, observe)
     if job is None:

@@ -1,4 +1,4 @@
-"""The profiles of a job's network: of a named machine, of a file, kept, or measured."""
+"""The profiles of a job's network: of a named machine, from a file, from the cache, or measured now."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from pipar.job.workload import Workload
 
-#: A measurement's progress behind its layers.
+#: Progress of a measurement when all layers are measured.
 _LAYERS_SHARE = 0.9
 
 
 class NetworkProfiles:
-    """The profiles of one network: of a named machine, of a file, or of this machine; each is made once.
+    """The profiles of one network: of named machines, from files, or of this machine; each is made once.
 
-    Equal devices get the same object. `count` and `measure` are called only if something needs them.
+    Equal devices get the same object. `count` and `measure` are called only if a profile needs them.
     """
 
     def __init__(
@@ -53,25 +53,25 @@ class NetworkProfiles:
         self._made: dict[str | None, Profile] = {}
 
     def of(self, given: str | None) -> Profile:
-        """Return the profile of a machine's name or of a file; without one this machine's."""
+        """Return the profile of a named machine or from a file; None is this machine."""
         if given not in self._made:
             self._made[given] = self._measure() if given is None else self._given(given)
         return self._made[given]
 
     def check_given(self, profiles: Iterable[str | None]) -> None:
-        """Raise what is wrong with files and names, before this machine is measured for as long as half a minute."""
+        """Raise for wrong files and names, before this machine is measured, which takes up to half a minute."""
         for given in profiles:
             if given is not None:
                 self.of(given)
 
     def of_server(self, given: str | None) -> Profile:
-        """Return the same, of all layers."""
+        """Return the profile of the server, which must have all layers."""
         profile = self.of(given)
         if not profile.whole:
             raise ConfigError(
                 f"The server's profile ({given or 'this machine'}) has only the first {len(profile.layers)} of "
-                f"{profile.network_layers} layers of {self.model}, and a server needs all: give server.profile one of "
-                "a machine with more memory."
+                f"{profile.network_layers} layers of {self.model}, but a server needs all: set server.profile to one "
+                "of a machine with more memory."
             )
         return profile
 
@@ -97,27 +97,27 @@ class NetworkProfiles:
 
 
 def _of_counted(profile: Profile, counts: Counts) -> Profile:
-    """Return a profile that says of no cut that it lies behind a ReLU unless it does in the network that is here.
+    """Return the profile with the cuts that follow a ReLU taken from the network itself.
 
-    It may be of a network with the same sizes and other activations, whose gradients sparse encodings would falsify.
+    A profile may be of a network with equal sizes but other activations, whose gradients sparse encodings would change.
     """
     layers = [replace(one, rectified=count.rectified) for one, count in zip(profile.layers, counts, strict=False)]
     return replace(profile, layers=tuple(layers))
 
 
 def _load_profile(file: str) -> Profile:
-    """Return the profile of a file; a word that is none is taken for a misspelt machine."""
+    """Return the profile from a file; a name without a suffix that is no file is taken for a misspelt machine."""
     path = Path(file)
     if not path.suffix and not path.exists():
         raise ConfigError(
-            f"'{file}' is neither a machine that pipar knows nor a file: the machines are {', '.join(MACHINES)}, and "
-            "'pipar profile -o FILE' writes the file of another one."
+            f"'{file}' is neither a machine that pipar knows nor a file: the machines are {', '.join(MACHINES)}; for "
+            "another one, write a file with 'pipar profile -o FILE'."
         )
     return Profile.load(path)
 
 
 def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> dict[str, object]:
-    """Return what the times of a named network depend on."""
+    """Return everything that the times of a named network depend on."""
     return {
         "model": config.model.name,
         "norm": config.model.norm,
@@ -130,9 +130,9 @@ def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> d
 
 
 def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, object]:
-    """Return what the times of a user's own network depend on: all that can be seen of it, but not its weights."""
+    """Return everything that the times of a user's own network depend on: its layers and code, but not its weights."""
     state = {name: [str(value.dtype), list(value.shape)] for name, value in model.state_dict().items()}
-    # An object without a text of its own is printed with its address, which is another one each time.
+    # An object without its own repr is printed with its address, which differs between processes.
     printed = re.sub(r"0x[0-9a-f]+", "", repr(model))
     architecture = json.dumps([printed, state, sorted(set(_sources(model)))])
     return {
@@ -143,12 +143,12 @@ def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, obje
 
 
 def _sources(model: nn.Sequential) -> Iterator[str]:
-    """Yield the code of the layers that are the user's: two that print the same may compute something else."""
+    """Yield the code of the user's own layers: two that print the same may compute different things."""
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
             try:
                 yield inspect.getsource(kind.forward)
-            except (OSError, TypeError):  # typed at a prompt: its text is kept nowhere
+            except (OSError, TypeError):  # typed at a prompt: its source is not available
                 yield kind.__qualname__
 
 
@@ -161,10 +161,11 @@ def measured_profile(
     budget_s: float = 4.0,
     memory_bytes: int | None = None,
 ) -> Profile:
-    """Return this machine's profile of the network: kept from an earlier run if there was one, else measured.
+    """Return this machine's profile of the network: from the cache of an earlier run, or measured now.
 
-    If the network does not fit into `memory_bytes`, it is the profile of as many first layers as do.
+    If the network does not fit into `memory_bytes`, it is the profile of as many first layers as fit.
     """
+    # Import torch, which a run with a cached profile does without.
     from pipar.nn.models import uses_batch_statistics
     from pipar.profiling.measure import measure_profile
 
@@ -178,7 +179,7 @@ def measured_profile(
     known = _known_counts(workload)
     shard = workload.shard(workload.names[0])
     positions = shard.order(1)
-    observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up, and reports nothing
+    observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up without reporting progress
     profile = measure_profile(
         model,
         model_name=workload.model_name,
@@ -194,20 +195,20 @@ def measured_profile(
     )
     if profile.whole:
         keep_profile(key, profile)
-    elif memory_bytes is not None:  # what the system did not give today it may give tomorrow: that is not kept
+    elif memory_bytes is not None:  # without a given limit, memory was short only for now: not cached
         keep_profile(_cut_key(key, memory_bytes), profile)
     return profile
 
 
 def _measuring(share: float) -> str:
-    """Return what is measured when so much is: the layers within the budget of time, then what comes on top."""
+    """Return what is measured at this share of the progress: first the layers, then the rest."""
     return "Measuring the layers" if share < _LAYERS_SHARE else "Measuring loading, messages and crowded cores"
 
 
 def _kept_profile(
     key: dict[str, object], config: Config, memory_bytes: int | None, *, batch_statistics: bool
 ) -> Profile | None:
-    """Return a kept profile of the whole network if that fits, else one that was cut at this limit."""
+    """Return a cached profile of the whole network if that fits into memory, else one for this limit."""
     whole = find_profile(key)
     if memory_bytes is None:
         return whole
@@ -224,10 +225,11 @@ def _cut_key(key: dict[str, object], memory_bytes: int) -> dict[str, object]:
 
 
 def count_network(workload: Workload, model: nn.Sequential) -> Counts:
-    """Return the counts of a workload's network, its user's own or not."""
+    """Return the counts of a workload's network, named or the user's own."""
     known, shape = _known_counts(workload), workload.input_shape
     if known is not None:
         return known
+    # Import torch, which a run with stored counts does without.
     from pipar.nn.rectified import rectified_cuts
     from pipar.profiling.operation_counter import count_layers
 
@@ -235,7 +237,7 @@ def count_network(workload: Workload, model: nn.Sequential) -> Counts:
 
 
 def _known_counts(workload: Workload) -> Counts | None:
-    """Return the counts of a workload's network if they are kept."""
+    """Return the counts of a workload's network if they are stored with pipar."""
     config = workload.config
     if workload.model_name != config.model.name:
         return None
@@ -243,19 +245,19 @@ def _known_counts(workload: Workload) -> Counts | None:
 
 
 def profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, observe: Observer) -> Profile:
-    """Return this machine's profile of the network for samples of this shape, whatever is in them."""
+    """Return this machine's profile of the network for synthetic samples of this shape."""
     workload = _workload_of_shape(config, shape, classes)
     return measured_profile(workload, workload.checked_model(), observe)
 
 
 def counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Counts:
-    """Return the counts of the network for samples of a shape that none of the known datasets has."""
+    """Return the counts of the network for samples of this shape, if they are not stored with pipar."""
     workload = _workload_of_shape(config, shape, classes)
     return count_network(workload, workload.checked_model())
 
 
 def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Workload:
-    from pipar.job.workload import Workload
+    from pipar.job.workload import Workload  # imports torch
 
     tree = config.model_dump()
     tree["data"] |= {
@@ -265,5 +267,5 @@ def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> 
         "samples_per_device": config.run.batch_size,
     }
     tree["devices"] = [{}]
-    tree["server"] |= {"aggregator": "fedavg", "aggregation": {}}  # others need several devices
+    tree["server"] |= {"aggregator": "fedavg", "aggregation": {}}  # other aggregators need several devices
     return Workload(config_from(tree))

@@ -1,4 +1,4 @@
-"""Warming a process up, so that its first epoch takes as long as the others."""
+"""Warming up a process, so that its first epoch takes as long as the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from pipar.nn.split import split_model
 
 
 def warm_up(job: Job, workload: Workload) -> None:
-    """Train a model that is thrown away on one micro-batch of each size, so that the first epoch is like the others.
-
-    Kernels are chosen for each shape when they first meet it.
-    """
+    """Train a temporary model on one micro-batch of each size: kernels are chosen when a shape first occurs."""
     _train_pieces(job, workload)
     release_model_memory(_model_bytes(job))
 
@@ -31,10 +28,10 @@ def _train_pieces(job: Job, workload: Workload) -> None:
 
 
 def warm_up_device(job: Job, workload: Workload, name: str) -> None:
-    """Train one batch by the device's own plan with a part that is thrown away.
+    """Train one batch by the device's own plan with a temporary part.
 
-    All its activations are in memory at once, as they will be: fetching that memory from the system made a first epoch
-    20 % longer. That of a large model is fetched twice all the same, or it would be there beside the one that comes.
+    All its activations are in memory at once, as in training: without this, getting the memory from the system made
+    the first epoch 20 % longer. A large model's memory is released again, so that it is not held twice.
     """
     _train_batch(job, workload, name)
     release_model_memory(_model_bytes(job))

@@ -1,4 +1,4 @@
-"""What is trained on what: the network and each device's samples, from the configuration or from the user's objects."""
+"""The network and each device's samples, from the configuration or from the user's own objects."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _EVALUATION_BATCH = 250
 class UserObjects:
     """Objects that the user passed in Python instead of naming them in the configuration.
 
-    The model travels to the processes that this one starts as the bytes that cloudpickle makes of it, so that
-    classes written in a notebook work; nothing of it is read from anybody else. What all devices' data have in
-    common travels with it: no process has to look at the data of another.
+    The model is sent to child processes as cloudpickle bytes, so that classes defined in a notebook work; such bytes
+    are never loaded from elsewhere. The common shape and classes are sent with it, so that no process has to look at
+    the data of another device.
     """
 
     model: bytes | None = None
@@ -58,7 +58,7 @@ class UserObjects:
         )
 
     def only(self, device: str) -> UserObjects:
-        """Return what one device needs of it."""
+        """Return the part that one device needs."""
         training = None if self.training is None else {device: self.training[device]}
         return replace(self, training=training, validation=None, test=None)
 
@@ -69,7 +69,7 @@ def is_list_of_datasets(datasets: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def _is_pair(item: Any) -> bool:
-    # A dataset of two pairs, given as a list, is as long as a pair; but what stands second in it is no number.
+    # A list of two pairs is as long as a pair, but its second element is not a label.
     return isinstance(item, list | tuple) and len(item) == 2 and _is_label(item[1])
 
 
@@ -85,13 +85,12 @@ def _by_device(config: Config, datasets: Any) -> dict[str, Images]:
     names = device_names(config)
     if isinstance(datasets, Mapping):
         if sorted(datasets) != sorted(names):
-            raise DataError(
-                f"datasets are given for {', '.join(sorted(datasets))}, but the devices are {', '.join(sorted(names))}."
-            )
+            given, wanted = ", ".join(sorted(datasets)), ", ".join(sorted(names))
+            raise DataError(f"datasets are given for {given}, but the devices are {wanted}: give one for each device.")
         return {name: dataset_images(datasets[name]) for name in names}
     if is_list_of_datasets(datasets):
         if len(datasets) != len(names):
-            raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one each.")
+            raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one for each device.")
         return {name: dataset_images(one) for name, one in zip(names, datasets, strict=True)}
     images = dataset_images(datasets)
     return {name: images.take(rows) for name, rows in _partition(config, images).items()}
@@ -112,7 +111,7 @@ def _partition(config: Config, images: Images) -> dict[str, Any]:
 
 
 class Workload:
-    """The network and the data of one training; loads what is asked for, once."""
+    """The network and the data of one training; each is loaded once, when it is first asked for."""
 
     def __init__(
         self,
@@ -123,9 +122,9 @@ class Workload:
         label_seed: int | None = None,
     ) -> None:
         self.config = config
-        #: Of what is to be noise to everybody else. A simulation repeats it; who really has something to hide does not.
+        #: Seed of the privacy noise. Derived from the run's seed in simulations, secret on real devices.
         self.noise_seed = config.run.seed if noise_seed is None else noise_seed
-        self._label_seed = label_seed  # None: the same
+        self._label_seed = label_seed  # None: `noise_seed`
         self.user_objects = own or UserObjects()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
@@ -186,7 +185,7 @@ class Workload:
         """Return the samples of one device."""
         if not self._has_own_sets:
             return self._shards[device]
-        if device not in self._own_shards:  # a factory may take its time: it is called once for each name
+        if device not in self._own_shards:  # a factory may be slow, so it is called once for each name
             images = self._own_images(device)
             self._own_shards[device] = self._shard(images, torch.arange(len(images)).numpy(), device)
         return self._own_shards[device]
@@ -197,24 +196,27 @@ class Workload:
         assert self.config.data.factory is not None
         images = factory_images(self.config.data.factory, device)
         if images is None:
-            raise DataError(f"data.factory {self.config.data.factory} returned None for the training data of {device}.")
+            raise DataError(
+                f"data.factory {self.config.data.factory} returned None for the training data of {device}: return a "
+                "dataset for every device."
+            )
         return images
 
     def keep_only_shard(self, device: str) -> Shard:
-        """Return a copy of one device's samples and let go of the rest: what a device's process keeps in memory."""
+        """Return a copy of one device's samples and release all others, to keep a device's process small."""
         shard = self.shard(device).materialised()
-        _ = self.input_shape, self.classes  # the network is built later, and needs to know
+        _ = self.input_shape, self.classes  # needed later to build the network
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_dataset", None)
         self._own_shards.clear()
         return shard
 
     def for_processes(self) -> UserObjects:
-        """Return what other processes need to know to make the same workload of the same configuration."""
+        """Return the objects with which other processes make the same workload from the same configuration."""
         return replace(self.user_objects, input_shape=self.input_shape, classes=self.classes)
 
     def held_out(self, which: str) -> Images | None:
-        """Return the "validation" or the "test" set; None if there is none. A given one goes over the dataset's."""
+        """Return the "validation" or the "test" set; None if there is none. One given by the user takes precedence."""
         if which not in self._held_out:
             images = self._find_held_out(which)
             if images is not None:
@@ -232,7 +234,7 @@ class Workload:
         return images if len(images) else None
 
     def held_out_batches(self, which: str) -> Batches:
-        """Return a held-out set as batches that are normalised when they are asked for."""
+        """Return a held-out set as batches that are normalised when they are loaded."""
         images = self.held_out(which)
         if images is None:
             return []
@@ -248,7 +250,7 @@ class Workload:
         ]
 
     def check_samples(self) -> None:
-        """Raise one sentence if the devices' samples are not alike, or have labels that there are no classes for."""
+        """Raise DataError if the devices' samples differ in shape, or have labels beyond the number of classes."""
         if self._has_own_sets:
             for name in self.names:
                 self._check_images(self.shard(name).images, f"the data of {name}")
@@ -256,16 +258,19 @@ class Workload:
     def _check_images(self, images: Images, whose: str) -> None:
         if images.shape != self.input_shape:
             shape = self.input_shape
-            raise DataError(f"{whose} has samples of shape {images.shape}, but those of {self.names[0]} have {shape}.")
+            raise DataError(
+                f"{whose} has samples of shape {images.shape}, but those of {self.names[0]} have {shape}: give all the "
+                "same shape."
+            )
         highest = int(images.labels.max())
         if highest >= self.classes:
             end = self.classes - 1
             raise DataError(
-                f"{whose} has label {highest}, but labels end at {end}: set data.classes if there are more."
+                f"{whose} has label {highest}, but the highest label is {end}: set data.classes if there are more."
             )
 
     def sizes(self) -> dict[str, int]:
-        """Return how many samples each device has."""
+        """Return the number of samples of each device."""
         if self._has_own_sets:
             return {name: len(self.shard(name)) for name in self.names}
         return {name: len(shard) for name, shard in self._shards.items()}
@@ -290,10 +295,10 @@ class Workload:
         return 1 + max(int(images.labels.max()) for images in sets)
 
     def build_model(self) -> nn.Sequential:
-        """Return the network with its first weights: the same each time for the same seed."""
+        """Return the network with its initial weights, which depend only on the seed."""
         seed, section = self.config.run.seed, self.config.model
         if self.user_objects.model is not None:
-            model = cloudpickle.loads(self.user_objects.model)  # made by this process or by the one that started it
+            model = cloudpickle.loads(self.user_objects.model)  # pickled by this process or by its parent
         elif section.factory is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
@@ -311,7 +316,7 @@ class Workload:
         return model.to(self.dtype)
 
     def checked_model(self) -> nn.Sequential:
-        """Return the network after running a batch through it: sizes that do not fit are found before training."""
+        """Return the network after running a batch through it, so that sizes that do not fit raise before training."""
         model = self.build_model()
         check_fits(model, self.input_shape, self.classes)
         return model
@@ -323,7 +328,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of a held-out set, with the noise on its inputs that training has: loaded by calling it."""
+    """A batch of a held-out set, loaded by calling it, with the same noise on inputs as in training."""
 
     images: Images
     start: int
@@ -342,5 +347,8 @@ class _Batch:
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     if len(shape) != 3:
-        raise ModelError(f"Samples of shape {shape} are no images; give (channels, height, width) or your own model.")
+        raise ModelError(
+            f"Samples have shape {shape}, but this network takes images: give (channels, height, width), or your own "
+            "model."
+        )
     return (shape[0], shape[1], shape[2])
