@@ -15,7 +15,7 @@ from pipar.config_file import config_from
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import predict_s
-from reproduction.replanned import replanned
+from reproduction.replanning_cost import replanning_cost
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")
 TRAINING_S = 600.0
@@ -57,4 +57,4 @@ def _train(model: str, *, replan: bool, epochs: int | None = None) -> dict[str, 
         first = predict_s(job.fleet(), job.plans)
         run = job.config.run.model_copy(update={"epochs": max(5, round(TRAINING_S / first))})
         job = replace(job, config=job.config.model_copy(update={"run": run}))
-    return replanned(job)
+    return replanning_cost(job)

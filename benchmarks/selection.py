@@ -30,7 +30,7 @@ from pipar.links import Link
 from pipar.planner.fleet import Fleet
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
-from reproduction.judged import Beforehand, Judged, judged
+from reproduction.plan_scores import PlanScores, PlansToScore, score_plans
 from reproduction.testbed import DATASETS, LINKS, SAMPLES
 
 FLEETS = {"Pi 3B": (1.0, 1.0), "5 x Pi 3B": (5.0, 5.0), "20 x Pi 3B": (20.0, 20.0), "half at half speed": (1.0, 0.5)}
@@ -49,7 +49,7 @@ SOURCES = (
 )  # fmt: skip
 
 JUDGES = tuple(
-    Path(reproduction.__file__).with_name(name) for name in ("perturbed_world.py", "judged.py", "testbed.py")
+    Path(reproduction.__file__).with_name(name) for name in ("perturbed_times.py", "plan_scores.py", "testbed.py")
 )
 
 #: (fleet, network, dataset, link, seed of the world) of one training.
@@ -68,7 +68,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Row(Judged, Training):
+class Row(PlanScores, Training):
     """One training, planned and searched: its name, then how good the plan is."""
 
 
@@ -107,8 +107,8 @@ def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: i
     """Return how good the planner's choice for one training is in each of these worlds."""
     fleet = make_fleet(*training, devices=devices)
     grid = None if len(fleet.device_kinds()) == 1 else GRID
-    before = Beforehand.of(fleet, grid)
-    return [Row(*training, seed, **asdict(judged(fleet, before, seed=seed, epochs=EPOCHS))) for seed in worlds]
+    before = PlansToScore.of(fleet, grid)
+    return [Row(*training, seed, **asdict(score_plans(fleet, before, seed=seed, epochs=EPOCHS))) for seed in worlds]
 
 
 # --- rows that survive an interruption

@@ -1,4 +1,4 @@
-"""`python -m reproduction NAME`."""
+"""Runs `python -m reproduction`."""
 
 from __future__ import annotations
 

@@ -6,15 +6,15 @@ import difflib
 
 from pipar.errors import InputError
 from reproduction.bandwidth import BANDWIDTH
-from reproduction.beyond import EXACT_WIRE, SERVER_SPEEDS_TRIED, TODAY
+from reproduction.beyond_the_paper import EXACT_WIRE, SERVER_SPEEDS_TRIED, TODAY
 from reproduction.efficiency import IDLE_LARGE, IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from reproduction.experiment import Experiment
-from reproduction.hardware import TESTBED
 from reproduction.learning import ACCURACY, CONVERGENCE, EQUALITY
-from reproduction.noise import PRIVACY
 from reproduction.plan_map import PLAN_MAP
+from reproduction.privacy import PRIVACY
 from reproduction.scale import SCALE
 from reproduction.selection import SELECTION_LARGE, SELECTION_SMALL
+from reproduction.testbed_check import TESTBED
 from reproduction.variations import BATCH_SIZE, HETEROGENEOUS
 
 EXPERIMENTS = {

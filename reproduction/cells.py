@@ -30,8 +30,8 @@ from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
 from pipar.storage.run_folder import plan_from_json
 from pipar.wording import plans_text
-from reproduction.judged import Beforehand, judged
-from reproduction.replanned import replanned
+from reproduction.plan_scores import PlansToScore, score_plans
+from reproduction.replanning_cost import replanning_cost
 
 Result = dict[str, Any]
 
@@ -147,8 +147,8 @@ def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
 def _search(config: Config, options: Mapping[str, Any]) -> Result:
     """Choose plans, and search all of them in a world that the planner does not know."""
     fleet = _unplanned(config).fleet()
-    before = Beforehand.of(fleet, options.get("micro_batches"))
-    return asdict(judged(fleet, before, seed=options["seed"], epochs=0))
+    before = PlansToScore.of(fleet, options.get("micro_batches"))
+    return asdict(score_plans(fleet, before, seed=options["seed"], epochs=0))
 
 
 def _replan(config: Config, options: Mapping[str, Any]) -> Result:
@@ -157,7 +157,7 @@ def _replan(config: Config, options: Mapping[str, Any]) -> Result:
     epochs = options.get("epochs") or max(5, math.ceil(options["training_s"] / predict_s(job.fleet(), job.plans)))
     run = job.config.run.model_copy(update={"epochs": epochs})
     job = replace(job, config=job.config.model_copy(update={"run": run}))
-    return {**replanned(job), "first_planning_s": first_planning_s}
+    return {**replanning_cost(job), "first_planning_s": first_planning_s}
 
 
 def _train(config: Config, options: Mapping[str, Any]) -> Result:

@@ -1,4 +1,4 @@
-"""`python -m reproduction`: the paper's evaluation on a virtual testbed, and beyond it."""
+"""The command `python -m reproduction`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def _complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
 
 
 @click.command(
-    short_help="Run the paper's evaluation on a virtual testbed.",
     epilog=example(
         "python -m reproduction list",
         "python -m reproduction time-small --quick --processes 2",
         "python -m reproduction all",
     ),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @options(
     click.argument("name", metavar="NAME", shell_complete=_complete),
-    click.option("--quick", is_flag=True, help="Fewer trainings and fewer plans to search: minutes instead of hours."),
+    click.option("--quick", is_flag=True, help="Run fewer trainings and search fewer plans: minutes instead of hours."),
     click.option(
         "--processes",
         type=click.IntRange(min=1, max=256),
         default=os.cpu_count() or 1,
         metavar="COUNT",
-        help="Processes that share the trainings.  [default: one for each core]",
+        help="Number of worker processes.  [default: one per core]",
     ),
     click.option(
         "-o",
@@ -54,16 +54,16 @@ def _complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
         default=Path("runs/reproduction"),
         show_default=True,
         metavar="FOLDER",
-        help="Where tables, comparisons and every single result go; what is there already is not run again.",
+        help="Folder of tables and results; finished results are not run again.",
     ),
     JSON,
 )
 def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: bool) -> None:
-    """Run an experiment of the paper's evaluation, or one beyond it, on the virtual testbed, and compare.
+    """Run an experiment of the paper's evaluation on a virtual testbed, and compare it with the paper.
 
-    NAME is one of those that 'python -m reproduction list' shows, or all. Each writes a table (Markdown and CSV) and a
-    comparison with what the paper says, line by line; every number names the cells that it comes from, lines
-    of cells.jsonl. Ctrl-C keeps finished results; run the same command again to continue.
+    NAME is an experiment from 'python -m reproduction list', or all. Each experiment writes a table (Markdown and CSV)
+    and a comparison with the paper's statements. Every number names the cells it comes from: lines of cells.jsonl.
+    Ctrl-C keeps finished results; run the same command again to continue.
     """
     from reproduction.catalog import EXPERIMENTS, experiments
     from reproduction.drawing import can_draw
@@ -73,37 +73,40 @@ def reproduce(name: str, quick: bool, processes: int, output: Path, as_json: boo
         return
     asked, left_out = _runnable(experiments(name), quick=quick)
     _check_folder(output)
-    told = []
+    reports = []
     hashes = {cell.hash for experiment in asked for cell in experiment.cells(quick)}
     with _stopping(output, hashes), interrupted_by_sigterm(), _shown(asked, output, quick=quick, quiet=as_json) as show:
         for experiment in asked:
-            told.append(_run(experiment, output, show, quick=quick, processes=processes))
+            reports.append(_run(experiment, output, show, quick=quick, processes=processes))
             if not as_json:
-                click.echo(str(told[-1]))
-    if len(told) > 1:
+                click.echo(str(reports[-1]))
+    if len(reports) > 1:
         from reproduction.tables import write_comparisons
 
-        write_comparisons({one.experiment.title: one.compared for one in told}, output)
+        write_comparisons({one.experiment.title: one.compared for one in reports}, output)
     if as_json:
-        print_json({"folder": str(output), "quick": quick, "experiments": [one.to_dict() for one in told]})
+        print_json({"folder": str(output), "quick": quick, "experiments": [one.to_dict() for one in reports]})
     elif not can_draw():
         click.echo(
-            "Without figures: matplotlib is not here. pip install 'pipar[reproduce]', then type it again.", err=True
+            "No figures: matplotlib is not installed. Run pip install 'pipar[reproduce]', then the same command again.",
+            err=True,
         )
     if left_out:
-        raise InputError(f"Not run: {', '.join(left_out)}. What they need is said above; then type the same again.")
+        raise InputError(
+            f"Not run: {', '.join(left_out)}. Install what they need (see above), then run the same command again."
+        )
 
 
 def _runnable(asked: Sequence[Experiment], *, quick: bool) -> tuple[list[Experiment], list[str]]:
-    """Return the experiments that have what they need, and the names of others; raise if there is none of the first."""
-    from reproduction.needs import what_is_missing
+    """Return the experiments that can run, and the names of the others; raise if none can."""
+    from reproduction.requirements import missing_requirement
 
-    missing = {one.name: what_is_missing(one, quick=quick) for one in asked}
+    missing = {one.name: missing_requirement(one, quick=quick) for one in asked}
     left_out = {name: lack for name, lack in missing.items() if lack is not None}
     if len(left_out) == len(asked):
         raise InputError(next(iter(left_out.values())))
     for name, lack in left_out.items():
-        click.echo(f"{name} is left out. {lack}", err=True)
+        click.echo(f"{name} is skipped. {lack}", err=True)
     return [one for one in asked if one.name not in left_out], list(left_out)
 
 
@@ -111,7 +114,7 @@ _SIZES = {"quick": True, "full": False}
 
 
 def _list(experiments: Sequence[Experiment], *, as_json: bool) -> None:
-    """Print every experiment with its cells, quick and full, and how long one core was measured to take for them."""
+    """Print every experiment with its number of cells, quick and full, and the measured time of one core."""
     from pipar.cli.tables import console, new_table
     from reproduction.durations import cpu_s
 
@@ -122,9 +125,9 @@ def _list(experiments: Sequence[Experiment], *, as_json: bool) -> None:
         return
     table = new_table()
     table.add_column("name", no_wrap=True)
-    for words in ("cells", "one core needs"):
+    for words in ("cells", "time on one core"):
         table.add_column(f"{words}\n{' / '.join(_SIZES)}", justify="right", no_wrap=True)
-    table.add_column("what")
+    table.add_column("description")
     for name, title in _titles(experiments):
         times = " / ".join(map(_about, taken[name].values()))
         table.add_row(name, " / ".join(map(str, cells[name].values())), times, title)
@@ -136,14 +139,14 @@ def _titles(experiments: Sequence[Experiment]) -> list[tuple[str, str]]:
 
 
 def _about(seconds: float | None) -> str:
-    """Return a time as people say it; a dash if nobody has measured it."""
+    """Return a rounded time; a dash if it was not measured."""
     if seconds is None:
         return "-"
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise if nothing can be written there, before hours of computing."""
+    """Raise if the folder cannot be made, before hours of computing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -176,7 +179,7 @@ class _Stopped(Interrupted):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Report:
     """An experiment that was run."""
 
     experiment: Experiment
@@ -201,14 +204,14 @@ class _Told:
 
 
 def _line(line: Compared) -> dict[str, Any]:
-    """Return a line with what follows from it; of its explanations, the one that it needs."""
-    told = {name: value for name, value in asdict(line).items() if name not in ("below", "above")}
+    """Return a line with what follows from it, and the reason if it is outside the paper's range."""
+    fields = {name: value for name, value in asdict(line).items() if name not in ("below", "above")}
     follows = {"ratio": line.ratio, "verdict": line.verdict, "why": line.why, "is_counted": line.is_counted}
-    return {**told, **follows}
+    return {**fields, **follows}
 
 
-def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, processes: int) -> _Told:
-    """Run an experiment's cells, write its tables, and return what is told of it."""
+def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, processes: int) -> _Report:
+    """Run an experiment's cells, write its tables, and return its report."""
     from reproduction.durations import keep_duration
     from reproduction.sweep import sweep
     from reproduction.tables import write_tables
@@ -217,24 +220,23 @@ def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, pro
     places = {id(cell): at for at, cell in enumerate(cells)}
     outcomes: list[Outcome | None] = [None] * len(cells)
     show.begin(experiment)
-    with closing(sweep(cells, folder, processes=processes)) as coming:  # whatever ends it, no process is left behind
+    with closing(sweep(cells, folder, processes=processes)) as coming:  # no process survives, whatever ends the loop
         for outcome in coming:
             outcomes[places[id(outcome.cell)]] = outcome
             show.take(outcome)
     done = [outcome for outcome in outcomes if outcome is not None]
     keep_duration(experiment, done, folder, quick=quick)
     rows = experiment.rows(done)
-    return _Told(experiment, rows, experiment.compare(rows), write_tables(experiment, rows, folder, quick=quick))
+    return _Report(experiment, rows, experiment.compare(rows), write_tables(experiment, rows, folder, quick=quick))
 
 
-# --- what a person sees meanwhile
+# --- progress
 
 
 class _Shown:
-    """Counts cells: a bar with the time left on a terminal, a line for each cell that was run elsewhere.
+    """Shows progress: a bar with the remaining time on a terminal, elsewhere a line for each cell that was run.
 
-    `missing` are the cells that have to be run, by their hashes, and how long each takes: in seconds where that was
-    measured, as one another where it was not.
+    `missing` are the cells to run, by hash, and their durations: in seconds if all were measured, otherwise equal.
     """
 
     def __init__(self, console: Console, total: int, missing: dict[str, float], *, quiet: bool, live: bool) -> None:
@@ -285,7 +287,7 @@ def _shown(experiments: Sequence[Experiment], folder: Path, *, quick: bool, quie
 
 
 def _missing(experiments: Sequence[Experiment], folder: Path, *, quick: bool) -> dict[str, float]:
-    """Return the cells that have to be run and how long each takes; if of one nobody knows, all take as long."""
+    """Return the cells to run and their durations; equal ones if any of them was not measured."""
     from reproduction.cell_file import read_cells
     from reproduction.durations import cpu_s
 

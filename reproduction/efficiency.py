@@ -141,7 +141,7 @@ def over_others(rows: Iterable[Row]) -> list[Found]:
 def compare_times(rows: Sequence[Row]) -> list[Compared]:
     """Hold printed seconds, and what the text says of the methods, against ours: for each number of devices."""
     lines = []
-    for devices, here in bycounted(rows).items():
+    for devices, here in by_device_count(rows).items():
         for statement in published().about("time"):
             lines += _of_statement(statement, about(statement, here), devices)
         lines += never_slower(here)
@@ -149,7 +149,7 @@ def compare_times(rows: Sequence[Row]) -> list[Compared]:
     return lines
 
 
-def bycounted(rows: Iterable[Row]) -> dict[int, list[Row]]:
+def by_device_count(rows: Iterable[Row]) -> dict[int, list[Row]]:
     """Return the rows for each number of devices."""
     found: dict[int, list[Row]] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def bycounted(rows: Iterable[Row]) -> dict[int, list[Row]]:
 
 def compare_methods(rows: Sequence[Row]) -> list[Compared]:
     """Hold against each other what the paper has no numbers for: pipar is never slower, ties are explained."""
-    return [line for here in bycounted(rows).values() for line in never_slower(here)]
+    return [line for here in by_device_count(rows).values() for line in never_slower(here)]
 
 
 def never_slower(rows: Sequence[Row]) -> list[Compared]:
@@ -297,7 +297,7 @@ def _idle_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 def compare_idle(rows: Sequence[Row]) -> list[Compared]:
     """Hold how much shorter idle times are against what the text says: for each number of devices."""
     lines = []
-    for devices, here in bycounted(rows).items():
+    for devices, here in by_device_count(rows).items():
         for statement in published().about("idle"):
             concerned, value = about(statement, here), "_".join(statement.name.split("-")[:2])
             values = ratios(concerned, str(statement.against), value=value)

@@ -1,4 +1,4 @@
-"""What a number depends on beside its configuration: with other sources, libraries or images it is computed again."""
+"""What a number depends on besides its configuration: with other sources, libraries or images it is computed again."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import hashlib
 from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pipar
 from pipar.data.catalog import data_folder, dataset_info, find
 
-#: Packages of pipar that no number of a virtual testbed depends on: what people see and operate.
+#: Packages of pipar on which no number of a virtual testbed depends: what users see and operate.
 _NEVER = ("cli", "dashboard", "monitoring", "report")
+#: Modules of other packages that only a deployment runs.
+_DEPLOYED = "launch/deployed_*.py"
 _HERE = Path(__file__).parent
-#: What runs cells, of this folder; the rest is lists of them, and tables.
-_RUN_CELLS = ("cells.py", "judged.py", "replanned.py", "perturbed_world.py")
+#: The modules of this folder that run cells; the others list them, or make tables and figures of their results.
+_RUN_CELLS = ("cells.py", "perturbed_times.py", "plan_scores.py", "replanning_cost.py")
 
 
 def sources_hash(sources: Iterable[str], *measurement: Path) -> str:
-    """Return what tells one version from another: a hash of these files and folders of pipar, and of who measures."""
+    """Return a hash of these files and folders of pipar, and of the files that measure: it identifies their version."""
     package = Path(pipar.__file__).parent
     given = [package / name for name in sources]
     files = [file for path in given for file in (sorted(path.rglob("*.*")) if path.is_dir() else [path])]
@@ -29,48 +31,54 @@ def sources_hash(sources: Iterable[str], *measurement: Path) -> str:
 
 @cache
 def counted_sources() -> str:
-    """Return the version of all sources that the number of a cell depends on, as they were when first asked for."""
+    """Return the version of all sources on which a cell's number depends, as they were at the first call."""
     return _sources_on_disk()
 
 
 def have_sources_changed() -> bool:
-    """Return whether somebody has edited sources meanwhile: processes may have imported some before and some behind."""
+    """Return whether sources were edited since: processes may have imported some before the edit and some after it."""
     return _sources_on_disk() != counted_sources()
 
 
 def _sources_on_disk() -> str:
     package = Path(pipar.__file__).parent
-    counted = sorted(path.name for path in package.iterdir() if path.name not in _NEVER)
-    return sources_hash(counted, *(_HERE / name for name in _RUN_CELLS))
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.*"))
+    return sources_hash(filter(counts, names), *(_HERE / name for name in _RUN_CELLS))
 
 
-#: What computes with images, and so makes the last digits.
+def counts(name: str) -> bool:
+    """Return whether numbers depend on a file of pipar, given by its path below the package."""
+    path = PurePath(name)
+    return path.parts[0] not in _NEVER and not path.match(_DEPLOYED)
+
+
+#: Libraries that compute with images, and so determine the last digits.
 _LIBRARIES = ("torch", "numpy")
 
 
 @cache
 def counted_libraries() -> str:
-    """Return the versions of what computes losses and weights."""
+    """Return the versions of the libraries that compute losses and weights."""
     return ", ".join(f"{name} {metadata.version(name)}" for name in _LIBRARIES)
 
 
 @cache
 def counted_images(dataset: str, path: str | None) -> str | None:
-    """Return which images a known dataset has here; None if it has no files here, or needs none."""
+    """Return a hash of the images of a known dataset; None if it has no files here, or needs none."""
     info = dataset_info(dataset)
     place = find(info, data_folder(None if path is None else Path(path)))
     if place is None:
         return None
     content = hashlib.sha256()
     for need in info.needs:
-        # As they are read: a file that is there as itself and packed is read as itself.
+        # As the dataset is read: a file that exists both plain and compressed is read plain.
         file = place / need if (place / need).exists() else place / f"{need}.gz"
         content.update(_content(file).encode())
     return content.hexdigest()[:16]
 
 
 def _content(path: Path) -> str:
-    """Return a hash of a file; of a folder with its many pictures, their names and sizes."""
+    """Return a hash of a file; for a folder with its many pictures, their names and sizes."""
     if path.is_dir():
         return "\n".join(f"{one.relative_to(path)} {one.stat().st_size}" for one in sorted(path.rglob("*.*")))
     with path.open("rb") as file:

@@ -37,7 +37,7 @@ def test_every_package_of_the_rules_is_there_and_has_a_map_of_its_modules() -> N
         assert [name for name in own if name != "__init__" and f"`{name}`" not in text] == [], package
 
 
-@pytest.mark.parametrize("package", ["simulation"])
+@pytest.mark.parametrize("package", ["reproduction", "simulation"])
 def test_a_package_beside_pipar_has_a_map_of_its_modules(package: str) -> None:
     folder = shape.ROOT / package
     text = (folder / "__init__.py").read_text("utf-8")

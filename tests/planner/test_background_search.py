@@ -22,7 +22,7 @@ from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
-from reproduction.judged import learn
+from reproduction.plan_scores import learned_plans
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
@@ -125,7 +125,7 @@ def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: in
     really = here.members[0].costs.slower(1.0, [1.0, 1.0, third_layer, 1.0])
     members = tuple(replace(member, costs=really) for member in here.members)
     truth = replace(here, members=members, server=here.server.slower(1.01))  # which makes a search due
-    learned = learn(here, truth, best, 5)
+    learned = learned_plans(here, truth, best, 5)
     assert {plan.split_point for plan in learned.values()} == {cut}
 
 

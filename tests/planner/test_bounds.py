@@ -14,7 +14,7 @@ from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import STEADY_ITERATIONS
-from reproduction.perturbed_world import jitter
+from reproduction.perturbed_times import jitter
 
 
 def some_plans(fleet: Fleet, seed: int) -> Iterator[dict[str, Plan]]:

@@ -17,7 +17,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, Timing, steady_epoch_s
-from reproduction.perturbed_world import JITTER, judging, judging_within
+from reproduction.perturbed_times import JITTER, jittered_simulation, jittered_simulation_within
 
 SOME_N = (1, 2, 4, 7, 12)
 SLACK = 0.1
@@ -64,8 +64,8 @@ def test_the_best_is_never_ruled_out(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=str)
 def test_what_is_given_up_on_the_way_changes_nothing_but_the_time_that_it_takes(seeds: range) -> None:
     for seed in seeds:
-        fleet, world = fleet_of_two_kinds(seed), judging(seed)
-        quick = search_all(fleet, world, within=judging_within(seed), micro_batches=SOME_N, slack=JITTER)
+        fleet, world = fleet_of_two_kinds(seed), jittered_simulation(seed)
+        quick = search_all(fleet, world, within=jittered_simulation_within(seed), micro_batches=SOME_N, slack=JITTER)
         assert quick == search_all(fleet, world, micro_batches=SOME_N, slack=JITTER), seed
         assert quick.epoch_s == min(steady_epoch_s(world, fleet, plans) for plans in every_plan(fleet)), seed
 

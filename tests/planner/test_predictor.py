@@ -27,7 +27,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Predictor, predict_s
 from pipar.profiling.profile import Profile
-from reproduction.perturbed_world import perturbed
+from reproduction.perturbed_times import perturbed
 
 
 @pytest.mark.slow

@@ -16,13 +16,12 @@ from pipar.methods import Plan
 from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate
 from reproduction.bandwidth import BANDWIDTH
-from reproduction.beyond import EXACT_WIRE, TODAY
+from reproduction.beyond_the_paper import EXACT_WIRE, TODAY
 from reproduction.catalog import EXPERIMENTS, experiments
 from reproduction.cells import RUNNERS, run_cell
 from reproduction.efficiency import IDLE_SMALL, TIME_LARGE, TIME_SMALL
 from reproduction.experiment import Compared, Experiment, Outcome
-from reproduction.hardware import TESTBED
-from reproduction.noise import PRIVACY
+from reproduction.privacy import PRIVACY
 from reproduction.reasons import why_more
 from reproduction.scale import SCALE
 from reproduction.selection import SELECTION_SMALL
@@ -35,6 +34,7 @@ from reproduction.testbed import (
     fitted_speeds,
     printed_epochs,
 )
+from reproduction.testbed_check import TESTBED
 from reproduction.variations import BATCH_SIZE, HETEROGENEOUS
 
 

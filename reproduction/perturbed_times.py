@@ -34,7 +34,7 @@ def perturbed(fleet: Fleet, seed: int) -> Fleet:
     return fleet.varied(lambda machine: _factors(seed, machine))
 
 
-def judging(seed: int) -> Simulate:
+def jittered_simulation(seed: int) -> Simulate:
     """Return a simulation in which every stage of every device lasts a little more or less than it should."""
     world = _World(seed)
 
@@ -44,7 +44,7 @@ def judging(seed: int) -> Simulate:
     return simulate_world
 
 
-def judging_within(seed: int) -> SimulateWithin:
+def jittered_simulation_within(seed: int) -> SimulateWithin:
     """Return the same simulation, given up as soon as an epoch cannot be as short as it is to be."""
     world = _World(seed)
 

@@ -13,7 +13,7 @@ from pipar.planner.exhaustive import search_all
 from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
-from reproduction.perturbed_world import JITTER, PERTURBATION, judging, perturbed
+from reproduction.perturbed_times import JITTER, PERTURBATION, jittered_simulation, perturbed
 
 
 def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much() -> None:
@@ -29,13 +29,13 @@ def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much(
 
 def test_the_same_seed_gives_the_same_world_and_another_another() -> None:
     here = fleet()
-    first, again, other = (judging(seed)(here, plans(here), 2).epoch_s for seed in (1, 1, 2))
+    first, again, other = (jittered_simulation(seed)(here, plans(here), 2).epoch_s for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_stages_are_jittered_by_a_little() -> None:
     here = fleet(1)
-    quiet, jittered = simulate(here, plans(here)).epoch_s, judging(5)(here, plans(here), None).epoch_s
+    quiet, jittered = simulate(here, plans(here)).epoch_s, jittered_simulation(5)(here, plans(here), None).epoch_s
     assert quiet != jittered
     assert abs(jittered / quiet - 1) < JITTER
 
@@ -65,7 +65,7 @@ def test_a_choice_is_within_two_per_cent_of_the_best_in_a_world_it_does_not_know
     )
     job = unplanned_timing_only_job(config)
     assert job is not None
-    truth, world = perturbed(job.fleet(), 11), judging(11)
+    truth, world = perturbed(job.fleet(), 11), jittered_simulation(11)
     chosen = search_kinds(job.fleet(), simulate).plans
     best = search_all(truth, world, slack=JITTER)
     assert best.epoch_s / steady_epoch_s(world, truth, chosen) >= 0.98

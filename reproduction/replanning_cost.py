@@ -15,7 +15,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.search_settings import SearchSettings
 
 
-def replanned(job: Job) -> dict[str, float | int]:
+def replanning_cost(job: Job) -> dict[str, float | int]:
     """Train a job, timing-only; return its epochs and seconds, and how often and how long plans were chosen again.
 
     Seconds of choosing are CPU time: it is done beside the training, which waits for none of it.

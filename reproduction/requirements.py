@@ -10,7 +10,7 @@ from pipar.privacy import accounting
 from reproduction.experiment import LEARNING, Cell, Experiment
 
 
-def what_is_missing(experiment: Experiment, *, quick: bool) -> str | None:
+def missing_requirement(experiment: Experiment, *, quick: bool) -> str | None:
     """Return in one sentence what an experiment cannot be run without, and how to get it; None if all is here."""
     try:
         for cell in experiment.cells(quick):

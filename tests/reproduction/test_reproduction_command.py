@@ -17,7 +17,7 @@ from reproduction.cell_file import read_cells
 from reproduction.command import _missing
 from reproduction.efficiency import TIME_SMALL, by_all_methods
 from reproduction.learning import ACCURACY
-from reproduction.noise import PRIVACY
+from reproduction.privacy import PRIVACY
 
 Told = tuple[int, str, str]
 
@@ -140,9 +140,18 @@ def test_what_needs_something_that_is_not_here_is_left_out_and_named_before_anyt
     assert code == 2
     assert told.startswith("tiny: 1 rows, ")
     first, second, *_, last = said.splitlines()
-    assert first.startswith("noisy is left out. Noise on updates needs the package dp-accounting")
-    assert second.startswith("accuracy is left out. mnist is not complete in ")
-    assert last.endswith("Not run: noisy, accuracy. What they need is said above; then type the same again.")
+    assert first.startswith("noisy is skipped. Noise on updates needs the package dp-accounting")
+    assert second.startswith("accuracy is skipped. mnist is not complete in ")
+    assert last.endswith(
+        "Not run: noisy, accuracy. Install what they need (see above), then run the same command again."
+    )
     alone = pipar("noisy", "--quick", "-o", str(tmp_path / "out"))
     assert (alone[0], alone[1]) == (2, "")
     assert "Noise on updates needs the package dp-accounting" in alone[2]
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_shows_the_command_as_it_is_typed(option: str, pipar: Callable[..., Told]) -> None:
+    code, told, lines = pipar(option)
+    assert (code, lines) == (0, "")
+    assert told.startswith("Usage: python -m reproduction [OPTIONS] NAME\n")

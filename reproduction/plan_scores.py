@@ -21,11 +21,11 @@ from pipar.planner.search import SearchResult, search_kinds
 from pipar.planner.search_settings import UNHURRIED
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
-from reproduction.perturbed_world import JITTER, judging, judging_within, perturbed
+from reproduction.perturbed_times import JITTER, jittered_simulation, jittered_simulation_within, perturbed
 
 
 @dataclass(frozen=True)
-class Judged:
+class PlanScores:
     """One training, planned and searched; plans are those of each kind of device."""
 
     chosen: str
@@ -47,7 +47,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Beforehand:
+class PlansToScore:
     """What there is before a training, whatever world it will be in: the choice, and what it is compared with."""
 
     choice: SearchResult
@@ -57,7 +57,7 @@ class Beforehand:
     micro_batches: Sequence[int] | None  # that were searched; None: all
 
     @classmethod
-    def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> Beforehand:
+    def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> PlansToScore:
         """Choose for a fleet, and search every P with every N, or with these."""
         began = time.process_time()
         choice = search_kinds(fleet, simulate, within=simulate_within)
@@ -68,23 +68,23 @@ class Beforehand:
         return cls(choice, planning_s, profiled, by_kind, micro_batches)
 
 
-def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged:
+def score_plans(fleet: Fleet, known: PlansToScore, *, seed: int, epochs: int) -> PlanScores:
     """Return how good the choice for a fleet is: at the start, learned from so many epochs, by the paper's estimate.
 
     Also how good the best plan by the profiles alone is.
     """
     micro_batches = known.micro_batches
-    truth, world = perturbed(fleet, seed), judging(seed)
+    truth, world = perturbed(fleet, seed), jittered_simulation(seed)
     began = time.process_time()
-    best = search_all(truth, world, within=judging_within(seed), micro_batches=micro_batches, slack=JITTER)
+    best = search_all(truth, world, within=jittered_simulation_within(seed), micro_batches=micro_batches, slack=JITTER)
     search_s = time.process_time() - began
-    learned = learn(fleet, truth, known.choice.plans, epochs)
+    learned = learned_plans(fleet, truth, known.choice.plans, epochs)
 
     def score(plans: Mapping[str, Plan]) -> float:
         return best.epoch_s / steady_epoch_s(world, truth, plans)
 
     chosen_s = steady_epoch_s(world, truth, known.choice.plans)
-    return Judged(
+    return PlanScores(
         chosen="; ".join(map(str, known.choice.by_kind)),
         chosen_s=chosen_s,
         best="; ".join(map(str, best.by_kind)),
@@ -104,7 +104,7 @@ def judged(fleet: Fleet, known: Beforehand, *, seed: int, epochs: int) -> Judged
     )
 
 
-def learn(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
+def learned_plans(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
     """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
     predictor = Predictor(fleet, plans)
     for epoch in range(1, epochs + 1):
