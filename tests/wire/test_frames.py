@@ -330,7 +330,7 @@ BAD_FRAMES = {
     "header cut short": (damaged(0, b"")[:48], "not a pipar frame"),
     "shape cut short": (damaged(40, b"\xff"), "damaged header"),
     "nine dimensions": (damaged(40, b"\x09") + bytes(100), "9 dimensions"),
-    "a dimension of zero": (damaged(49, bytes(4)), "a tensor of shape (0, 2) in a body of 24 bytes"),
+    "a dimension of zero": (damaged(49, bytes(4)), "a tensor of shape (0, 2), which does not fit its body of 24 bytes"),
     "a tensor larger than its body": (damaged(49, b"\xff" * 8), "a tensor of shape (4294967295, 4294967295)"),
     "body larger than any": (damaged(41, struct.pack("!Q", wire_format.MAX_BODY_BYTES + 1)), "damaged header"),
 }
