@@ -94,7 +94,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 def _replans(content: Mapping[str, Any]) -> list[str]:
     """Return the new plans of the run, each with its first epoch."""
-    return [f"from epoch {replan['epoch']} on {line}" for replan in content["replans"] for line in _plan_lines(replan)]
+    return [f"from epoch {replan['epoch']} on: {line}" for replan in content["replans"] for line in _plan_lines(replan)]
 
 
 def _plan_lines(content: Mapping[str, Any]) -> list[str]:

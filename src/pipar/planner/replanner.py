@@ -99,7 +99,7 @@ class Replanner:
 
         If one is under way, its end starts the next.
         """
-        why = "machines are other than profiled" if self._learned() else ""
+        why = "machines are faster or slower than profiled" if self._learned() else ""
         why = what_changed(self._planned_for, self._measured) or why
         if self._choosing is None and why and self._measured:
             self._planned_for = self._measured
