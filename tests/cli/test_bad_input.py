@@ -1,4 +1,4 @@
-"""Bad input through the real command: exit code 2, one line that says what is wrong, and nothing left behind."""
+"""Bad input through the real command: exit code 2, one line that says what is wrong, and no files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ COMMANDS = [
     ("run --timing-only --data tiny_imagenet --set data.classes=300", "tiny_imagenet has 200 classes"),
     ("run --timing-only --set data.validation=1700 --set data.test=98", "digits has 1797 samples to hold out"),
     ("run --timing-only --devices 2000", "device-1198 has no samples"),
-    # nobody to be patient for
+    # patience without validation
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience needs a validation set"),
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
@@ -216,7 +216,7 @@ def _check(code: object, out: str, err: str, says: str, runs: Path) -> None:
     assert says in err
     assert code == 2
     assert out == ""
-    # Where no terminal shows that something goes on, a log begins with what does.
+    # Without a terminal, the first line names what starts.
     (sentence,) = [line for line in err.splitlines() if not line.startswith(("pipar run: pre", "pipar compare: pre"))]
     assert err.splitlines()[-1] == sentence
     assert "Traceback" not in err
@@ -251,7 +251,7 @@ def test_a_port_in_use_is_found_before_anything_starts(place: Path, capfd: pytes
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_named(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_named(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("a file where the folder would be", "utf-8")
     with pytest.raises(SystemExit) as ended:
         main(["run", "--timing-only"])
@@ -263,7 +263,7 @@ def test_a_folder_that_cannot_be_made_is_named(place: Path, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("command", "says"), [("runn", "is not a command"), ("run --virtual --micro-batches 101", "outside 1..100")]
 )
-def test_the_installed_program_says_the_same(command: str, says: str, place: Path) -> None:
+def test_the_installed_program_prints_the_same(command: str, says: str, place: Path) -> None:
     program = [sys.executable, "-m", "pipar", *command.split()]
     done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     _check(done.returncode, done.stdout, done.stderr, says, place / "runs")

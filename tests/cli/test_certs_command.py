@@ -1,4 +1,4 @@
-"""`pipar certs` makes what it says, keeps secrets to their owner, overwrites nothing and explains itself."""
+"""`pipar certs`: its files, their permissions, nothing overwritten, errors in one sentence."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_certificate_does_not_outlive_its_authority(certs: Certs) -> None:
     assert certs.certificate("devices/pi.pem").not_valid_after_utc == certs.certificate("ca.pem").not_valid_after_utc
 
 
-def test_secrets_are_their_owners_only(certs: Certs) -> None:
+def test_only_the_owner_can_read_secrets(certs: Certs) -> None:
     certs("init")
     certs("issue", "pi")
     certs("token", "pi")
@@ -113,7 +113,7 @@ def test_secrets_are_their_owners_only(certs: Certs) -> None:
     assert list(certs.folder.rglob(".*")) == []  # nothing half-written is left
 
 
-def test_a_token_is_printed_once_and_alone_and_only_its_hash_is_kept(certs: Certs) -> None:
+def test_a_token_is_printed_once_and_only_its_hash_is_stored(certs: Certs) -> None:
     _, out, err = certs.run("token", "pi")
     token = out.strip()
     assert out == f"{token}\n"
@@ -126,7 +126,7 @@ def test_a_token_is_printed_once_and_alone_and_only_its_hash_is_kept(certs: Cert
     assert read_token(certs.folder / "pi.token") == token
 
 
-def test_two_devices_never_have_one_token(certs: Certs) -> None:
+def test_two_devices_have_different_tokens(certs: Certs) -> None:
     one, other = certs.json("token", "pi-1"), certs.json("token", "pi-2")
     assert one["token"] != other["token"]
     tokens = read_tokens(certs.folder / "tokens.json")
@@ -208,7 +208,7 @@ def test_a_file_that_holds_no_token_is_refused(content: bytes, tmp_path: Path) -
         read_token(tmp_path / "token")
 
 
-def test_a_hash_that_nobody_could_have_made_matches_nothing() -> None:
+def test_an_impossible_hash_matches_no_token() -> None:
     assert Tokens({"pi": "ü", "other": ""}).owner("x") is None
 
 

@@ -1,4 +1,4 @@
-"""The commands as a user types them: help with an example, documents for machines, tables for people, Ctrl-C."""
+"""The commands as a user types them: help with examples, JSON, tables, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_help_of_every_command_has_an_example(command: str, pipar: Pipar) -> Non
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "plan", "profile", "leakage", "data list", "data get", "doctor"])
-def test_every_command_takes_settings_and_speaks_to_machines(command: str, pipar: Pipar) -> None:
+def test_every_command_takes_settings_and_json(command: str, pipar: Pipar) -> None:
     text = pipar(*command.split(), "--help")
     assert "--set SECTION.KEY=VALUE" in text
     assert "--json" in text
@@ -120,13 +120,13 @@ def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
 
 
 @pytest.mark.slow
-def test_what_starts_is_said_at_once_before_anything_that_takes_a_while() -> None:
+def test_the_first_line_comes_before_anything_slow() -> None:
     commands = ["run --virtual", "compare --methods fl,pipar", "server --listen 127.0.0.1:0", "run --json"]
     commands += ["device --server 127.0.0.1:9 --name device-1", "server --log-format json --listen 127.0.0.1:50051"]
     script = f"""
 import sys
 from pipar.cli import main
-sys.modules["torch"] = None  # whoever imports it fails
+sys.modules["torch"] = None  # importing it fails
 for command in {commands}:
     print("-", flush=True, file=sys.stderr)
     try:
@@ -148,14 +148,14 @@ for command in {commands}:
     assert done.stdout == ""
 
 
-def test_a_live_page_says_where_it_is_and_leaves_the_document_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_address_of_the_live_page_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--dashboard", "127.0.0.1:0", "--dashboard-token=correct-horse-battery"]
     with pytest.raises(SystemExit) as ended:
         main(["run", "--timing-only", "--json", *words, *SMALL])
-    told = capfd.readouterr()
-    document = json.loads(told.out)
+    printed = capfd.readouterr()
+    document = json.loads(printed.out)
     assert ended.value.code == 0
-    assert re.fullmatch(r"Live page: http://127\.0\.0\.1:\d+/\?token=\.\.\.\n", told.err)
+    assert re.fullmatch(r"Live page: http://127\.0\.0\.1:\d+/\?token=\.\.\.\n", printed.err)
     assert document["command"].startswith(
         "pipar run --timing-only --json --dashboard 127.0.0.1:0 --dashboard-token=..."
     )
@@ -196,7 +196,7 @@ def test_a_run_ends_with_a_table_that_fits_80_columns(pipar: Pipar, runs: Path) 
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_the_table_of_a_run_says_the_window_of_its_plan(pipar: Pipar) -> None:
+def test_the_table_of_a_run_has_the_window_of_its_plan(pipar: Pipar) -> None:
     window = ["--set", "plan.schedule=1f1b", "--set", "plan.window=2", "--split-point", "2", "--micro-batches", "5"]
     assert "plan P=2 N=5 1f1b(2)" in " ".join(pipar("run", "--timing-only", *window, *SMALL).split())
     assert "P=2 N=5 1f1b(2)" in " ".join(
@@ -204,7 +204,7 @@ def test_the_table_of_a_run_says_the_window_of_its_plan(pipar: Pipar) -> None:
     )
 
 
-def test_a_setting_and_a_short_option_go_over_the_file(pipar: Pipar, tmp_path: Path) -> None:
+def test_settings_and_short_options_override_the_file(pipar: Pipar, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[run]\nseed = 1\nmethod = "sfl"\n[plan]\nsplit_point = 3\n', "utf-8")
     words = ["run", str(path), "--timing-only", "--json", "--split-point", "2", "--set", "run.seed=5", *SMALL]
@@ -212,7 +212,7 @@ def test_a_setting_and_a_short_option_go_over_the_file(pipar: Pipar, tmp_path: P
     assert (document["method"], document["seed"], document["plans"][0]["split_point"]) == ("sfl", 5, 2)
 
 
-def test_compare_prints_one_row_a_method_with_the_speed_up_over_fl(pipar: Pipar, runs: Path) -> None:
+def test_compare_prints_one_row_per_method_with_the_speed_up_over_fl(pipar: Pipar, runs: Path) -> None:
     text = pipar("compare", "--timing-only", "--methods", "pipar,fl,sl", "--name", "x", *SMALL)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1] and "P=" in line}
     assert list(rows) == ["pipar", "fl", "sl"]
@@ -276,7 +276,7 @@ def test_compare_without_fl_measures_against_the_first_method(pipar: Pipar) -> N
     assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)
 
 
-def test_compare_gives_machines_a_list_of_results(pipar: Pipar) -> None:
+def test_compare_prints_a_list_of_results_as_json(pipar: Pipar) -> None:
     documents = json.loads(pipar("compare", "--timing-only", "--json", "--methods", "fl,pipar,fl", *SMALL))
     assert [document["method"] for document in documents] == ["fl", "pipar"]
     assert all(set(document) >= RESULT | {"folder"} for document in documents)
@@ -297,7 +297,7 @@ def test_profile_shows_every_layer_and_writes_what_can_be_read_back(pipar: Pipar
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_at_once")
-def test_profile_gives_machines_the_profile_itself(pipar: Pipar) -> None:
+def test_profile_prints_the_profile_itself_as_json(pipar: Pipar) -> None:
     text = pipar("profile", "--json", "--budget", "0.1", "--set", "run.batch_size=8")
     assert Profile.from_json(text).model == "vgg5"
 
@@ -311,7 +311,7 @@ def test_profile_of_a_small_device_has_the_layers_that_fit(pipar: Pipar) -> None
     assert 1 <= len(profile.layers) < profile.network_layers == 5
 
 
-def test_data_list_shows_what_is_known_and_what_is_here(pipar: Pipar, tmp_path: Path) -> None:
+def test_data_list_shows_known_datasets_and_where_they_are(pipar: Pipar, tmp_path: Path) -> None:
     text = pipar("data", "list")
     assert all(
         name in text
@@ -337,13 +337,13 @@ def test_a_failure_is_one_line_and_exit_code_1(
     with pytest.raises(SystemExit) as ended:
         main(["run"])
     assert ended.value.code == 1
-    _, sentence = capfd.readouterr().err.splitlines()  # behind what was started
+    _, sentence = capfd.readouterr().err.splitlines()  # after the line about what starts
     assert sentence == "RuntimeError: out of memory (PIPAR_TRACEBACK=1 shows where.)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["--virtual", "--timing-only"])
-def test_ctrl_c_in_virtual_time_saves_what_there_is(
+def test_ctrl_c_in_virtual_time_saves_the_epochs_so_far(
     world: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from pipar.storage.run_folder import RunFolder
@@ -386,7 +386,7 @@ def test_ctrl_c_in_the_real_world_saves_the_epochs_so_far(runs: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_that_is_killed_leaves_no_processes_behind(runs: Path) -> None:
+def test_a_killed_run_leaves_no_processes(runs: Path) -> None:
     words = ["run", "--name", "killed", "--speed", "1", "--link", "unlimited", *SMALL, "--epochs", "10000"]
     program = subprocess.Popen(
         [sys.executable, "-m", "pipar", *words], stderr=subprocess.DEVNULL, start_new_session=True

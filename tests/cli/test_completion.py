@@ -1,4 +1,4 @@
-"""What a shell completes: asked by click's protocol, and by a real bash."""
+"""Shell completion, through click's protocol and in a real bash."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
         (["nonsense", "x"], []),
     ],
 )  # fmt: skip
-def test_what_is_known_is_completed(words: list[str], candidates: list[str], complete: Complete) -> None:
+def test_known_names_are_completed(words: list[str], candidates: list[str], complete: Complete) -> None:
     assert complete(*words) == candidates
 
 
-def test_runs_are_completed_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: Complete) -> None:
+def test_folders_of_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: Complete) -> None:
     for name in ("a-fl", "a-pipar", "no-run"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         if name != "no-run":

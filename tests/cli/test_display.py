@@ -1,4 +1,4 @@
-"""What a person sees: numbers taken from events, lines that fit 80 columns, and silence where it is asked for."""
+"""The terminal during a run: numbers from events, lines within 80 columns, and nothing if quiet."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_server_is_the_mean_of_its_cores_also_of_those_that_never_worked() -
     assert (shares["server"], shares["downlink"]) == (0.25, 0.25)
 
 
-def test_one_report_says_nothing_about_how_busy_a_lane_is() -> None:
+def test_one_report_is_not_enough_for_utilisation() -> None:
     assert set(_progress(_report("device-1", 1, 10.0, compute=5.0)).utilisation().values()) == {None}
 
 
@@ -97,7 +97,7 @@ def test_the_place_is_that_of_the_furthest_device_and_the_share_that_of_all() ->
     assert progress.place() == (2, 1, 4, 0.125)
 
 
-def test_samples_a_second_add_up_over_the_devices() -> None:
+def test_samples_per_second_add_up_over_the_devices() -> None:
     progress = _progress(_report("device-1", 1, 10.0), _report("device-2", 1, 10.0))
     assert progress.samples_per_s() is None
     progress.take(_report("device-1", 3, 12.0))
@@ -144,7 +144,7 @@ def test_a_run_without_mathematics_has_no_losses() -> None:
         ),
     ],
 )
-def test_what_is_emulated_is_said_in_words(group: dict[str, object], says: str) -> None:
+def test_emulated_devices_are_described_in_words(group: dict[str, object], says: str) -> None:
     assert says in setting_text(config_from({"devices": [group]}))
 
 
@@ -178,7 +178,7 @@ def test_without_a_terminal_there_are_plain_lines_only() -> None:
     ]
 
 
-def test_new_plans_are_said_in_a_line() -> None:
+def test_new_plans_have_a_line() -> None:
     plans = {"device-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
     new = Replanned(2, plans, "device-1 up from 10 to 4.2 Mbit/s")
     shown = _shown(*RUN, new, ReplanFailed("New plans could not be chosen: no."), terminal=False)
@@ -189,7 +189,7 @@ def test_new_plans_are_said_in_a_line() -> None:
     ]
 
 
-def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
+def test_new_plans_are_shown_below_the_last_epoch_of_the_old_ones() -> None:
     second = replace(EPOCH, epoch=2)
     new = Replanned(3, {"device-1": {"split_point": 1, "micro_batches": 9, "window": 0}})
     shown = _shown(*RUN[:-1], new, EPOCH, second, replace(EPOCH, epoch=3), terminal=False)
@@ -202,21 +202,21 @@ def test_new_plans_are_said_below_the_last_epoch_of_the_old_ones() -> None:
     assert "New plans" not in _shown(*RUN, new, STARTED, EPOCH, second, terminal=False)
 
 
-def test_which_cuts_are_ruled_out_is_said_over_the_epochs() -> None:
+def test_ruled_out_cuts_are_shown_above_the_epochs() -> None:
     words = "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.90)."
     lines = _shown(*RUN[:1], replace(STARTED, leakage=words), *RUN[2:], terminal=False).splitlines()
     assert lines.index(words) == lines.index(epoch_header()) - 1
     assert "max_leakage" not in _shown(*RUN, terminal=False)
 
 
-def test_why_a_budget_ends_the_training_is_said_below_its_last_epoch() -> None:
+def test_a_spent_budget_is_explained_below_the_last_epoch() -> None:
     spent, second = BudgetSpent(2, "device-1", 4.3772, 4.0), replace(EPOCH, epoch=2)
     shown = _shown(*RUN[:-1], EPOCH, spent, second, terminal=False)
     assert shown.splitlines()[-2:] == [epoch_line(second), spent.reason]
     assert _shown(*RUN, replace(spent, epoch=1), terminal=False).splitlines()[-1].endswith("target_epsilon is 4.")
 
 
-def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing(
+def test_before_a_run_a_log_names_what_starts_and_a_terminal_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
@@ -226,7 +226,7 @@ def test_before_a_run_begins_a_log_says_what_starts_and_a_terminal_keeps_nothing
     assert "vgg5" not in _shown(starting, RUN[0], terminal=True)
 
 
-def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_preparation_logs_its_progress_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))  # a second passes with each look at the clock
     monkeypatch.setattr("pipar.cli.display.time", SimpleNamespace(monotonic=lambda: next(now)))
     events = [Preparing(f"Trying every plan: {n} of at most 30 combinations", n / 30) for n in range(1, 31)]
@@ -236,11 +236,11 @@ def test_a_long_preparation_says_how_far_it_is_every_ten_seconds(monkeypatch: py
     assert _shown(*events, terminal=False, quiet=True) == ""
 
 
-def test_quiet_is_quiet() -> None:
+def test_quiet_prints_nothing() -> None:
     assert _shown(*RUN, terminal=False, quiet=True) == ""
 
 
-def test_a_tracker_that_was_asked_for_and_fails_is_said_even_then() -> None:
+def test_a_failed_tracker_is_reported_even_if_quiet() -> None:
     failed = TrackerFailed("mlflow", "OSError: no\nspace")
     said = "Tracker mlflow is off, training continues without it: OSError: no\\nspace\n"
     assert _shown(failed, terminal=False, quiet=True) == said
@@ -256,20 +256,20 @@ def test_a_tracker_that_was_asked_for_and_fails_is_said_even_then() -> None:
         ({"NO_COLOR": "1"}, {"force_terminal": True}, True),
     ],
 )
-def test_only_a_terminal_outside_of_ci_is_drawn_on(
+def test_only_a_terminal_outside_of_ci_has_a_live_part(
     environment: dict[str, str], console: dict[str, bool], live: bool
 ) -> None:
     around = {"TERM": "xterm", **environment}
     assert is_live(Console(file=io.StringIO(), _environ=around, **console), around) is live
 
 
-def test_a_terminal_without_a_cursor_is_not_drawn_on() -> None:
+def test_a_terminal_without_a_cursor_has_no_live_part() -> None:
     around = {"TERM": "dumb"}
     assert not is_live(Console(file=io.StringIO(), force_terminal=True, _environ=around), around)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (65.4, "1:05"), (3600, "1:00:00"), (43259, "12:00:59")])
-def test_durations_are_those_of_a_clock(seconds: float, text: str) -> None:
+def test_durations_are_shown_as_on_a_clock(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
 
 
@@ -282,7 +282,7 @@ def test_durations_are_those_of_a_clock(seconds: float, text: str) -> None:
         (RUN, ["epoch 1/3  iteration 1/4", "loss 2.250", "val acc 50.0 %", "device", "uplink", "server", "downlink"]),
     ],
 )
-def test_a_terminal_shows_where_the_run_is(events: list[Event], says: list[str]) -> None:
+def test_a_terminal_shows_the_progress_of_the_run(events: list[Event], says: list[str]) -> None:
     shown = _shown(*events, terminal=True)
     for words in says:
         assert words in shown
@@ -310,6 +310,6 @@ def _begin_while_drawing(step: int) -> bool:
 
 
 @pytest.mark.parametrize("run", [_look_while_reporting, _begin_while_drawing])
-def test_events_may_come_at_any_moment_of_a_drawing(run: Callable[[int], bool]) -> None:
+def test_events_may_arrive_at_any_moment_of_drawing(run: Callable[[int], bool]) -> None:
     steps = next(step for step in range(1, 10_000) if not run(step))
     assert steps > 20

@@ -1,4 +1,4 @@
-"""What `pipar doctor` thinks of machines: of made-up ones, check by check, and of this one as a whole."""
+"""`pipar doctor`: each check on made-up machines, and all of them on this one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_python_must_be_new_enough() -> None:
     assert _state(doctor_checks.check_python((3, 10, 9))) == ("problem", True)
 
 
-def test_packages_must_be_here_and_load() -> None:
+def test_packages_must_be_installed_and_load() -> None:
     assert doctor_checks.check_packages({"click": "8.1", "torch": "2.4"}, {}).state == "ok"
     missing = doctor_checks.check_packages({"click": None, "torch": "2.4"}, {})
     assert (missing.state, missing.found) == ("problem", "missing: click")
     broken = doctor_checks.check_packages({}, {"grpc": "ImportError: no"})
     assert "grpc does not load: ImportError: no" in broken.found
-    assert broken.advice.endswith("pip install --force-reinstall grpcio"), "a package grpc is somebody else's"
+    assert broken.advice.endswith("pip install --force-reinstall grpcio"), "a package named grpc is another project"
     assert set(doctor_checks.NATIVE_MODULES.values()) <= set(doctor_checks.required_packages())
 
 
@@ -83,7 +83,7 @@ def test_limits_of_control_groups_of_version_2(tmp_path: Path, files: dict[str, 
     assert doctor_checks.limits(root, own) == found
 
 
-def test_the_tightest_limit_counts_also_of_a_group_around_the_own_one(tmp_path: Path) -> None:
+def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     _group(root / "slice", cpu__max="100000 100000", memory__max=str(GIB), memory__current="0")
     _group(root / "slice" / "job", cpu__max="300000 100000", memory__max=str(4 * GIB), memory__current="0")
@@ -106,7 +106,7 @@ def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert doctor_checks.limits(tmp_path / "none", tmp_path / "neither") == Limits()
 
 
-def test_fewer_cores_than_there_seem_to_be_are_worth_a_word() -> None:
+def test_a_limit_on_cores_gets_advice() -> None:
     assert doctor_checks.check_cores(8, 8, None) == Finding("cores", "ok", "8")
     assert doctor_checks.check_cores(8, 2, 4.0) == Finding("cores", "ok", "2 of 8")
     limited = doctor_checks.check_cores(8, 8, 1.5)
@@ -129,13 +129,13 @@ def test_memory_must_hold_a_process_and_should_hold_several(available: int | Non
     assert doctor_checks.check_memory(available, limits).state == state
 
 
-def test_available_memory_is_what_the_system_says(tmp_path: Path) -> None:
+def test_available_memory_is_read_from_the_system(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:     1024 kB\n", "utf-8")
     assert doctor_checks.available_memory(tmp_path / "meminfo") == 2**20
     assert doctor_checks.available_memory(tmp_path / "none") is None
 
 
-def test_a_folder_that_does_not_exist_yet_is_as_good_as_the_one_it_will_be_in(tmp_path: Path) -> None:
+def test_a_missing_folder_is_judged_by_its_parent(tmp_path: Path) -> None:
     assert doctor_checks.nearest(tmp_path / "a" / "b") == tmp_path
     assert doctor_checks.check_folder("runs", tmp_path / "a" / "b", "PIPAR_RUNS").state in ("ok", "advice")
 
@@ -148,7 +148,7 @@ def test_a_file_in_the_way_of_a_folder_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "state"), [(2_000_000_000, "ok"), (500_000_000, "advice"), (1000, "problem")])
-def test_a_folder_needs_room(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_needs_free_space(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
     assert doctor_checks.check_folder("runs", tmp_path, "PIPAR_RUNS").state == state
 
@@ -157,7 +157,7 @@ def _why_not(busy: str) -> Callable[[str], str]:
     return lambda address: "address already in use" if address == busy else ""
 
 
-def test_the_servers_port_must_be_free_and_loopback_must_be_there() -> None:
+def test_loopback_must_work_and_the_servers_port_must_be_free() -> None:
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:0", _why_not(""))] == ["ok"]
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not(""))] == ["ok", "ok"]
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:7700"))] == [
@@ -167,14 +167,14 @@ def test_the_servers_port_must_be_free_and_loopback_must_be_there() -> None:
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not("127.0.0.1:0"))] == ["problem"]
 
 
-def test_a_port_that_somebody_listens_on_is_not_free() -> None:
+def test_a_port_in_use_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert why_not_listening(address) == "address already in use"
     assert why_not_listening("no-such-host.invalid:1") == "there is no such host"
 
 
-def test_the_configurations_dataset_must_be_here_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configured_dataset_must_be_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPAR_DATA", raising=False)
     datasets = known_datasets(tmp_path)
     assert [one.state for one in doctor_checks.check_data(Config(), datasets, tmp_path)] == ["ok"]
@@ -187,7 +187,7 @@ def test_the_configurations_dataset_must_be_here_whole(tmp_path: Path, monkeypat
     assert [one.state for one in doctor_checks.check_data(Config(), datasets, tmp_path / "typo")] == ["advice"]
 
 
-def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
+def test_an_extra_has_its_purpose_and_how_to_install_it() -> None:
     extra = EXTRAS["tensorboard"]
     assert (
         doctor_checks.check_extra("tensorboard", extra, lambda _: "2.20").found
@@ -197,7 +197,7 @@ def test_an_extra_says_what_it_is_for_and_how_to_get_it() -> None:
     assert (absent.state, absent.advice) == ("advice", "To install it: pip install 'pipar[tensorboard]'")
 
 
-def test_every_extra_that_pipar_offers_its_users_is_looked_for() -> None:
+def test_every_extra_of_the_package_is_checked() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "docs"}
 
@@ -236,7 +236,7 @@ PROBLEM = Finding("torch", "problem", "ModuleNotFoundError: " + "long " * 30, "I
 
 
 @pytest.mark.parametrize(("findings", "code"), [((OK, ADVICE), 0), ((OK, PROBLEM), 1)])
-def test_the_exit_code_says_whether_pipar_can_work(
+def test_the_exit_code_is_0_only_without_problems(
     findings: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _examine(monkeypatch, *findings)

@@ -1,4 +1,4 @@
-"""`pipar leakage`: the cuts of a network attacked, with first weights and trained ones, and what it leaves behind."""
+"""`pipar leakage`: attacks on the cuts of a network, untrained and trained, and the files it writes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_table_of_every_cut_is_shown_and_written_with_a_picture(pipar: Pipar, 
 
 
 @pytest.mark.slow
-def test_trained_weights_are_attacked_if_they_fit_and_noise_is_told(
+def test_trained_weights_are_attacked_if_they_fit_and_noise_is_reported(
     pipar: Pipar, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     weights = build_model("vgg5", input_shape=(3, 16, 16), classes=10, seed=5).state_dict()
@@ -79,7 +79,7 @@ def test_trained_weights_are_attacked_if_they_fit_and_noise_is_told(
 
 
 @pytest.mark.parametrize("split_points", [[5], [5, 5]])
-def test_where_no_activations_leave_there_is_nothing_to_attack(split_points: list[int]) -> None:
+def test_a_cut_that_sends_no_activations_cannot_be_attacked(split_points: list[int]) -> None:
     with pytest.raises(PlanError, match="nothing to attack: give split points below 5"):
         checked_cuts(split_points, 5, "vgg5")
     assert checked_cuts([*split_points, 2], 5, "vgg5") == [2]
@@ -87,7 +87,7 @@ def test_where_no_activations_leave_there_is_nothing_to_attack(split_points: lis
         checked_cuts(None, 1, "one")
 
 
-def test_the_time_that_is_left_is_told_from_what_was_done() -> None:
+def test_the_time_left_is_estimated_from_the_share_done() -> None:
     told: list[Event] = []
     now = 0.0
     tell = with_time_left(told.append, lambda: now)
@@ -104,7 +104,7 @@ def has_cifar() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_cifar(), reason="needs the images of CIFAR-10")
-def test_a_small_attack_sees_cifar_images_behind_the_first_layer_of_vgg5_and_not_behind_the_second(
+def test_a_small_attack_reconstructs_cifar_images_after_the_first_layer_of_vgg5_but_not_after_the_second(
     pipar: Pipar, tmp_path: Path
 ) -> None:
     pipar("--data", "cifar10", "--attacks", "small", "--split-points", "1,2", "--images", "8")

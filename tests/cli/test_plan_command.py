@@ -1,4 +1,4 @@
-"""`pipar plan`: the choice for people and for machines, without torch where profiles are known, and its score."""
+"""`pipar plan`: its text and JSON, without torch where profiles are known, and its score."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_plan_from_known_profiles_is_one_document_and_imports_no_torch(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_plan_has_the_fields_that_machines_were_promised(pipar: Pipar) -> None:
+def test_a_plan_has_the_documented_fields(pipar: Pipar) -> None:
     document = json.loads(pipar("--json"))
     assert set(document) == FIELDS | ADDED | {"paper"}
     assert [set(entry) for entry in document["plans"]] == [ENTRY | {"predicted_s"}] * 2
@@ -117,7 +117,7 @@ def test_a_plan_has_the_fields_that_machines_were_promised(pipar: Pipar) -> None
     assert set(document["paper"]) == {"plans", "epoch_s"}
 
 
-def test_a_group_of_devices_has_what_its_plan_was_made_for(pipar: Pipar, board: Path) -> None:
+def test_a_group_of_devices_has_the_conditions_of_its_plan(pipar: Pipar, board: Path) -> None:
     document = json.loads(pipar("--json", "--set", "devices.memory=800MiB", "--link", '{up="5Mbit/s", latency="3ms"}'))
     (group,) = document["groups"]
     plan = document["plans"][0]
@@ -162,7 +162,7 @@ def test_a_predicted_epoch_is_what_a_timing_only_run_of_the_plan_takes(
     assert planned["predicted_epoch_s"] == pytest.approx(run["epochs"][0]["seconds"], rel=1e-3)
 
 
-def test_what_a_person_sees_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
+def test_the_output_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
     text = pipar("--exhaustive")
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
@@ -197,7 +197,7 @@ def test_a_limit_of_memory_is_shown_with_what_the_plan_needs(pipar: Pipar) -> No
     assert f"{enough / 2**20:.0f} of {enough / 2**20:.0f}" in text
 
 
-def test_the_paper_chooses_when_it_is_asked_and_the_simulation_is_shown_beside_it(pipar: Pipar) -> None:
+def test_the_papers_estimate_chooses_on_request_and_the_simulations_choice_is_shown_too(pipar: Pipar) -> None:
     by_simulation, by_paper = json.loads(pipar("--json")), json.loads(pipar("--json", "--estimate", "paper"))
     assert (by_simulation["estimate"], by_paper["estimate"]) == ("simulation", "paper")
     assert set(by_paper) == FIELDS | ADDED | {"simulation"}
@@ -206,7 +206,7 @@ def test_the_paper_chooses_when_it_is_asked_and_the_simulation_is_shown_beside_i
     assert "by the paper's estimate" in pipar("--estimate", "paper")
 
 
-def test_a_profile_of_its_own_stays_with_who_has_one(board: Path, tmp_path: Path) -> None:
+def test_a_device_keeps_its_own_profile(board: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(
         '[[devices]]\nname = "own"\nprofile = "own.json"\n[[devices]]\nname = "other"\nspeed = 0.5\n', "utf-8"
@@ -221,7 +221,7 @@ def _config(board: Path, *settings: str) -> Any:
     return with_profile(load_config(None, few), str(board))
 
 
-def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> None:
+def test_the_optimum_is_the_shortest_epoch_of_every_pair(board: Path) -> None:
     explained = explain(job_to_plan(_config(board)), rehearse, exhaustive=True)
     assert explained.exhaustive is not None
     best = explained.exhaustive.best
@@ -237,7 +237,7 @@ def test_the_best_of_all_is_the_shortest_epoch_of_every_pair(board: Path) -> Non
     assert 0.95 <= explained.exhaustive.score <= 1  # plans within 5 % are chosen for their dependability
 
 
-def test_the_score_is_1_when_the_choice_is_the_best_of_all(board: Path) -> None:
+def test_the_score_is_1_when_the_choice_is_the_optimum(board: Path) -> None:
     free = explain(job_to_plan(_config(board)), rehearse, exhaustive=True)
     assert free.exhaustive is not None
     best = free.exhaustive.best.plans["device-1"]
@@ -264,7 +264,7 @@ def test_an_uneven_sample_makes_no_second_kind_of_device_for_a_full_search(board
 
 
 @pytest.mark.slow
-def test_a_full_search_of_several_kinds_says_which_micro_batches_it_tried(board: Path, tmp_path: Path) -> None:
+def test_a_full_search_of_several_kinds_lists_the_micro_batches_it_tried(board: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     groups = "".join(f'[[devices]]\nname = "kind{n}"\nspeed = {n / 10}\n' for n in range(1, 4))
     path.write_text(f"[run]\nbatch_size = 16\n[data]\nsamples_per_device = 32\n{groups}", "utf-8")
@@ -294,7 +294,7 @@ def test_links_that_change_have_plans_for_each_of_their_states(pipar: Pipar) -> 
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_where_plans_stay_the_states_of_links_are_timed_with_them(pipar: Pipar) -> None:
+def test_plans_that_stay_are_timed_in_each_state_of_the_links(pipar: Pipar) -> None:
     document = json.loads(pipar("--json", *CHANGING, "--set", "plan.replan=false"))
     first, second = document["states"]
     assert first["plans"] == second["plans"]
@@ -307,7 +307,7 @@ CODING = {name: CodingTimes(1e-5, 1e-9, 1e-5, 1e-9) for name in ("planes", "spar
 SHARES = {"planes": (0.8, 0.85), "sparse-planes": (0.45, 0.4)}
 
 
-def test_a_plan_shows_its_encodings_and_what_they_leave(pipar: Pipar, board: Path) -> None:
+def test_a_plan_shows_its_encodings_and_the_remaining_share_of_bytes(pipar: Pipar, board: Path) -> None:
     profile = _profile()
     layers = tuple(replace(layer, shares=SHARES) for layer in profile.layers)
     replace(profile, layers=layers, coding=CODING).save(board)
@@ -334,7 +334,7 @@ def test_the_picture_of_federated_learning_is_an_epoch_with_the_exchange_of_mode
 @pytest.mark.parametrize(
     ("share", "text"), [(-0.0004, "0.0 %"), (0.0004, "0.0 %"), (0.0, "0.0 %"), (-0.01, "-1.0 %"), (0.753, "+75.3 %")]
 )
-def test_a_difference_that_rounds_to_nothing_has_no_sign(share: float, text: str) -> None:
+def test_a_difference_that_rounds_to_zero_has_no_sign(share: float, text: str) -> None:
     assert signed_percent(share) == text
 
 
@@ -346,7 +346,7 @@ def test_a_difference_that_rounds_to_nothing_has_no_sign(share: float, text: str
         (0.97, "Those with a minus"),
     ],
 )
-def test_a_runner_up_that_seems_quicker_is_explained(board: Path, relative: float, says: str | None) -> None:
+def test_a_runner_up_that_seems_faster_is_explained(board: Path, relative: float, says: str | None) -> None:
     explained = explain(job_to_plan(_config(board)), rehearse)
     other = Option({name: Plan(1, 1) for name in explained.chosen.plans}, explained.chosen.epoch_s * relative)
     said = [text.plain for text in _why_not(replace(explained, runners_up=(other,)))]
@@ -363,7 +363,7 @@ def test_groups_are_shown_in_the_order_of_the_configuration(board: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_of_many_devices_every_one_has_a_prediction(board: Path) -> None:
+def test_each_of_many_devices_has_a_prediction(board: Path) -> None:
     config = with_profile(
         load_config(None, ["run.batch_size=10", "data.samples_per_device=7", "devices.count=150"]),
         str(board),
@@ -384,7 +384,7 @@ def limit(folder: Path, *leaky: int) -> list[str]:
 
 @pytest.mark.parametrize("method", ["pipar", "sfl", "sfl2"])
 @pytest.mark.parametrize("estimate", ["simulation", "paper"])
-def test_a_limit_on_leaks_moves_the_cut_and_says_what_that_costs(
+def test_a_limit_on_leakage_moves_the_cut_and_shows_its_cost(
     method: str, estimate: str, pipar: Pipar, tmp_path: Path
 ) -> None:
     words = ("--method", method, "--estimate", estimate)
@@ -400,7 +400,7 @@ def test_a_limit_on_leaks_moves_the_cut_and_says_what_that_costs(
     assert privacy["relative"] == pytest.approx(document["predicted_epoch_s"] / free["predicted_epoch_s"])
 
 
-def test_a_person_reads_which_cuts_are_ruled_out_and_what_that_costs(pipar: Pipar, tmp_path: Path) -> None:
+def test_the_output_names_ruled_out_cuts_and_their_cost(pipar: Pipar, tmp_path: Path) -> None:
     text = " ".join(pipar(*limit(tmp_path, 1, 2, 3, 4)).split())
     assert "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.80), P=2 (leaks 0.80), P=3 (leaks 0.80), P=4" in text
     assert "P=5 N=1" in text or " 5 1 " in text  # the whole network on the device gives no activations away
@@ -408,9 +408,7 @@ def test_a_person_reads_which_cuts_are_ruled_out_and_what_that_costs(pipar: Pipa
     assert ", at no cost:" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
 
 
-def test_a_limit_below_what_a_guess_comes_to_is_said_to_be_none_that_a_cut_can_keep(
-    pipar: Pipar, tmp_path: Path
-) -> None:
+def test_a_limit_below_the_guess_is_reported_as_unreachable(pipar: Pipar, tmp_path: Path) -> None:
     path = written(tmp_path, dict.fromkeys((1, 2, 3, 4), 0.8), guess=0.747)
     words = ["--set", f"privacy.leakage={path}", "--set"]
     said = "It is below 0.747, which the mean of other images comes to without any activation"
@@ -418,7 +416,7 @@ def test_a_limit_below_what_a_guess_comes_to_is_said_to_be_none_that_a_cut_can_k
     assert "mean of other images" not in " ".join(pipar(*words, "privacy.max_leakage=0.75").split())
 
 
-def test_what_trains_holds_to_the_limit_that_was_planned_with(board: Path, tmp_path: Path) -> None:
+def test_the_training_keeps_the_limit_of_the_plan(board: Path, tmp_path: Path) -> None:
     settings = [*SMALL[3::2], f"devices.profile={board}", f"server.profile={board}", "devices.speed=0.05"]
     free = prepare_timing_only(load_config(None, settings), rehearse)
     assert free is not None

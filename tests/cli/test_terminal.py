@@ -111,7 +111,7 @@ def test_the_live_view_fits_80_columns_and_24_lines_whatever_it_shows() -> None:
         ({"TERM": "dumb"}, rb"\x1b"),
     ],
 )
-def test_a_terminal_that_can_do_less_gets_less(environment: dict[str, str], forbidden: bytes) -> None:
+def test_a_limited_terminal_gets_no_unsupported_codes(environment: dict[str, str], forbidden: bytes) -> None:
     written = _draw(**environment)
     assert re.search(forbidden, written) is None
     assert any(line.startswith("    1 123456.8 ") for line in _shown(written, lines=100))
@@ -121,6 +121,6 @@ _TIMING_ONLY = ["--timing-only", "--epochs", "2", "--set", "devices.profile=rasp
 _TIMING_ONLY += ["--set", "server.profile=i7-11850h"]
 
 
-def test_a_document_for_machines_is_all_that_stands_on_the_terminal(tmp_path: Path) -> None:
+def test_json_is_the_only_output_on_the_terminal(tmp_path: Path) -> None:
     written = _on_a_terminal([sys.executable, "-m", "pipar", "run", "--json", *_TIMING_ONLY], PIPAR_RUNS=str(tmp_path))
     assert len(json.loads(written.replace(b"\r\n", b"\n"))["epochs"]) == 2

@@ -1,4 +1,4 @@
-"""The picture of an iteration: blocks stand where their spans' times are, over a ruler of seconds."""
+"""The timeline in characters: blocks at the times of their spans, above a ruler of seconds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_blocks_start_and_end_at_the_columns_of_their_times(columns: int) -> Non
         assert abs(block.end / columns * 3.5 - (span.end - 10)) <= 0.501 * 3.5 / columns
 
 
-def test_a_block_too_short_for_a_column_is_seen_all_the_same() -> None:
+def test_a_block_too_short_for_a_column_is_visible() -> None:
     spans = [
         _span(COMPUTE, "fc", 1, 0.0, 10.0),
         _span(CORE, "fs", 1, 5.0, 5.001),
@@ -78,14 +78,14 @@ def test_a_block_too_short_for_a_column_is_seen_all_the_same() -> None:
     assert rows[2].count("#") == 1
 
 
-def test_a_block_has_its_number_only_where_its_sign_fits_behind_it() -> None:
+def test_a_block_has_its_number_only_if_its_character_fits_after_it() -> None:
     assert Block(COMPUTE, "fc", 12, 0, 4).text == "12>>"
     assert Block(COMPUTE, "fc", 12, 0, 2).text == ">>"
     assert Block(COMPUTE, "step", 0, 0, 2).text == "=="
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
-def test_many_short_stages_do_not_paint_over_the_time_that_a_lane_is_idle(share: float) -> None:
+def test_many_short_stages_do_not_hide_idle_time(share: float) -> None:
     uploads = [_span(UPLINK, "u", n, n / 10, (n + 1) / 10) for n in range(100)]
     served = [_span(CORE, "fs", n, n / 10, (n + share) / 10) for n in range(100)]
     rows = _drawn([*uploads, *served, _span(CORE, "step", 0, 9.9999, 10.0)], 80).splitlines()
@@ -97,7 +97,7 @@ def test_many_short_stages_do_not_paint_over_the_time_that_a_lane_is_idle(share:
     assert max(map(len, rows)) <= 80
 
 
-def test_kinds_that_take_turns_in_one_lane_have_their_shares() -> None:
+def test_alternating_kinds_on_one_lane_get_their_shares() -> None:
     spans = []
     for n in range(200):
         spans += [_span(COMPUTE, "fc", 1, n, n + 0.3), _span(COMPUTE, "bc", 1, n + 0.3, n + 0.9)]

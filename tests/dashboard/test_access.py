@@ -1,4 +1,4 @@
-"""Who may look at the live page."""
+"""Access to the live page."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_beyond_loopback_there_always_is_a_token(address: str) -> None:
     assert not access.is_token("")
 
 
-def test_tokens_and_sessions_are_made_anew_each_time() -> None:
+def test_tokens_and_sessions_are_new_each_time() -> None:
     one, other = Access.of("127.0.0.1:0", "auto"), Access.of("127.0.0.1:0", "auto")
     assert one.token != other.token
     assert one.session != other.session
 
 
-def test_the_token_is_no_session_and_the_session_no_token() -> None:
+def test_token_and_session_are_different() -> None:
     access = Access.of("127.0.0.1:0", TOKEN)
     assert access.is_token(TOKEN)
     assert access.is_session(access.session)
@@ -42,7 +42,7 @@ def test_the_token_is_no_session_and_the_session_no_token() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "short", "with space in the middle", "with/slash/and?question"])
-def test_a_token_that_is_none_is_refused_in_one_sentence(token: str) -> None:
+def test_an_invalid_token_is_refused_in_one_sentence(token: str) -> None:
     with pytest.raises(InputError, match="16 or more letters"):
         Access.of("127.0.0.1:0", token)
 
@@ -59,16 +59,16 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("header", LOCAL)
-def test_names_of_this_machine_are_known(header: str) -> None:
+def test_names_of_this_machine_are_accepted(header: str) -> None:
     assert Access.of("127.0.0.1:0", None).knows_host(header)
 
 
 @pytest.mark.parametrize("header", FOREIGN)
-def test_foreign_names_that_lead_here_are_not(header: str) -> None:
+def test_foreign_names_are_refused(header: str) -> None:
     assert not Access.of("127.0.0.1:0", None).knows_host(header)
 
 
-def test_a_page_for_others_is_known_by_addresses_and_by_its_own_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_beyond_loopback_accepts_addresses_and_its_own_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Board")
     access = Access.of("0.0.0.0:8080", None)
     assert all(access.knows_host(name) for name in ["192.168.0.5:8080", "board:8080", "board.local", "[fe80::1]:80"])
@@ -76,7 +76,7 @@ def test_a_page_for_others_is_known_by_addresses_and_by_its_own_names_only(monke
     assert Access.of("train.local:80", None).knows_host("train.local")
 
 
-def test_an_address_to_open_has_a_name_that_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_has_a_host_that_reaches_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "board")
     assert [shown_host(host) for host in ("127.0.0.1", "0.0.0.0", "::1", "train.local")] == [
         "127.0.0.1", "board", "[::1]", "train.local",

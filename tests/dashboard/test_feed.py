@@ -1,4 +1,4 @@
-"""What browsers are sent: the latest, in the format of server-sent events."""
+"""Messages to browsers: the latest only, as server-sent events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def taken(stream: Stream, number: int) -> list[bytes]:
     return [await anext(messages) for _ in range(number)]
 
 
-def test_a_message_is_one_event_of_one_line_whatever_it_holds() -> None:
+def test_a_message_is_one_event_of_one_line_with_any_content() -> None:
     said = message("state", {"name": "a\nb\r\nevent: evil", "n": 1})
     assert said.endswith(b"\n\n")
     first, second = said.decode().removesuffix("\n\n").split("\n")
@@ -24,7 +24,7 @@ def test_a_message_is_one_event_of_one_line_whatever_it_holds() -> None:
     assert json.loads(second.removeprefix("data: ")) == {"name": "a\nb\r\nevent: evil", "n": 1}
 
 
-def test_who_comes_gets_the_latest_of_everything() -> None:
+def test_a_new_stream_gets_the_latest_of_each_kind() -> None:
     feed = Feed(4, {"state": lambda: 1, "content": lambda: None})
     stream = feed.open()
     assert stream is not None
@@ -33,7 +33,7 @@ def test_who_comes_gets_the_latest_of_everything() -> None:
     assert (state, content) == (b"event: state\ndata: 1\n\n", b"event: content\ndata: null\n\n")
 
 
-def test_who_is_slow_gets_the_latest_and_nothing_older() -> None:
+def test_a_slow_stream_gets_only_the_latest() -> None:
     numbers = count()
     feed = Feed(4, {"state": lambda: next(numbers)})
     stream = feed.open()
@@ -43,7 +43,7 @@ def test_who_is_slow_gets_the_latest_and_nothing_older() -> None:
     assert asyncio.run(taken(stream, 2))[1] == b"event: state\ndata: 1000\n\n"
 
 
-def test_nothing_is_made_while_nobody_watches() -> None:
+def test_no_message_is_made_without_a_stream() -> None:
     made: list[int] = []
     feed = Feed(4, {"state": lambda: made.append(1)})
     feed.renew("state")
@@ -55,7 +55,7 @@ def test_nothing_is_made_while_nobody_watches() -> None:
     assert made == [1, 1]
 
 
-def test_who_comes_later_is_told_the_time_of_then() -> None:
+def test_a_later_stream_gets_a_message_with_its_own_time() -> None:
     times, reports = count(), count()
     feed = Feed(4, {"state": lambda: next(times), "content": lambda: next(reports)}, dated=("state",))
     streams = [stream for _ in range(3) if (stream := feed.open())]
@@ -63,7 +63,7 @@ def test_who_comes_later_is_told_the_time_of_then() -> None:
     assert taken_by_last == [b"event: state\ndata: 2\n\n", b"event: content\ndata: 0\n\n"]
 
 
-def test_there_are_so_many_streams_and_no_more_until_one_is_closed() -> None:
+def test_the_number_of_streams_is_limited_until_one_is_closed() -> None:
     feed = Feed(2, {})
     first, second = feed.open(), feed.open()
     assert first is not None
@@ -73,11 +73,11 @@ def test_there_are_so_many_streams_and_no_more_until_one_is_closed() -> None:
     assert feed.open() is not None
 
 
-def test_a_silent_stream_says_that_it_is_there() -> None:
+def test_a_silent_stream_gets_keep_alives() -> None:
     assert run_virtually(taken(Stream(), 3))[1:] == [b"event: alive\ndata: null\n\n"] * 2
 
 
-def test_an_ended_stream_gives_what_was_said_last_and_ends() -> None:
+def test_an_ended_stream_sends_its_last_messages_and_ends() -> None:
     async def all_of(stream: Stream) -> list[bytes]:
         return [said async for said in stream.messages()]
 

@@ -1,4 +1,4 @@
-"""What the report's part of the live page is made of."""
+"""The content of the report's part of the live page."""
 
 from __future__ import annotations
 
@@ -45,43 +45,43 @@ def shown(*events: Any) -> dict[str, Any]:
     return content
 
 
-def test_only_what_a_report_tells_of_is_news(run: Started) -> None:
+def test_only_events_of_the_report_change_it(run: Started) -> None:
     history = History()
     news = [history.take(event) for event in (Joined("pi-1", 1), run, result(1), picture(1), Joined("pi-2", 2))]
     assert news == [False, True, True, True, False]
 
 
-def test_before_a_run_has_its_folder_there_is_nothing_to_tell(tmp_path: Path) -> None:
+def test_before_a_run_has_its_folder_there_is_no_content(tmp_path: Path) -> None:
     history = History()
     assert history.content() is None
     history.take(Started(str(tmp_path / "not-yet"), "pipar", 1, 1, {}, {}, {}))
     assert history.content() is None
 
 
-def test_a_run_that_goes_on_has_the_epochs_and_the_picture_that_were_told(run: Started) -> None:
+def test_the_current_run_has_its_epochs_and_timeline_from_events(run: Started) -> None:
     content = shown(run, result(1), picture(1), result(2, train_loss=0.5), picture(2))
-    (told,) = content["runs"]
+    (shown_run,) = content["runs"]
     assert content["running"]
-    assert told["world"] == "real processes"
-    assert [epoch["train_loss"] for epoch in told["epochs"]] == [1.5, 0.5]
-    assert told["timeline"]["iteration"]["epoch"] == 2
-    assert len(told["timeline"]["iteration"]["spans"]) == 3
+    assert shown_run["world"] == "real processes"
+    assert [epoch["train_loss"] for epoch in shown_run["epochs"]] == [1.5, 0.5]
+    assert shown_run["timeline"]["iteration"]["epoch"] == 2
+    assert len(shown_run["timeline"]["iteration"]["spans"]) == 3
 
 
-def test_plans_have_their_encodings_while_the_run_goes_on(run: Started) -> None:
+def test_plans_have_their_encodings_during_the_run(run: Started) -> None:
     plans = {"pi-1": "P=2 N=2 sparse-planes", "pi-2": "P=2 N=2 planes/raw"}
-    (told,) = shown(replace(run, plans=plans), result(1))["runs"]
-    assert told["plan"] == "1 x P=2 N=2 planes/raw, 1 x P=2 N=2 sparse-planes"
-    assert {row["device"]: row["plan"] for row in told["devices"]["rows"]} == plans
+    (shown_run,) = shown(replace(run, plans=plans), result(1))["runs"]
+    assert shown_run["plan"] == "1 x P=2 N=2 planes/raw, 1 x P=2 N=2 sparse-planes"
+    assert {row["device"]: row["plan"] for row in shown_run["devices"]["rows"]} == plans
 
 
-def test_new_plans_are_told(run: Started) -> None:
+def test_new_plans_are_in_the_content(run: Started) -> None:
     plan = {"split_point": 3, "micro_batches": 4}
-    (told,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}, "pi-3 left"))["runs"]
-    assert told["replans"] == [{"epoch": 2, "plan": "P=3 N=4", "reason": "pi-3 left"}]
+    (shown_run,) = shown(run, result(1), Replanned(2, {"pi-1": plan, "pi-2": plan}, "pi-3 left"))["runs"]
+    assert shown_run["replans"] == [{"epoch": 2, "plan": "P=3 N=4", "reason": "pi-3 left"}]
 
 
-def test_a_resumed_run_has_its_earlier_epochs_and_those_that_are_trained_again_anew(run: Started) -> None:
+def test_a_resumed_run_has_its_earlier_epochs_and_replaces_those_trained_again(run: Started) -> None:
     before = {"epochs": [result(1, 3.0).to_dict(), result(2, 3.0).to_dict()], "replans": [], "method": "pipar"}
     (Path(run.folder) / "result.json").write_text(json.dumps(before))
     content = shown(run, result(2, train_loss=1.0))
@@ -89,9 +89,7 @@ def test_a_resumed_run_has_its_earlier_epochs_and_those_that_are_trained_again_a
     assert [epoch["train_loss"] for epoch in content["runs"][0]["epochs"]] == [3.0, 1.0]
 
 
-def test_what_a_resumed_run_ended_with_before_is_not_told_as_its_own(
-    run: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_does_not_show_its_earlier_result(run: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(_: Path) -> list[Span]:
         raise AssertionError("a trace that is not shown is read, for seconds if it is long")
 
@@ -99,30 +97,30 @@ def test_what_a_resumed_run_ended_with_before_is_not_told_as_its_own(
     before = {"epochs": [result(1).to_dict()], "replans": [], "method": "pipar", "test_accuracy": 0.75}
     (Path(run.folder) / "result.json").write_text(json.dumps(before))
     (Path(run.folder) / "outlook.json").write_text(json.dumps({"note": "of before"}))
-    (told,) = shown(run, result(2))["runs"]
-    assert (told["test_accuracy"], told["outlook"]) == (None, None)
+    (shown_run,) = shown(run, result(2))["runs"]
+    assert (shown_run["test_accuracy"], shown_run["outlook"]) == (None, None)
 
 
-def test_a_part_of_an_epoch_says_nothing_about_how_busy_a_device_was(run: Started) -> None:
+def test_a_part_of_an_epoch_gives_no_busy_shares(run: Started) -> None:
     rows = shown(run, result(1), picture(1))["runs"][0]["devices"]["rows"]
     assert rows[0]["busy"]["device"] == 1.0
     rows = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["devices"]["rows"]
     assert [row["busy"] for row in rows] == [{}, {}]
 
 
-def test_a_part_of_an_epoch_is_not_shown_as_the_whole(run: Started) -> None:
+def test_a_part_of_an_epoch_is_not_shown_as_a_whole_one(run: Started) -> None:
     assert shown(run, result(1), picture(1))["runs"][0]["timeline"]["epoch"] is not None
-    told = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["timeline"]
-    assert told["epoch"] is None
-    assert told["iteration"] is not None
+    shown_run = shown(run, result(1), picture(1, is_whole=False))["runs"][0]["timeline"]
+    assert shown_run["epoch"] is None
+    assert shown_run["iteration"] is not None
 
 
-def test_the_page_says_how_much_is_left_out_of_a_picture(run: Started) -> None:
-    told = shown(run, result(1), replace(picture(1, is_whole=False), left_out=7))["runs"][0]["timeline"]
-    assert told["iteration"]["left_out"] == 7
+def test_the_page_counts_spans_that_are_left_out(run: Started) -> None:
+    shown_run = shown(run, result(1), replace(picture(1, is_whole=False), left_out=7))["runs"][0]["timeline"]
+    assert shown_run["iteration"]["left_out"] == 7
 
 
-def test_when_the_next_run_begins_or_all_is_over_the_files_tell(run: Started, tmp_path: Path) -> None:
+def test_finished_runs_are_read_from_their_files(run: Started, tmp_path: Path) -> None:
     over = {"epochs": [result(1, 0.25).to_dict()], "replans": [], "method": "fl", "test_accuracy": 0.75}
     history = History()
     history.take(run)

@@ -1,4 +1,4 @@
-"""The live page in a real browser, beside a real run and a real deployment."""
+"""The live page in a real browser, with a real run and a real deployment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def page_of(program: Program) -> str:
 
 
 def texts(seen: Seen, key: str, wanted: int) -> set[str]:
-    """Return as many values of a number of the page as are wanted; fail if it does not change."""
+    """Return `wanted` different values of a number of the page; fail if it does not change."""
     found: set[str] = set()
 
     def has_enough() -> bool:
@@ -58,9 +58,7 @@ def texts(seen: Seen, key: str, wanted: int) -> set[str]:
     return found
 
 
-def test_a_run_is_seen_as_it_goes_and_nothing_is_wrong_with_its_page(
-    tmp_path: Path, profiles: Path, open_page: Open
-) -> None:
+def test_a_page_follows_a_run_without_errors(tmp_path: Path, profiles: Path, open_page: Open) -> None:
     tree = training()
     tree["run"]["epochs"] = 2
     with place(tmp_path, profiles, tree) as here:
@@ -104,7 +102,7 @@ def can_be_hovered_and_zoomed(seen: Seen) -> None:
     assert zoom(seen, "lanes-0") == (25, 75)
 
 
-def test_a_device_that_is_killed_is_seen_to_be_away_at_once_and_to_be_back(
+def test_a_killed_device_is_shown_as_away_at_once_and_then_as_back(
     tmp_path: Path, profiles: Path, open_page: Open
 ) -> None:
     # Without keepalives: only the end of the connection can tell that the device is gone.
@@ -134,7 +132,7 @@ def test_a_device_that_is_killed_is_seen_to_be_away_at_once_and_to_be_back(
             assert (seen.errors, seen.astray) == ([], [])
 
 
-def test_a_page_whose_connection_is_silent_looks_for_another_one(open_page: Open) -> None:
+def test_a_page_with_a_silent_connection_reconnects(open_page: Open) -> None:
     with served("127.0.0.1:0") as dashboard, open_page(dashboard.url) as seen:
         asked: list[str] = []
         seen.page.on("request", lambda request: asked.append(request.url))

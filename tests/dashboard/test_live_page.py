@@ -1,4 +1,4 @@
-"""The live page over real sockets: who gets what, with which headers, and that nobody who hangs holds up anybody."""
+"""The live page over real sockets: access, headers, and clients that hang."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def states_of(state: dict[str, Any]) -> dict[str, str]:
 # --- the page and its headers
 
 
-def test_the_page_is_whole_and_may_run_nothing_but_its_own_scripts(page: Dashboard) -> None:
+def test_the_page_is_complete_and_may_run_only_its_own_scripts(page: Dashboard) -> None:
     answer = ask(page)
     html, policy = answer.read().decode(), answer.headers["content-security-policy"]
     assert answer.status == 200
@@ -114,7 +114,7 @@ def test_the_page_is_whole_and_may_run_nothing_but_its_own_scripts(page: Dashboa
 
 
 @pytest.mark.parametrize("path", ["/", "/nowhere", "/favicon.ico"])
-def test_every_answer_has_the_headers_of_a_careful_page(page: Dashboard, path: str) -> None:
+def test_every_answer_has_security_headers(page: Dashboard, path: str) -> None:
     headers = ask(page, path).headers
     assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
     assert (headers["cache-control"], headers["referrer-policy"]) == ("no-store", "no-referrer")
@@ -122,26 +122,24 @@ def test_every_answer_has_the_headers_of_a_careful_page(page: Dashboard, path: s
 
 
 @pytest.mark.parametrize(("path", "method", "status"), [("/nowhere", "GET", 404), ("/", "POST", 405)])
-def test_there_is_nothing_else_to_get_and_nothing_to_change(
-    page: Dashboard, path: str, method: str, status: int
-) -> None:
+def test_other_paths_and_methods_are_refused(page: Dashboard, path: str, method: str, status: int) -> None:
     assert ask(page, path, method).status == status
 
 
-# --- who may look
+# --- access
 
 
-def test_a_foreign_name_that_leads_here_gets_nothing(page: Dashboard) -> None:
+def test_a_foreign_host_name_is_refused(page: Dashboard) -> None:
     assert ask(page, Host="evil.example").status == 421
     assert ask(page, "/events", Host="evil.example").status == 421
 
 
-def test_pages_of_other_sites_take_no_stream(page: Dashboard) -> None:
+def test_pages_of_other_sites_get_no_stream(page: Dashboard) -> None:
     assert ask(page, "/events", Sec_Fetch_Site="cross-site").status == 403
-    assert ask(page, "/", Sec_Fetch_Site="cross-site").status == 200  # a link that somebody follows
+    assert ask(page, "/", Sec_Fetch_Site="cross-site").status == 200  # a link on another site was clicked
 
 
-def test_a_token_is_shown_once_and_a_cookie_from_then_on() -> None:
+def test_a_token_is_presented_once_and_then_a_cookie() -> None:
     with opened(TOKEN) as dashboard:
         assert TOKEN not in dashboard.url
         refused = [ask(dashboard, path).status for path in ("/", "/events", "/?token=wrong", f"/events?token={TOKEN}")]
@@ -158,7 +156,7 @@ def test_a_token_is_shown_once_and_a_cookie_from_then_on() -> None:
             assert watcher.next()["phase"] == "preparing"
 
 
-def test_a_token_that_was_made_is_in_the_address() -> None:
+def test_a_created_token_is_in_the_url() -> None:
     with opened(address="0.0.0.0:0") as dashboard:
         made = dashboard.url.partition("?token=")[2]
         port = int(dashboard.url.rpartition(":")[2].partition("/")[0])
@@ -179,18 +177,18 @@ def test_a_token_that_was_made_is_in_the_address() -> None:
         ("192.0.2.1:0", "Cannot serve the live page on 192.0.2.1:0: "),
     ],
 )
-def test_an_address_that_is_no_good_is_one_sentence(address: str, sentence: str) -> None:
+def test_an_invalid_address_is_refused_in_one_sentence(address: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
         Dashboard(address)
 
 
-def test_a_port_that_is_taken_is_one_sentence(page: Dashboard) -> None:
+def test_a_port_in_use_is_refused_in_one_sentence(page: Dashboard) -> None:
     taken = f"127.0.0.1:{place(page)[1]}"
     with pytest.raises(InputError, match=f"Cannot serve the live page on {taken}: address already in use"):
         Dashboard(taken)
 
 
-def test_the_page_is_compressed_for_who_takes_it_so(page: Dashboard) -> None:
+def test_the_page_is_compressed_for_browsers_that_accept_it(page: Dashboard) -> None:
     plain, packed = ask(page), ask(page, Accept_Encoding="gzip, deflate, br")
     assert (plain.headers["content-encoding"], packed.headers["content-encoding"]) == (None, "gzip")
     whole, small = plain.read(), packed.read()
@@ -201,7 +199,7 @@ def test_the_page_is_compressed_for_who_takes_it_so(page: Dashboard) -> None:
 # --- the stream
 
 
-def test_a_browser_sees_at_once_what_is_and_soon_what_happens() -> None:
+def test_a_browser_gets_the_state_at_once_and_changes_soon() -> None:
     with opened() as dashboard, watching(dashboard) as watcher:
         assert watcher.kind.startswith("text/event-stream")
         assert watcher.next()["devices"] == []
@@ -213,7 +211,7 @@ def test_a_browser_sees_at_once_what_is_and_soon_what_happens() -> None:
             assert states_of(late.next()) == {"pi-1": "lost"}
 
 
-def test_at_the_end_browsers_are_told_how_it_was() -> None:
+def test_browsers_get_the_final_state() -> None:
     watchers: list[Watcher] = []
 
     def fail() -> None:
@@ -232,7 +230,7 @@ def test_at_the_end_browsers_are_told_how_it_was() -> None:
     watcher.close()
 
 
-# --- who hangs
+# --- clients that hang
 
 
 def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") -> socket.socket:
@@ -240,13 +238,13 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(place(dashboard))
-    if said:  # who is cut off at once could not even say nothing
+    if said:  # a client that is disconnected at once could not send
         client.sendall(said)
     return client
 
 
 def make_large(dashboard: Dashboard) -> None:
-    """Have a run whose state has many bytes: three kilobytes for each of a hundred devices."""
+    """Start a run with a large state: three kilobytes for each of a hundred devices."""
     names = [f"device-{number:03}" for number in range(100)]
     dashboard.observe(Started("runs/x", "pipar", 5, 2, dict.fromkeys(names, "P=2 N=4"), dict.fromkeys(names, 1), {}))
     for name in names:
@@ -262,7 +260,7 @@ def is_cut_off(client: socket.socket) -> bool:
     return True
 
 
-def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_browsers_that_never_read_delay_nothing_and_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[Any] = []
 
     def capturing(*words: Any) -> Any:
@@ -288,7 +286,7 @@ def test_browsers_that_never_read_hold_up_nobody_and_cost_no_memory(monkeypatch:
     assert max(held) < 65536 + 2 * max(sizes)
 
 
-def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_that_reads_nothing_for_long_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "REFRESH_S", 0.002)
     monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
     with opened() as dashboard, hanging(dashboard) as client:
@@ -301,7 +299,7 @@ def test_a_browser_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_browser_that_takes_a_little_at_a_time_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     html = "x" * 10_000_000  # more than the system's buffers hold
     monkeypatch.setattr(web, "_rendered", lambda: (html, "default-src 'none'"))
     monkeypatch.setattr(web, "READ_WITHIN_S", 2.0)
@@ -315,20 +313,20 @@ def test_a_browser_that_takes_a_little_at_a_time_gets_all_of_it(monkeypatch: pyt
     assert size > len(html)
 
 
-def test_who_connects_and_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "REQUEST_WITHIN_S", 0.5)
     with opened() as dashboard:
         for said in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
             with hanging(dashboard, said) as client:
                 assert is_cut_off(client)
-        with watching(dashboard) as watcher:  # who has asked may stay
+        with watching(dashboard) as watcher:  # a client with a request may stay
             watcher.next()
             time.sleep(1.0)
             dashboard.observe(Joined("a", 1))
             assert states_of(watcher.next()) == {"a": "joined"}
 
 
-def test_there_is_room_for_so_many_and_the_training_keeps_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_limited_so_that_the_training_keeps_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "MOST_CONNECTIONS", 3)
     with opened() as dashboard, contextlib.ExitStack() as stack:
         for _ in range(3):
@@ -336,7 +334,7 @@ def test_there_is_room_for_so_many_and_the_training_keeps_its_sockets(monkeypatc
         assert is_cut_off(stack.enter_context(hanging(dashboard, b"")))
 
 
-def test_of_too_many_browsers_the_next_is_told_so() -> None:
+def test_one_browser_too_many_is_refused() -> None:
     with opened() as dashboard, contextlib.ExitStack() as stack:
         for _ in range(serve.MOST_STREAMS):
             stack.enter_context(watching(dashboard))
@@ -364,7 +362,7 @@ def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) ->
     assert waiting <= 10_001
 
 
-def test_a_page_that_cannot_take_an_event_says_so_once_and_goes_on(
+def test_a_page_that_cannot_process_an_event_logs_it_once_and_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     take = LiveState.take
@@ -383,7 +381,7 @@ def test_a_page_that_cannot_take_an_event_says_so_once_and_goes_on(
     assert said == "The live page is incomplete: it could not process Lost."
 
 
-def test_of_a_page_that_has_failed_nothing_is_left(
+def test_a_failed_page_leaves_no_thread_or_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened() as dashboard:

@@ -1,4 +1,4 @@
-"""What the live page says, from events alone."""
+"""The state of the live page, from events alone."""
 
 from __future__ import annotations
 
@@ -76,24 +76,24 @@ def states(shown: dict[str, Any]) -> dict[str, str]:
 # --- the run
 
 
-def test_nothing_has_happened_yet() -> None:
+def test_the_first_state_is_preparing() -> None:
     shown = picture()
     assert (shown["phase"], shown["run"], shown["devices"], shown["ends_at"]) == ("preparing", None, [], None)
     json.dumps(shown, allow_nan=False)
 
 
-def test_a_preparation_says_how_far_it_is_until_the_training_begins() -> None:
+def test_a_preparation_shows_its_progress_until_the_training_starts() -> None:
     assert picture(Preparing("measuring", 0.25))["preparing"] == ["measuring", 0.25]
     assert picture(Preparing("measuring", 0.25), started("a"))["preparing"] is None
 
 
-def test_those_who_are_waited_for_are_counted_as_they_come() -> None:
+def test_awaited_devices_are_counted_as_they_join() -> None:
     events: list[Event] = [Waiting(0, 2), Joined("a", 1)]
     assert picture(*events)["waiting"] == [1, 2]
     assert picture(*events, Joined("b", 2))["waiting"] is None
 
 
-def test_a_running_training_has_its_place_its_loss_its_rate_and_its_lanes() -> None:
+def test_a_running_training_has_its_epoch_loss_rate_and_lanes() -> None:
     shown = picture(
         started("a", "b"),
         progress("a", 1, 10.0, compute=1.0, uplink=0.0),
@@ -117,12 +117,12 @@ def test_the_accuracy_is_that_of_the_last_validated_epoch() -> None:
     assert picture(started("a"), result(1), result(2, val_accuracy=0.75))["accuracy"] == 0.75
 
 
-def test_lanes_that_nobody_reports_of_have_what_the_last_epoch_says() -> None:
+def test_lanes_without_reports_show_the_last_epoch() -> None:
     shown = picture(started("a"), result(1, utilisation={"device": 0.25}))
     assert (shown["lanes"]["device"], shown["lanes_before"]) == (None, {"device": 0.25})
 
 
-def test_a_training_that_has_diverged_is_told_in_strict_json() -> None:
+def test_a_diverged_training_is_strict_json() -> None:
     shown = picture(started("a"), Progress("a", 1, 1, 100, math.nan, 1.0), result(1, val_accuracy=math.nan))
     assert (shown["loss"], shown["losses"], shown["accuracy"]) == (None, [None], None)
     json.dumps(shown, allow_nan=False)
@@ -143,7 +143,7 @@ def test_a_second_run_begins_with_nothing_of_the_first() -> None:
         ([Stopping("it was asked to")], "", "stopped"),
     ],
 )
-def test_the_end_is_told_as_what_it_was(events: list[Event], trouble: str, phase: str) -> None:
+def test_the_last_phase_shows_how_the_run_ended(events: list[Event], trouble: str, phase: str) -> None:
     state = LiveState()
     for event in [started("a"), *events]:
         state.take(event, 1.0)
@@ -152,13 +152,13 @@ def test_the_end_is_told_as_what_it_was(events: list[Event], trouble: str, phase
     assert trouble in state.picture()["trouble"]
 
 
-def test_what_happens_is_told_in_sentences_the_last_ones_only() -> None:
+def test_the_log_keeps_the_last_sentences() -> None:
     shown = picture(started("a"), *[Joined(f"pi-{number}", number) for number in range(100)], progress("a", 1, 1.0))
     assert len(shown["log"]) == 40
     assert shown["log"][-1] == {"at": 1100.0, "level": "info", "text": "pi-99 joined (99 devices)"}
 
 
-def test_a_sentence_about_a_thousand_devices_is_cut_short() -> None:
+def test_a_sentence_about_a_thousand_devices_is_shortened() -> None:
     plan = {"split_point": 3, "micro_batches": 8}
     (line,) = picture(Replanned(2, {f"device-{number}": plan for number in range(1000)}))["log"]
     assert line["text"].startswith("new plans from round 2 on")
@@ -166,7 +166,7 @@ def test_a_sentence_about_a_thousand_devices_is_cut_short() -> None:
     assert line["text"].endswith("…")
 
 
-def test_a_report_that_comes_behind_the_request_to_stop_does_not_hide_it() -> None:
+def test_a_report_after_the_request_to_stop_does_not_hide_it() -> None:
     assert picture(started("a"), Stopping("it was asked to"), progress("a", 1, 1.0))["phase"] == "stopping"
 
 
@@ -192,13 +192,13 @@ def test_devices_of_a_run_are_expected_join_and_train() -> None:
         (Back("a", 2.5), "back"),
     ],
 )
-def test_a_device_turns_what_its_event_says_and_since_then(event: Event, state: str) -> None:
+def test_an_event_sets_the_state_of_its_device_and_its_start(event: Event, state: str) -> None:
     shown = picture(started("a", "b"), Joined("a", 1), Joined("b", 2), progress("a", 1, 1.0), event)
     assert (device(shown, "a")["state"], device(shown, "a")["since"]) == (state, 1004.0)
     assert device(shown, "b")["state"] == "joined"
 
 
-def test_a_device_is_silent_since_it_was_last_heard_and_what_it_was_when_it_is_heard_again() -> None:
+def test_a_silent_device_gets_its_former_state_back_when_it_responds() -> None:
     events: list[Event] = [started("a", "b"), Joined("a", 1), progress("a", 1, 1.0), Silent("a", 1.5)]
     shown = picture(*events)
     assert (device(shown, "a")["state"], device(shown, "a")["since"]) == ("silent", 1001.5)
@@ -208,18 +208,18 @@ def test_a_device_is_silent_since_it_was_last_heard_and_what_it_was_when_it_is_h
     assert device(picture(*events, Away("a", 30.0)), "a")["state"] == "away"
 
 
-def test_since_is_when_a_device_became_so_and_not_when_it_was_last_heard_of() -> None:
+def test_since_is_the_start_of_a_state_and_not_the_last_message() -> None:
     shown = picture(started("a"), progress("a", 1, 1.0), progress("a", 2, 2.0), progress("a", 3, 3.0))
     assert device(shown, "a")["since"] == 1001.0
 
 
-def test_who_is_away_has_its_place_for_so_long_and_no_longer_when_it_is_back() -> None:
+def test_a_device_has_a_deadline_only_while_it_is_away() -> None:
     away = picture(started("a"), Joined("a", 1), Away("a", 30.0))
     assert device(away, "a")["until"] == 1032.0
     assert device(picture(started("a"), Away("a", 30.0), Back("a", 1.0)), "a")["until"] is None
 
 
-def test_in_a_deployment_who_is_there_when_a_round_begins_trains_and_who_comes_later_waits() -> None:
+def test_in_a_deployment_devices_present_at_the_start_of_a_round_train_and_later_ones_wait() -> None:
     events = [Waiting(0, 2), Joined("a", 1), Joined("b", 2), started("a", "b"), Joined("late", 3)]
     assert states(picture(*events)) == {"a": "training", "b": "training", "late": "joined"}
     over = [*events, Lost("b", "gone"), RoundOver(1, {"a": 100}), Dropped("b", 1, "gone")]
@@ -227,7 +227,7 @@ def test_in_a_deployment_who_is_there_when_a_round_begins_trains_and_who_comes_l
     assert "excluded from round 1" in device(picture(*over), "b")["note"]
 
 
-def test_in_a_deployment_the_servers_reports_say_how_far_it_is() -> None:
+def test_in_a_deployment_the_servers_reports_give_the_progress() -> None:
     shown = picture(
         Joined("a", 1),
         Joined("b", 2),
@@ -245,14 +245,14 @@ def test_in_a_deployment_the_servers_reports_say_how_far_it_is() -> None:
     assert (further["epoch"], further["share"], further["done"]) == (2, 0.25, pytest.approx(1.25 / 4))
 
 
-def test_in_a_deployment_the_server_says_how_far_each_device_is() -> None:
+def test_in_a_deployment_the_servers_reports_give_the_progress_of_each_device() -> None:
     report = Progress("server", 2, 7, 100, 1.0, 10.0, {}, {"a": (2, 7), "b": (2, 3), "new": (0, 0)})
     shown = picture(Joined("a", 1), Joined("b", 2), started("a", "b"), Joined("new", 3), report)
     places = {row["name"]: (row["epoch"], row["iteration"]) for row in shown["devices"]}
     assert places == {"a": (2, 7), "b": (2, 3), "new": (None, 0)}
 
 
-def test_a_training_that_is_resumed_is_as_far_as_it_was() -> None:
+def test_a_resumed_training_keeps_its_progress() -> None:
     shown = picture(Resumed(3), Joined("a", 1), started("a"))
     assert (shown["epoch"], shown["done"]) == (4, 0.75)
 
@@ -262,7 +262,7 @@ def test_new_plans_are_shown() -> None:
     assert device(picture(started("a"), Replanned(2, {"a": plan})), "a")["plan"] == "P=3 N=8"
 
 
-def test_of_too_many_devices_those_in_trouble_are_shown() -> None:
+def test_with_too_many_devices_those_in_trouble_are_shown() -> None:
     names = [f"d{number:03}" for number in range(MOST_ROWS + 50)]
     shown = picture(started(*names), *[Joined(name, 1) for name in names], Lost("d149", "x"), Away("d148", 1.0))
     assert len(shown["devices"]) == MOST_ROWS
@@ -274,7 +274,7 @@ def test_of_too_many_devices_those_in_trouble_are_shown() -> None:
 # --- how long it takes
 
 
-def test_the_end_is_foretold_from_the_share_of_the_first_epoch() -> None:
+def test_the_end_is_predicted_from_the_share_of_the_first_epoch() -> None:
     estimate = TimeEstimate()
     estimate.note(0.1, 100.0)
     assert estimate.ends_at(4) is None
@@ -282,7 +282,7 @@ def test_the_end_is_foretold_from_the_share_of_the_first_epoch() -> None:
     assert estimate.ends_at(4) == pytest.approx(105.0 + 34.0)
 
 
-def test_reports_that_come_all_at_once_are_no_pace() -> None:
+def test_reports_that_arrive_at_once_are_not_taken_for_speed() -> None:
     events = [started("a", "b", epochs=2), Joined("a", 1), Joined("b", 2)]
     first = [progress("a", 1, 1.0), progress("b", 1, 1.0)]  # a tenth of an epoch in the ten seconds since they joined
     state = LiveState()
@@ -291,7 +291,7 @@ def test_reports_that_come_all_at_once_are_no_pace() -> None:
     assert state.picture()["ends_at"] == pytest.approx(12.01 + 19 * 10.01)
 
 
-def test_the_last_epochs_count_for_the_end_and_not_those_before() -> None:
+def test_the_end_is_predicted_from_the_last_epochs_only() -> None:
     estimate = TimeEstimate()
     for epoch in range(10):
         estimate.note(float(epoch), 100.0 * epoch)
@@ -300,7 +300,7 @@ def test_the_last_epochs_count_for_the_end_and_not_those_before() -> None:
     assert estimate.ends_at(20) == pytest.approx(906.0 + 5.0)
 
 
-def test_a_pace_that_seems_to_go_back_is_not_believed() -> None:
+def test_progress_that_seems_to_go_back_is_ignored() -> None:
     estimate = TimeEstimate()
     for done, at in ((0.0, 0.0), (1.0, 10.0), (0.9, 11.0)):
         estimate.note(done, at)

@@ -243,7 +243,7 @@ def test_the_oldest_connection_makes_room_when_all_places_are_taken(endpoint: Me
     hanging = [_hanging(endpoint) for _ in range(12)]
     assert hanging[0].recv(1) == b""  # hung up on, to make room
     assert _ask(endpoint, "/healthz")[0] == 200
-    assert len(endpoint._server.server_state.connections) <= 4
+    assert len(endpoint._opened) <= 4
     for client in hanging:
         client.close()
 

@@ -1,4 +1,4 @@
-"""Trackers: what they are told, that training never waits or fails for them, and their files as they read them."""
+"""Trackers: their calls, that training never waits for them or fails with them, and their files read back."""
 
 from __future__ import annotations
 

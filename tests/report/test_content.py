@@ -1,4 +1,4 @@
-"""What the page shows is what the run's files say."""
+"""The content of the page agrees with the files of the run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def drawn_as_traced(timeline: dict[str, Any], folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run whose batches are cut into fifty pieces."""
+    """The folder of a run with fifty micro-batches per batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPAR_RUNS", str(tmp_path_factory.mktemp("runs")))
         cut = (
@@ -92,7 +92,7 @@ def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(fin
 
 
 @pytest.mark.parametrize("most", [1500, 700, 400, 50])
-def test_what_cannot_be_drawn_goes_but_never_the_critical_path(finely_cut: Path, most: int) -> None:
+def test_spans_beyond_the_limit_are_left_out_but_never_the_critical_path(finely_cut: Path, most: int) -> None:
     traced = EpochTrace(RunRecord.read(finely_cut).spans, 1)
     whole, fewer = (iteration_timeline(traced, traced.devices, most=count) for count in (4000, most))
     assert whole is not None
@@ -123,7 +123,7 @@ def test_the_whole_critical_path_is_on_lanes_that_are_drawn(finely_cut: Path) ->
             assert sum(span[8] for span in timeline["spans"]) == len(path)
 
 
-def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
+def test_with_many_cores_those_on_the_critical_path_are_drawn() -> None:
     spans = [Span("a", "compute", "fc", 1, 1, 1, 0.0, 1.0), Span("a", "uplink", "u", 1, 1, 1, 1.0, 2.0)]
     spans += [Span("server", f"core {core}", "fs", 1, 1, 2, 0.0, 0.5, device="a") for core in range(20)]
     spans += [
@@ -138,7 +138,7 @@ def test_of_many_cores_those_on_the_critical_path_are_drawn() -> None:
     assert cores == [*(f"core {core}" for core in range(7)), "core 19"]
 
 
-def test_everything_is_json_and_said_of_each_run(runs: dict[str, Path]) -> None:
+def test_the_content_is_json_and_complete_for_each_run(runs: dict[str, Path]) -> None:
     page = content([RunRecord.read(folder) for folder in runs.values()])
     assert json.loads(json.dumps(page, allow_nan=False)) == page
     assert [run["name"] for run in page["runs"]] == ["fl", "sl", "sfl", "pipar"]
@@ -162,10 +162,10 @@ def test_everything_is_json_and_said_of_each_run(runs: dict[str, Path]) -> None:
     assert "fl" not in fl["speedups"]
 
 
-@pytest.mark.parametrize("told", [None, {}, [1, 2], {"device-1": 7}, {"device-1": [1]}, {"device-1": ["a", "b"]}])
-def test_a_result_without_bytes_of_devices_is_shown_without_them(runs: dict[str, Path], told: object) -> None:
+@pytest.mark.parametrize("traffic", [None, {}, [1, 2], {"device-1": 7}, {"device-1": [1]}, {"device-1": ["a", "b"]}])
+def test_a_result_without_bytes_of_devices_is_shown_without_them(runs: dict[str, Path], traffic: object) -> None:
     record = RunRecord.read(runs["pipar"])
-    epochs = [{**epoch, "device_bytes": told} for epoch in record.result["epochs"]]
+    epochs = [{**epoch, "device_bytes": traffic} for epoch in record.result["epochs"]]
     (run,) = content([replace(record, result={**record.result, "epochs": epochs})])["runs"]
     assert {(row["bytes_up"], row["bytes_down"]) for row in run["devices"]["rows"]} == {(None, None)}
 
@@ -177,7 +177,7 @@ def test_compared_runs_show_the_same_iteration_of_the_same_device(runs: dict[str
     assert len({lane["owner"] for lane in second["lanes"]} - {"server"}) == 2
 
 
-def test_a_run_that_was_cut_short_shows_the_iteration_of_those_that_it_is_compared_with(runs: dict[str, Path]) -> None:
+def test_a_shortened_run_shows_the_same_iteration_as_those_it_is_compared_with(runs: dict[str, Path]) -> None:
     sfl, pipar = (RunRecord.read(runs[name]) for name in ("sfl", "pipar"))
     last = max(span.iteration for span in sfl.spans)
     short = replace(pipar, spans=[span for span in pipar.spans if 0 < span.iteration < last - 1])
@@ -185,13 +185,13 @@ def test_a_run_that_was_cut_short_shows_the_iteration_of_those_that_it_is_compar
     assert both[0]["iteration"]["iteration"] == both[1]["iteration"]["iteration"] > alone["iteration"]["iteration"]
 
 
-def test_the_same_method_twice_is_told_apart_by_its_folder(runs: dict[str, Path]) -> None:
+def test_runs_of_the_same_method_are_named_by_their_folders(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     page = content([record, replace(record, folder="elsewhere/other")])
     assert [run["name"] for run in page["runs"]] == ["vgg5-digits-pipar", "other"]
 
 
-def test_methods_are_compared_where_all_else_is_the_same(runs: dict[str, Path]) -> None:
+def test_speed_ups_need_runs_that_differ_only_in_their_methods(runs: dict[str, Path]) -> None:
     fl, pipar = (RunRecord.read(runs[name]) for name in ("fl", "pipar"))
 
     def speedups(base: RunRecord) -> dict[str, float]:
@@ -206,7 +206,7 @@ def test_methods_are_compared_where_all_else_is_the_same(runs: dict[str, Path]) 
     assert speedups(replace(fl, config={})).keys() == {"fl"}, "what is not known is not held against it"
 
 
-def test_devices_with_plans_of_their_own_are_still_one_group_in_words(runs: dict[str, Path]) -> None:
+def test_devices_with_their_own_plans_are_described_as_one_group(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     (group,) = record.config["devices"]
     apart = [{**group, "name": f"device-{n}", "count": 1, "split_point": n} for n in (1, 2, 3)]
@@ -224,7 +224,7 @@ def test_devices_with_plans_of_their_own_are_still_one_group_in_words(runs: dict
         ({"speed": 0.05, "profile": None}, "0.05 of this machine"),
     ],
 )
-def test_a_devices_machine_is_told_in_words(runs: dict[str, Path], given: dict[str, Any], machine: str) -> None:
+def test_a_devices_machine_is_described_in_words(runs: dict[str, Path], given: dict[str, Any], machine: str) -> None:
     record = RunRecord.read(runs["pipar"])
     (group,) = record.config["devices"]
     changed = {key: value for key, value in {**group, **given}.items() if value is not None}
@@ -232,7 +232,7 @@ def test_a_devices_machine_is_told_in_words(runs: dict[str, Path], given: dict[s
     assert {row["machine"] for row in run["devices"]["rows"]} == {machine}
 
 
-def test_the_plans_are_those_that_the_shown_epoch_was_trained_by(runs: dict[str, Path]) -> None:
+def test_the_plans_are_those_of_the_displayed_epoch(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])  # its second epoch is shown
 
     def planned(*epochs: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def test_a_page_of_many_long_runs_is_below_3_mb(finely_cut: Path) -> None:
         assert run["seconds_left_out"] == pytest.approx(run["epochs_left_out"] * epoch["seconds"])
 
 
-def test_a_large_fleet_is_cut_to_what_a_page_can_show(runs: dict[str, Path]) -> None:
+def test_a_large_fleet_is_limited_to_what_a_page_can_show(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     count = 10_000
     plans = [{"device": f"d{n:05}", "split_point": 1, "micro_batches": 2} for n in range(count)]
@@ -288,14 +288,14 @@ def test_a_run_that_has_not_finished_an_epoch_has_a_page(runs: dict[str, Path]) 
         assert page["runs"][0]["timeline"]["iteration"] is None
 
 
-def test_numbers_that_json_does_not_have_are_null(runs: dict[str, Path]) -> None:
+def test_nan_and_infinities_are_null(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     epochs = [{**record.result["epochs"][0], "train_loss": float("inf"), "seconds": float("nan")}]
     page = strict_json(content([replace(record, result={**record.result, "epochs": epochs})]))
     assert json.loads(json.dumps(page, allow_nan=False))["runs"][0]["epochs"][0]["train_loss"] is None
 
 
-def test_a_private_run_has_its_epsilon_also_while_it_goes_on(runs: dict[str, Path]) -> None:
+def test_a_private_run_has_its_epsilon_also_during_the_run(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["fl"])
     assert content([record])["runs"][0]["epsilon"] is None
     epochs = [{**epoch, "epsilon": float(number)} for number, epoch in enumerate(record.result["epochs"], start=1)]

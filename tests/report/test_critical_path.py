@@ -1,4 +1,4 @@
-"""The critical path: by hand on a pipeline that can be read, and on what the virtual world does."""
+"""The critical path: of a small pipeline written by hand, and of runs in virtual time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_core_that_is_busy_for_another_device_is_on_the_path() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_encoded_piece_by_piece_hands_over_while_it_goes_on() -> None:
+def test_an_encoding_in_pieces_overlaps_with_its_upload() -> None:
     chunks = [
         span("fc1", COMPUTE, 0, 1), span("encode1", IO, 1, 2), span("encode1", IO, 2, 3), span("u1", UPLINK, 2, 6),
         served("fs1", 6, 7), served("bs1", 7, 8), span("d1", DOWNLINK, 8, 9), span("bc1", COMPUTE, 9, 10),
@@ -84,7 +84,7 @@ def test_what_is_encoded_piece_by_piece_hands_over_while_it_goes_on() -> None:
     assert names(path) == "fc1 encode1 encode1 u1 fs1 bs1 d1 bc1 step"
 
 
-def test_spans_that_take_no_time_do_not_hold_the_walk_up() -> None:
+def test_spans_without_duration_do_not_end_the_path() -> None:
     instant = [
         span("fc1", COMPUTE, 0, 1), span("encode1", IO, 1, 1), span("u1", UPLINK, 1, 2), served("decode1", 2, 2),
         served("fs1", 2, 3), served("bs1", 3, 4), served("encode1", 4, 4), span("d1", DOWNLINK, 4, 5),
@@ -95,7 +95,7 @@ def test_spans_that_take_no_time_do_not_hold_the_walk_up() -> None:
     assert {"u1", "fs1", "bs1", "d1", "bc1"} <= {one.name for one in path}
 
 
-def test_the_exchange_of_models_waits_for_the_last_of_them() -> None:
+def test_the_exchange_of_models_waits_for_the_last_model() -> None:
     exchange = [
         span("step", COMPUTE, 0, 1), span("pack", COMPUTE, 1, 2, iteration=0), span("model", UPLINK, 2, 3, iteration=0),
         span("model", UPLINK, 2, 6, owner="b", iteration=0), span("pack", COMPUTE, 0, 2, owner="b", iteration=0),
@@ -111,7 +111,7 @@ def test_the_exchange_of_models_waits_for_the_last_of_them() -> None:
 
 
 @pytest.mark.parametrize("device", ["a", "b", "c"])
-def test_of_models_that_come_at_the_same_time_the_path_takes_that_of_the_device_that_is_shown(device: str) -> None:
+def test_among_models_that_arrive_together_the_path_takes_that_of_the_displayed_device(device: str) -> None:
     equal = [replace(served("aggregate", 3, 4, device=""), iteration=0)]
     for name in ("a", "b", "c"):
         equal += [
@@ -130,7 +130,7 @@ def test_no_spans_have_no_path() -> None:
     assert whole_epoch([], "a", 1) is None
 
 
-def test_an_iteration_begins_when_the_one_before_has_made_its_step() -> None:
+def test_an_iteration_begins_after_the_previous_optimiser_step() -> None:
     steps = [span("step", COMPUTE, n, n + 0.5, iteration=n) for n in (1, 2, 3, 4)]
     assert middle_iteration(steps, "a", 1) == Window("a", 1, 2, 1.5, 2.5)
     assert middle_iteration(steps, "a", 1, like=4) == Window("a", 1, 4, 3.5, 4.5)

@@ -1,4 +1,4 @@
-"""One file that needs nothing else."""
+"""The page is one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def comparison(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return write_comparison(list(runs.values()), path).read_text("utf-8")
 
 
-def test_a_page_of_four_runs_is_small_and_names_nothing_to_load(comparison: str) -> None:
+def test_a_page_of_four_runs_is_small_and_loads_nothing(comparison: str) -> None:
     assert len(comparison.encode()) < MOST_BYTES
     page = Page(comparison)
     loading = [(tag, attrs) for tag, attrs in page.tags if {"src", "srcset", "action"} & set(attrs)]

@@ -18,7 +18,7 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
 
 
-def test_spans_come_back_from_the_trace_as_they_were_written(folder: Path) -> None:
+def test_spans_are_read_back_as_they_were_written(folder: Path) -> None:
     spans = [
         Span("device-1", "compute", "fc", 1, 2, 3, 1.25, 2.5),
         Span("device-1", "compute", "d", 1, 2, 3, 2.5, 3.0, waiting=True),
@@ -29,7 +29,7 @@ def test_spans_come_back_from_the_trace_as_they_were_written(folder: Path) -> No
     assert sorted(RunRecord.read(folder).spans, key=lambda span: span.start) == spans
 
 
-def test_only_the_epoch_that_is_shown_is_kept(folder: Path) -> None:
+def test_only_the_displayed_epoch_is_kept(folder: Path) -> None:
     assert {span.epoch for span in RunRecord.read(folder).spans} == {2}
     assert (shown_epoch([1]), shown_epoch([1, 2, 3]), shown_epoch([7, 8, 9]), shown_epoch([])) == (1, 2, 8, None)
 
@@ -39,7 +39,7 @@ def test_a_run_without_a_trace_has_no_spans(folder: Path) -> None:
     assert RunRecord.read(folder).spans == []
 
 
-def test_a_run_that_goes_on_or_has_crashed_tells_what_its_lines_tell(folder: Path) -> None:
+def test_an_unfinished_run_is_read_from_its_lines(folder: Path) -> None:
     for name in ("result.json", "trace.json", "outlook.json", "report.html"):
         (folder / name).unlink()
     with (folder / "metrics.jsonl").open("a") as file:
@@ -123,7 +123,7 @@ def _broken_outlook(folder: Path) -> Path:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
-def test_what_is_no_run_is_one_sentence(folder: Path, damage: object, sentence: str) -> None:
+def test_a_folder_without_a_valid_run_is_one_sentence(folder: Path, damage: object, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence) as raised:
         RunRecord.read(damage(folder))  # type: ignore[operator]
     assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""`pipar report`, and the pages that runs leave behind."""
+"""`pipar report`, and the pages that runs write."""
 
 from __future__ import annotations
 
@@ -33,32 +33,34 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
 
 
-def test_a_run_and_a_comparison_say_last_where_their_pages_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_line_of_a_run_or_comparison_is_the_path_of_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     done = invoke(["compare", "--timing-only", "--methods", "fl,sl", "--name", "try", *WORDS])
     assert "".join(done.stdout.split()).endswith(f"Report:{tmp_path}/try-comparison/report.html")
     for name in ("try-fl", "try-sl", "try-comparison"):
         assert "<title>vgg5 on digits" in (tmp_path / name / "report.html").read_text()
     done = invoke(["run", "--timing-only", "--method", "fl", "--json", *WORDS])
-    told = json.loads(done.stdout)
-    assert told["report"] == f"{tmp_path}/vgg5-digits-fl/report.html"
-    assert Path(told["report"]).exists()
+    printed = json.loads(done.stdout)
+    assert printed["report"] == f"{tmp_path}/vgg5-digits-fl/report.html"
+    assert Path(printed["report"]).exists()
 
 
-def test_it_makes_the_page_of_a_run_anew(folder: Path) -> None:
+def test_report_rewrites_the_page_of_a_run(folder: Path) -> None:
     (folder / "report.html").unlink()
     assert invoke(["report", str(folder)]).stdout.strip() == f"{folder}/report.html"
     assert (folder / "report.html").stat().st_size > 1_000_000
 
 
-def test_several_runs_are_one_page_where_it_is_asked_for(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_several_runs_are_written_as_one_page_to_the_given_file(runs: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "both.html"
     done = invoke(["report", str(runs["fl"]), str(runs["pipar"]), "--output", str(page), "--json"])
     assert json.loads(done.stdout) == {"report": str(page), "runs": [str(runs["fl"]), str(runs["pipar"])]}
     assert "vgg5 on digits: fl, pipar" in page.read_text()
 
 
-def test_a_folder_that_is_no_run_or_a_place_that_is_none_is_one_sentence(
+def test_a_folder_without_a_run_or_an_unwritable_output_is_one_sentence(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, sentence in (
@@ -73,7 +75,9 @@ def test_a_folder_that_is_no_run_or_a_place_that_is_none_is_one_sentence(
         assert len(said.err.splitlines()) == 1
 
 
-def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_does_not_fail_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> dict[str, Any]:
         raise ZeroDivisionError("in the page")
 
@@ -89,7 +93,7 @@ def test_a_page_that_cannot_be_made_fails_no_training(tmp_path: Path, monkeypatc
     assert not list(tmp_path.glob("*-comparison")), "an empty folder is left"
 
 
-def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_has_a_page_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **words: Any) -> None:
         train(*arguments, **words)
         raise KeyboardInterrupt
@@ -105,6 +109,6 @@ def test_who_interrupts_a_run_has_the_page_of_its_epochs(tmp_path: Path, monkeyp
     assert not (tmp_path / "vgg5-digits-fl" / "outlook.json").exists()
 
 
-def test_without_being_asked_a_run_in_python_writes_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_python_writes_no_page_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     assert pipar.run(world="timing-only", settings=QUICK).report is None

@@ -1,4 +1,4 @@
-"""The page of a comparison in a browser, from a file: charts, hover, zoom, dark, phone, and who is shut out."""
+"""The page of a comparison in a browser, from a file: charts, hover, zoom, dark mode, phone, accessibility."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_chart_has_marks(desktop: Seen) -> None:
     assert all(count >= 6 for count in marks.values()), marks
 
 
-def test_a_chart_whose_data_are_gone_has_no_marks(desktop: Seen) -> None:
+def test_a_chart_without_data_has_no_marks(desktop: Seen) -> None:
     gone = "() => { const chart = window.pipar.charts.get('cost-time'); chart.setOption({ series: %s }); }"
     empty = "chart.getOption().series.map(() => ({ data: [] }))"
     try:
@@ -70,7 +70,7 @@ def test_a_chart_whose_data_are_gone_has_no_marks(desktop: Seen) -> None:
         desktop.run("() => window.pipar.draw(window.pipar.state.content)")
 
 
-def test_hovering_a_block_tells_what_it_is(desktop: Seen) -> None:
+def test_hovering_a_block_shows_its_details(desktop: Seen) -> None:
     desktop.page.mouse.move(*at_the_middle_of(desktop, "lanes-2", "u"))
     words = desktop.page.locator("#lanes-2 .chart").get_by_text("lasts")
     words.wait_for()
@@ -133,7 +133,7 @@ def _spans(folder: Path) -> set[tuple[str, int, int]]:
     return found
 
 
-def test_on_a_phone_and_in_the_dark_nothing_sticks_out(opened: Open, url: str) -> None:
+def test_the_page_fits_a_phone_in_dark_mode(opened: Open, url: str) -> None:
     for size, dark in ((PHONE, False), (DESKTOP, True)):
         with opened(url, size=size, dark=dark) as seen:
             assert seen.run("() => document.documentElement.scrollWidth") <= size[0]
@@ -144,7 +144,7 @@ def test_on_a_phone_and_in_the_dark_nothing_sticks_out(opened: Open, url: str) -
             assert seen.violations() == []
 
 
-def test_charts_are_drawn_anew_for_the_dark_and_for_paper(opened: Open, url: str) -> None:
+def test_charts_are_redrawn_for_dark_mode_and_for_printing(opened: Open, url: str) -> None:
     with opened(url) as seen:
         ink = "() => window.pipar.charts.get('cost-time').getOption().textStyle.color"
         light = seen.run(ink)
@@ -155,13 +155,13 @@ def test_charts_are_drawn_anew_for_the_dark_and_for_paper(opened: Open, url: str
         assert seen.run(ink) == "#000000", "white words on white paper"
         assert seen.run("() => window.pipar.charts.get('lanes-0').getWidth()") <= 700, "wider than the paper"
         slider = "() => window.pipar.charts.get('lanes-0').getOption().dataZoom[1].show"
-        assert not seen.run(slider), "nobody moves a slider on paper"
+        assert not seen.run(slider), "paper has no slider"
         seen.run("() => window.dispatchEvent(new Event('afterprint'))")
         assert seen.run(ink) == dark
         assert seen.run(slider)
 
 
-def test_on_a_phone_what_would_make_it_faster_is_read_without_moving_the_table(opened: Open, url: str) -> None:
+def test_on_a_phone_the_predictions_are_visible_without_scrolling_the_table(opened: Open, url: str) -> None:
     script = """() => [...document.querySelectorAll(".plan table")].map((table) => Math.max(
         ...[...table.querySelectorAll("caption > span, .number")].map((box) => box.getBoundingClientRect().right)))"""
     with opened(url, size=PHONE) as seen:
@@ -174,7 +174,9 @@ def test_on_a_phone_what_would_make_it_faster_is_read_without_moving_the_table(o
     ("accuracies", "losses"),
     [([0.205, 0.215], [2.3011, 2.3014]), ([0.5, 0.5], [0.7, 0.7]), ([0.4], [1.5]), ([0.1, 0.9], [2.3, 0.01])],
 )
-def test_no_two_ticks_of_a_curve_say_the_same(desktop: Seen, accuracies: list[float], losses: list[float]) -> None:
+def test_no_two_ticks_of_a_curve_have_the_same_label(
+    desktop: Seen, accuracies: list[float], losses: list[float]
+) -> None:
     script = """([accuracies, losses]) => {
         const before = [window.pipar.state.content, window.pipar.state.against];
         const content = structuredClone(before[0]);
@@ -200,7 +202,7 @@ def test_no_two_ticks_of_a_curve_say_the_same(desktop: Seen, accuracies: list[fl
     assert desktop.run(script, [accuracies, losses])[0] == ["1", "2"], "there is no half of an epoch"
 
 
-def test_an_idle_time_that_is_not_known_is_not_nothing(desktop: Seen) -> None:
+def test_an_unknown_idle_time_is_not_shown_as_zero(desktop: Seen) -> None:
     script = """() => {
         const before = window.pipar.state.content;
         const content = structuredClone(before);
@@ -215,7 +217,7 @@ def test_an_idle_time_that_is_not_known_is_not_nothing(desktop: Seen) -> None:
     assert all(text.startswith("–") for text in cards)
 
 
-def test_percentages_are_those_of_the_terminal(desktop: Seen) -> None:
+def test_percentages_are_rounded_as_in_the_terminal(desktop: Seen) -> None:
     accuracies = [0.5925, 0.59251, 0.5935, 0.28125]
     script = f"""() => {{
         const before = window.pipar.state.content;
@@ -232,14 +234,14 @@ def test_percentages_are_those_of_the_terminal(desktop: Seen) -> None:
     assert [text.partition("test")[0] for text in shown] == [percent(accuracy) for accuracy in accuracies]
 
 
-def test_what_would_help_most_is_said(desktop: Seen) -> None:
+def test_the_change_with_the_largest_gain_is_named(desktop: Seen) -> None:
     runs = desktop.run("() => window.pipar.state.content.runs")
     changes = next(run["outlook"] for run in runs if run["method"] == "pipar")["changes"]
     best = min(changes, key=lambda one: one["epoch_s"])["change"]
     assert f"The largest gain: {best}, −" in desktop.page.locator("#plans .plan .most").last.inner_text()
 
 
-def test_nobody_is_shut_out_and_nothing_is_asked_for(desktop: Seen) -> None:
+def test_the_page_is_accessible_and_requests_nothing(desktop: Seen) -> None:
     assert desktop.violations() == []
     assert (desktop.errors, desktop.astray) == ([], [])
     labels = desktop.run("() => [...document.querySelectorAll('.chart')].map((box) => box.getAttribute('aria-label'))")

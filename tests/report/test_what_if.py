@@ -1,4 +1,4 @@
-"""What would make a training faster, as the planner sees it."""
+"""The planner's predictions of what would make a training faster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(*settings: str) -> Job:
 
 
 @pytest.mark.slow
-def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
+def test_faster_hardware_is_never_slower_and_the_bottleneck_is_the_planners() -> None:
     made = job()
     found, explained = what_if(made), explain(made, rehearse)
     assert found["bottleneck"] == explained.timing.bottleneck
@@ -47,7 +47,7 @@ def test_more_of_everything_is_never_slower_and_the_bottleneck_is_the_planners()
     assert all(one["epoch_s"] >= found["epoch_s"] * 0.99 for one in found["split_points"]), "another P is better"
 
 
-def test_a_given_plan_is_compared_with_what_would_be_chosen() -> None:
+def test_a_given_plan_is_compared_with_the_plan_that_would_be_chosen() -> None:
     found = what_if(job("plan.split_point=4", "plan.micro_batches=1"))
     assert found["plan"].startswith("P=4 N=1")
     assert min(one["epoch_s"] for one in found["split_points"]) < found["epoch_s"] * 0.9
@@ -62,18 +62,18 @@ def test_other_methods_are_predicted_as_they_train(runs: dict[str, Path]) -> Non
     assert json.loads((runs["fl"] / "outlook.json").read_text())["methods"].keys() == {"sfl"}
 
 
-def test_methods_that_share_a_server_model_say_that_nothing_is_predicted() -> None:
+def test_methods_with_a_shared_server_model_have_a_note_instead_of_predictions() -> None:
     found = what_if(job('run.method="sl"'))
     assert "sl" in found["note"]
     assert "epoch_s" not in found
 
 
-def test_links_without_a_rate_have_no_twice_the_bandwidth() -> None:
+def test_unlimited_links_have_no_case_of_twice_the_bandwidth() -> None:
     found = what_if(job('devices.link="unlimited"'))
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
 
 
-def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_is_counted(
+def test_without_time_bandwidth_server_and_another_p_are_predicted_and_the_rest_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipar.report.what_if._PATIENCE_S", 0.0)
@@ -83,7 +83,7 @@ def test_without_time_bandwidth_server_and_another_p_are_asked_for_and_the_rest_
     assert found["note"] == "3 of 6 cases were skipped: planning took too long."
 
 
-def test_of_a_deployment_the_links_are_those_that_were_measured_and_it_says_if_none_were(
+def test_a_deployment_uses_measured_links_and_has_a_note_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipar.report.what_if._PATIENCE_S", 0.0)
@@ -108,7 +108,7 @@ def test_ten_thousand_devices_with_much_data_take_seconds() -> None:
     assert time.process_time() - started < 6.0  # about 2 of patience, and one question more
 
 
-def test_it_is_written_when_the_run_is_over(runs: dict[str, Path]) -> None:
+def test_predictions_are_written_at_the_end_of_a_run(runs: dict[str, Path]) -> None:
     written: dict[str, Any] = json.loads((runs["pipar"] / "outlook.json").read_text())
     assert written["changes"]
     assert "note" in json.loads((runs["sl"] / "outlook.json").read_text())

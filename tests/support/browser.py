@@ -1,4 +1,4 @@
-"""The system's Chromium for tests of pages: what a page says, asks for and gets wrong is written down."""
+"""The system's Chromium for tests of pages; a page's errors and foreign requests are recorded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ _ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hid
 
 @dataclass
 class Seen:
-    """A page that is open, and what went wrong or astray on it."""
+    """An open page, with its errors and foreign requests."""
 
     page: Any
-    errors: list[str] = field(default_factory=list)  # on the console, or not caught
-    astray: list[str] = field(default_factory=list)  # requests to elsewhere, which are refused
+    errors: list[str] = field(default_factory=list)  # on the console, or uncaught
+    astray: list[str] = field(default_factory=list)  # requests to other addresses, which are refused
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Return what JavaScript gives, as in run("(a) => a + 1", 2)."""
+        """Return the value of a JavaScript function, as in run("(a) => a + 1", 2)."""
         return self.page.evaluate(script, *arguments)
 
     def violations(self) -> list[str]:
-        """Return what axe-core finds that shuts somebody out: its serious and critical violations."""
-        axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not here")
+        """Return the serious and critical accessibility violations that axe-core finds."""
+        axe = pytest.importorskip(
+            "axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed"
+        )
         found = axe.Axe().run(self.page).response["violations"]
         return [
             f"{rule['id']}: {node['html'][:200]} {node.get('failureSummary', '')}"
@@ -47,10 +49,10 @@ Open = Callable[..., Any]
 
 @contextmanager
 def chromium() -> Iterator[Open]:
-    """Give a function that opens pages: with open(url, size=PHONE, dark=True) as seen: ...
+    """Yield a function that opens pages: with open(url, size=PHONE, dark=True) as seen: ...
 
-    Requests that do not begin with `own` (the address itself) are refused and written down. The test is skipped where
-    there is no browser.
+    Requests that do not begin with `own` (by default the URL itself) are refused and recorded. Without a browser the
+    test is skipped.
     """
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM.exists():
@@ -95,7 +97,7 @@ def chromium() -> Iterator[Open]:
 
 
 def marks_of(seen: Seen) -> dict[str, int]:
-    """Return how many shapes each chart's data have that can be seen; axes and legends are none of them."""
+    """Return the number of visible data shapes of each chart, without axes and legends."""
     script = """() => Object.fromEntries([...window.pipar.charts].map(([id, chart]) => {
         let marks = 0;
         for (const view of chart._chartsViews) {
@@ -112,7 +114,7 @@ def marks_of(seen: Seen) -> dict[str, int]:
 
 
 def at_the_middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
-    """Return where on the screen the longest block of a kind is."""
+    """Return the middle of the longest block of a kind, on the screen."""
     script = """([id, kind]) => {
         const chart = window.pipar.charts.get(id);
         const box = chart.getDom();

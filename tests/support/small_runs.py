@@ -1,4 +1,4 @@
-"""Runs that take no time: three boards of a known machine, without mathematics."""
+"""Timing-only runs that take no time: three boards of a known machine."""
 
 SETTINGS = (
     "run.epochs=2",

@@ -1,7 +1,8 @@
 """The HTTP endpoint of health and metrics, on a thread of its own: no client can hold up the training.
 
-It answers GET and HEAD, one request a connection. A client that sends nothing, or a byte now and then, is disconnected
-after `patience_s`; when all places are taken, the oldest connection makes room, so that such clients block nobody else.
+It answers GET and HEAD, one request per connection. A client that sends nothing, or a byte now and then, is
+disconnected after `patience_s`; when all places are taken, the oldest connection makes room, so that such clients do
+not block others.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class MetricsEndpoint:
     def __init__(self, answer: Answer, address: str, *, patience_s: float = 5.0, places: int = 16) -> None:
         self._socket = listen_on(address, "serve metrics")
         self.port: int = self._socket.getsockname()[1]
+        self._opened: list[DeadlineProtocol] = []  # the oldest connection first
         self._server = http_server(
             _application(answer),
-            _protocol(patience_s, places),
+            _protocol(self._opened, patience_s, places),
             shutdown_s=_SHUTDOWN_S,
             largest_request_bytes=_LARGEST_REQUEST,
         )
@@ -90,24 +92,16 @@ def _refusal(status: HTTPStatus) -> Response:
     return PlainTextResponse(f"{status.phrase}\n", status, headers=_HEADERS)
 
 
-def _protocol(patience_s: float, places: int) -> type[DeadlineProtocol]:
-    """Return a protocol whose connections end after `patience_s`, and of which at most `places` are open."""
-    opened: list[BoundedProtocol] = []  # the oldest first
+def _protocol(opened: list[DeadlineProtocol], patience_s: float, places: int) -> type[DeadlineProtocol]:
+    """Return a protocol that keeps at most `places` connections in `opened`, each for at most `patience_s`."""
 
     class BoundedProtocol(DeadlineProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.set_deadline(patience_s, self.hang_up)
+            self.set_deadline(patience_s, _hang_up, self, opened)
             opened.append(self)
             if len(opened) > places:
-                opened[0].hang_up()
-
-        def hang_up(self) -> None:
-            """End the connection in order: its client reads an end, not a reset."""
-            opened.remove(self)
-            self.set_deadline(_SHUTDOWN_S, self.transport.abort)
-            with contextlib.suppress(OSError):  # the client has left already
-                self.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+                _hang_up(opened[0], opened)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self in opened:
@@ -115,3 +109,11 @@ def _protocol(patience_s: float, places: int) -> type[DeadlineProtocol]:
             super().connection_lost(exc)
 
     return BoundedProtocol
+
+
+def _hang_up(connection: DeadlineProtocol, opened: list[DeadlineProtocol]) -> None:
+    """End a connection in order: its client reads an end, not a reset."""
+    opened.remove(connection)
+    connection.set_deadline(_SHUTDOWN_S, connection.transport.abort)
+    with contextlib.suppress(OSError):  # the client has left already
+        connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
