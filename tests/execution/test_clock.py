@@ -101,7 +101,7 @@ def test_parts_that_all_wait_for_each_other_are_an_error_not_a_hang() -> None:
 
         await asyncio.gather(wait_then_set(first, second), wait_then_set(second, first))
 
-    with pytest.raises(TrainingError, match="waits for another one: nothing can ever happen"):
+    with pytest.raises(TrainingError, match="every task of the run waits for another one"):
         run_virtually(main())
 
 

@@ -1,7 +1,7 @@
-"""Virtual time: an asyncio event loop whose clock jumps to the next timer when nobody can run.
+"""Virtual time: an asyncio event loop whose clock jumps to the next timer when no coroutine can run.
 
-The coroutines under it are the production ones. They call `loop.time()`, `call_at` and `sleep` as ever;
-only nobody waits. The same program with the same seed runs in the same order, to the last callback.
+The coroutines are those of production. They call `loop.time()`, `call_at` and `sleep` as usual, but the loop never
+waits in real time. The same program with the same seed runs its callbacks in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipar.errors import TrainingError
 T = TypeVar("T")
 
 
-class _NothingToWaitFor(selectors.BaseSelector):
+class _ClockSelector(selectors.BaseSelector):
     """A selector without files: where a real one would sleep, it moves the loop's clock."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _NothingToWaitFor(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         assert self.loop is not None
         if timeout is None:
-            raise TrainingError("Every part of the virtual run waits for another one: nothing can ever happen.")
+            raise TrainingError("Deadlock in virtual time: every task of the run waits for another one.")
         if timeout > 0:
             self.loop.jump()
         return []
@@ -58,7 +58,7 @@ class _NothingToWaitFor(selectors.BaseSelector):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer that keeps its place among timers of the same moment: first come, first served."""
+    """A timer that keeps its place among timers of the same time: first set, first fired."""
 
     __slots__ = ("_place",)
 
@@ -75,15 +75,15 @@ class _Timer(asyncio.TimerHandle):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual time; starts at 0.0 seconds.
 
-    A timer fires at exactly the float it was set to, so `call_at(start + t)` gives `time() == start + t`:
-    sums of stage times come out bit for bit as written down by hand.
+    A timer fires at exactly the float it was set to: after `call_at(start + t)`, `time() == start + t`. So sums of
+    stage times are equal, bit for bit, to those computed by hand.
     """
 
     _now: float = 0.0
     _timers: int = 0
 
     def __init__(self) -> None:
-        selector = _NothingToWaitFor()
+        selector = _ClockSelector()
         super().__init__(selector)
         selector.loop = self
         self._set(0.0)
@@ -105,19 +105,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._set(self._scheduled[0]._when)  # type: ignore[attr-defined]
 
     def leap(self, seconds: float) -> None:
-        """Move the clock forward at once, as when a machine wakes up: timers on the way fire late."""
+        """Move the clock forward, as when a machine wakes from sleep: timers in between fire late."""
         self._set(self._now + seconds)
 
     def _set(self, now: float) -> None:
         self._now = now
-        # asyncio fires timers that lie less than the resolution ahead. One ulp means "at or before now":
-        # two stages that end 1 ns apart stay in order.
+        # asyncio also fires timers that are due within its clock's resolution. With one ulp, only timers that are due
+        # now fire, so two stages that end 1 ns apart stay in order.
         self._clock_resolution = math.ulp(now)
 
 
 @cache
 def clock_machine() -> str:
-    """Return a name of the machine whose clock the event loop reads: one for all programs since it was started."""
+    """Return an identifier of the machine's clock: the same for all programs since the machine was booted."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
@@ -125,7 +125,7 @@ def clock_machine() -> str:
 
 
 async def sleep_until(when: float) -> None:
-    """Return when the loop's clock shows `when`: exactly then in virtual time, not before it in real time."""
+    """Return when the loop's clock shows `when`: exactly then in virtual time, not earlier in real time."""
     loop = asyncio.get_running_loop()
     if when > loop.time():
         woken = loop.create_future()
@@ -143,9 +143,9 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 def run_virtually(main: Coroutine[Any, Any, T], within: AbstractContextManager[object] | None = None) -> T:
-    """Run a coroutine to its end in virtual time and return its result; `within` is entered in the thread it runs in.
+    """Run a coroutine to its end in virtual time and return its result; `within` is entered in its thread.
 
-    Inside a running event loop, as in a notebook, that is a thread of its own, which the caller waits for.
+    Inside a running event loop, as in a notebook, it runs in a thread of its own, which the caller waits for.
     """
     runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
     if _inside_a_loop():
@@ -163,7 +163,7 @@ def _inside_a_loop() -> bool:
 
 
 def _run_in_thread(runner: asyncio.Runner, main: Coroutine[Any, Any, T], within: AbstractContextManager[object]) -> T:
-    """Return the coroutine's result; Ctrl-C, which only this thread hears of, ends it there before it goes on up."""
+    """Return the coroutine's result; Ctrl-C, which only this thread receives, first cancels the coroutine."""
     outcome: Future[T] = Future()
     loop = runner.get_loop()
     task = loop.create_task(main)
@@ -172,7 +172,7 @@ def _run_in_thread(runner: asyncio.Runner, main: Coroutine[Any, Any, T], within:
         try:
             with runner, within:
                 outcome.set_result(runner.run(_outcome(task)))
-        except BaseException as error:  # noqa: BLE001 - the thread ends here, and its starter raises it
+        except BaseException as error:  # noqa: BLE001 - the thread ends here, and the caller raises it
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="virtual time", daemon=True)
@@ -180,7 +180,7 @@ def _run_in_thread(runner: asyncio.Runner, main: Coroutine[Any, Any, T], within:
         thread.start()
         thread.join()
     except (KeyboardInterrupt, SystemExit):
-        with suppress(RuntimeError):  # the loop is closed: it is over already
+        with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
             loop.call_soon_threadsafe(task.cancel)
         thread.join()
         raise

@@ -1,7 +1,7 @@
-"""The compute seam: run this work's function on this lane, and leave its span in the trace.
+"""Lanes: run a function as a piece of work, and record its span.
 
-In the real world a lane is a thread (torch releases the interpreter lock). In the virtual world the function
-runs inline and the clock advances by what the cost model says. The result is published at the end of the work.
+In the real world a lane is a thread (torch releases the interpreter lock). In the virtual world the function runs
+inline, and the result is available after the time that the cost model gives.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
 from pipar.execution.stages import Work
 
-#: Work and its function; the first function of a job takes nothing, each other one the result of the one before.
+#: Work and its function. The first function of a job takes no argument, each other one the result of the previous.
 Step = tuple[Work, Callable[..., Any]]
+#: Takes the position and the result of a step that has ended.
 Ended = Callable[[int, Any], None]
 
 
 class Lanes(Protocol):
-    """Some lanes that serve jobs first come first served; a job stays on one lane."""
+    """Lanes that serve jobs first come, first served; a job stays on one lane."""
 
     async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
-        """Run the steps one behind the other and return the last one's result.
+        """Run the steps one after another and return the result of the last.
 
-        `ended` is told each step's place and result when the step ends, also if nobody waits for the last one any more.
+        `ended` is called with each step's position and result when the step ends, even if the caller was cancelled.
         """
 
     def close(self) -> None: ...
 
 
 def work_label(work: Work) -> tuple[str, int, int, int]:
-    """Return what a span says of its work."""
+    """Return the fields of a span that come from its work."""
     return work.kind, work.epoch, work.iteration, work.micro_batch
 
 
 class VirtualLanes:
-    """Lanes in virtual time. What a lane costs is known at once, so first come first served needs no queue.
+    """Lanes in virtual time. The duration of a job is known when it is submitted, so no queue is needed.
 
-    Lanes of one machine may slow each other down: `crowded` says by how much for each other one that is busy.
+    Lanes of one machine may slow each other down: `crowded` gives the slowdown for each other lane that is busy.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VirtualLanes:
         return value[0]
 
     def _slower(self, work: Work, start: float) -> float:
-        """Return how many times as long a job takes because of the other lanes that are busy when it starts."""
+        """Return how many times longer a job takes because of the other lanes that are busy when it starts."""
         if self._crowded is None:
             return 1.0
         busy = sum(free_at > start for free_at, _, _ in self._free[1:])
@@ -95,9 +96,10 @@ class VirtualLanes:
 
 
 class ThreadLanes:
-    """Lanes that are threads. A speed below 1 is emulated by sleeping in proportion to the CPU time used,
+    """Lanes that are threads.
 
-    not to the time passed: what a busy host takes away is not multiplied.
+    A speed below 1 is emulated by sleeping in proportion to the CPU time used, not to the time passed: time that a busy
+    host takes away is not multiplied.
     """
 
     def __init__(self, lanes: Sequence[str], recorder: Recorder, *, speed: float = 1.0, nice: int = 0) -> None:
@@ -113,7 +115,7 @@ class ThreadLanes:
     def _start_thread(self) -> None:
         self._thread.lane = self._unnamed.pop()
         self._thread.free_at = self._loop.time()
-        if self._nice and sys.platform == "linux":  # elsewhere a priority is the whole process's
+        if self._nice and sys.platform == "linux":  # elsewhere the priority is that of the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
 
     async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
@@ -137,7 +139,7 @@ class ThreadLanes:
         self._thread.free_at = job.times[-1][1]
 
     def _record(self, job: _Job) -> None:
-        # In the loop's thread: the recorder is not shared between threads.
+        # Runs in the loop's thread, because the recorder is not shared between threads.
         first = job.steps[0][0]
         if self._idle_kind:
             _, epoch, iteration, micro_batch = work_label(first)
@@ -153,7 +155,7 @@ class ThreadLanes:
 
 
 class _Job:
-    """One job on its way through a thread."""
+    """One job in a thread."""
 
     __slots__ = ("ended", "free_at", "lane", "steps", "submitted_at", "times", "value")
 

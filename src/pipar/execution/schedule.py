@@ -1,6 +1,6 @@
-"""How an epoch is cut into iterations, a batch into micro-batches, and in which order the device works.
+"""How an epoch is cut into iterations and a batch into micro-batches, and the order in which the device works.
 
-All of it is data computed before training: it prints, and a test can write it down.
+All of it is data that is computed before training, so that it can be printed and tested.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pipar.execution.stages import Stage
 
 
 def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False, most: int | None = None) -> list[int]:
-    """Return the number of samples of each iteration of an epoch, or of its first ones; none is dropped.
+    """Return the number of samples of each iteration of an epoch, or of its first `most` ones; no sample is dropped.
 
-    With batch normalisation a single left-over sample has no statistics: it joins the iteration before.
+    With batch normalisation a single left-over sample has no statistics, so it joins the previous iteration.
     """
     counts = count_batches(samples, batch_size, batch_statistics=batch_statistics)
     return list(islice(chain.from_iterable(repeat(size, count) for size, count in counts.items()), most))
 
 
 def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = False) -> dict[int, int]:
-    """Return how many iterations of an epoch have so many samples, in their order.
+    """Return the number of iterations of an epoch by their number of samples, in order.
 
-    As quick for a million samples as for one: how many a device has is for the device to say.
+    It takes constant time, because the number of samples comes from a device and may be any number.
     """
     full, tail = divmod(samples, batch_size)
     counts = {batch_size: full, tail: 1 if tail else 0}
@@ -34,7 +34,7 @@ def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = Fal
 
 
 def count_pieces(samples: int, micro_batches: int, *, batch_statistics: bool = False) -> dict[int, int]:
-    """Return how many micro-batches of a batch have so many samples."""
+    """Return the number of micro-batches of a batch by their number of samples."""
     return dict(Counter(cut_batch(samples, micro_batches, batch_statistics=batch_statistics)))
 
 
@@ -54,8 +54,8 @@ def cut_batch(samples: int, micro_batches: int, *, batch_statistics: bool = Fals
 def device_order(micro_batches: int, window: int = 0) -> tuple[Stage, ...]:
     """Return the order in which the device's compute lane runs its forwards and backwards.
 
-    Without a window all forwards come first, as in the paper. With one, at most so many micro-batches' activations
-    are in memory (1F1B).
+    Without a window all forwards come first, as in the paper. With one (1F1B), the activations of at most `window`
+    micro-batches are in memory.
     """
     ahead = min(window, micro_batches) if window else micro_batches
     order = [Stage("fc", n) for n in range(1, ahead + 1)]

@@ -1,8 +1,8 @@
-"""Where the time goes: spans in; busy, waiting and idle time, utilisation and Chrome trace events out.
+"""Spans in; busy, waiting and idle time, utilisation and Chrome trace events out.
 
 A lane runs one thing at a time: a device's compute, its input/output thread and the one that draws noise, its uplink,
-its downlink, a core of the server. Waiting is a span too: it names what was waited for and is not busy time.
-Everything a person sees is computed from spans, or from sums that were taken as the spans went by.
+its downlink, a core of the server. Waiting is a span too: it names what the lane waited for and is not busy time.
+All times that are shown are computed from spans, or from sums taken while the spans were recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipar.errors import ProtocolError
 SERVER = "server"
 COMPUTE, IO, NOISE, UPLINK, DOWNLINK, CORE = "compute", "io", "noise", "uplink", "downlink", "core"
 
-#: Names of what fills a span; the position is what travels from a device to the server.
+#: The kinds of work in spans; a device sends the position in this list to the server.
 WORK_KINDS = (
     "load", "fc", "encode", "u", "decode", "fs", "bs", "d", "bc", "step",
     "pack", "model", "install", "aggregate", "validate", "control", "trace", "round",
@@ -41,7 +41,7 @@ class Span:
     start: float
     end: float
     waiting: bool = False
-    device: str = ""  # whose micro-batch a core of the server worked on
+    device: str = ""  # for a core of the server: the device of the micro-batch
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(slots=True)
 class Totals:
-    """Exact sums over one lane in one epoch, whether or not its spans are kept."""
+    """Exact sums of one lane in one epoch, whether or not its spans are kept."""
 
     busy_s: float = 0.0
     waiting_s: float = 0.0
@@ -60,7 +60,7 @@ class Totals:
 
 
 class Recorder:
-    """Takes what the lanes of one owner did; keeps spans only for the devices asked for (None: for all)."""
+    """Records the work of one owner's lanes; keeps spans only for the devices in `keep` (None: for all)."""
 
     def __init__(self, owner: str, keep: frozenset[str] | None = None) -> None:
         self.owner = owner
@@ -99,7 +99,7 @@ class Recorder:
         end: float,
         device: str = "",
     ) -> None:
-        """Record that a lane had nothing to do until `kind` was there."""
+        """Record that a lane had nothing to do until `kind` was available."""
         if end <= start:
             return
         self._totals(epoch, lane).waiting_s += end - start
@@ -122,23 +122,23 @@ class Recorder:
         return totals
 
     def take(self, epoch: int) -> EpochTrace:
-        """Return and forget what was recorded of an epoch."""
+        """Return the record of an epoch, and forget it."""
         return EpochTrace(self.owner, epoch, self.totals.pop(epoch, {}), self.spans.pop(epoch, []))
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Which machine's clock a device reads, and what it showed when the device said hello and was welcome."""
+    """The clock that a device reads, and its time when the device sent HELLO and when WELCOME arrived."""
 
     machine: str
     hello_at: float
     welcome_at: float
 
     def offset_s(self, machine: str, hello_at: float, welcome_at: float) -> float:
-        """Return how much more the clock of another machine shows, from when that one got the hello and welcomed.
+        """Return how far another machine's clock is ahead, given when HELLO arrived and WELCOME was sent there.
 
-        The hello came a little later than it was said, and the welcome, too: what lies in the middle is off by half the
-        difference of the two. Programs of one machine have one clock.
+        Both messages arrive a little later than they are sent, so the mean of the two differences is off by half the
+        difference of the two delays. Programs of one machine share its clock.
         """
         if machine == self.machine:
             return 0.0
@@ -147,16 +147,16 @@ class Clock:
 
 @dataclass(slots=True)
 class EpochTrace:
-    """What one owner's lanes did in one epoch; a device sends it to the server when the epoch is over."""
+    """The record of one owner's lanes in one epoch; a device sends it to the server after the epoch."""
 
     owner: str
     epoch: int
     totals: dict[str, Totals] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    clock: Clock | None = None  # that a device read the times of the epoch from
+    clock: Clock | None = None  # of the device that recorded it
 
     def later(self, seconds: float) -> EpochTrace:
-        """Return the trace with all its times so much later: as on a clock that shows so much more."""
+        """Return the trace with all its times moved by this number of seconds, as on a clock that is ahead."""
         if seconds == 0.0:
             return self
         totals = {
@@ -167,7 +167,7 @@ class EpochTrace:
         return replace(self, totals=totals, spans=spans)
 
 
-#: Three hundred years of seconds: more than any clock shows since its machine was started.
+#: Three hundred years: more than the uptime of any machine.
 _LONGEST_S = 1e10
 _SPAN = struct.Struct("!BB?IHdd")
 
@@ -189,7 +189,7 @@ def pack_trace(trace: EpochTrace) -> bytes:
 
 
 def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
-    """Return the trace that a device sent; its owner is who sent it, whatever it says."""
+    """Return the trace that the device `owner` sent, whatever owner the trace names."""
     try:
         (length,) = struct.unpack_from("!I", data)
         head = json.loads(bytes(data[4 : 4 + length]))
@@ -204,9 +204,9 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
         raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
     sums = [value for t in totals.values() for value in (t.busy_s, t.waiting_s, t.last_end)]
     if not all(0 <= value < _LONGEST_S for value in sums) or any(math.isnan(t.first_start) for t in totals.values()):
-        raise ProtocolError(f"{owner} sent a trace with a time that no clock shows.")
+        raise ProtocolError(f"{owner} sent a trace with a time outside 0..{_LONGEST_S:g} s.")
     if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < _LONGEST_S for span in spans):
-        raise ProtocolError(f"{owner} sent a trace with a span that ends before it starts.")
+        raise ProtocolError(f"{owner} sent a trace with a span that has no lane, or an impossible start or end.")
     return EpochTrace(owner, epoch, totals, spans, clock)
 
 
@@ -215,7 +215,7 @@ def _read_clock(said: Any) -> Clock | None:
         return None
     machine, hello_at, welcome_at = said
     if not (isinstance(machine, str) and 0 <= hello_at < _LONGEST_S and 0 <= welcome_at < _LONGEST_S):
-        raise ValueError("no clock")
+        raise ValueError("not a clock")
     return Clock(machine, float(hello_at), float(welcome_at))
 
 
@@ -231,12 +231,12 @@ def busy_s(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 def uncovered_s(spans: Sequence[Span], start: float, end: float) -> float:
-    """Return how long a lane was neither busy nor waiting for something with a name."""
+    """Return how long a lane was neither busy nor waiting, by its spans."""
     return (end - start) - busy_s(spans, start, end)
 
 
 def by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
-    """Return the spans of each (owner, lane), in the order of owners and lanes."""
+    """Return the spans of each (owner, lane), sorted by owner and lane."""
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         lanes.setdefault((span.owner, span.lane), []).append(span)
@@ -244,12 +244,12 @@ def by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
 
 
 def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> tuple[list[Span], int]:
-    """Return of an epoch's spans what a picture of one iteration needs, and how many are missing in it.
+    """Return the spans of an epoch that a picture of one iteration needs, and how many were left out of it.
 
-    All of them, if they are few. Otherwise three iterations in the middle of the slowest device's epoch, what the
-    fastest device and some between did meanwhile, and the server for them; if that is too much one iteration, then of
-    fewer devices, then its last part. What the server's cores did for others is there, too, as far as there is room.
-    Never more than twice `most`.
+    If there are few, these are all spans. Otherwise they are three iterations in the middle of the slowest device's
+    epoch, with what the fastest device, some between and the server did for them meanwhile. If that is too much, it is
+    one iteration, then fewer devices, then the last part of the iteration. Work of the server's cores for other devices
+    is included as far as there is room. Never more than twice `most`.
     """
     if len(spans) <= most:
         return list(spans), 0
@@ -263,7 +263,7 @@ def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> tup
         mine, shown = _middle(mine, iterations), shown[:count]
         end = max(span.end for span in mine)
         others = [span for span in _within(meanwhile, mine) if (span.device or span.owner) in shown[1:]]
-        # Who ends an iteration behind the first one's last would be taken for the slowest.
+        # A device that ends an iteration after the end of the picture would be taken for the slowest.
         own = mine + [span for span in others if span.kind != "step" or span.end <= end]
         if len(own) <= most:
             break
@@ -274,7 +274,7 @@ def excerpt(spans: Sequence[Span], *, most: int = 3000, devices: int = 4) -> tup
 
 
 def _middle(spans: Sequence[Span], iterations: int) -> list[Span]:
-    """Return so many iterations in the middle of a device's epoch."""
+    """Return the spans of this number of iterations in the middle of a device's epoch."""
     numbers = sorted({span.iteration for span in spans if span.iteration})
     middle = max(0, (len(numbers) - 1) // 2)
     around = set(numbers[max(0, middle - iterations // 2) : middle + iterations // 2 + 1])
@@ -282,7 +282,7 @@ def _middle(spans: Sequence[Span], iterations: int) -> list[Span]:
 
 
 def _within(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the spans between the beginning and the end of others."""
+    """Return the spans that overlap the time from the start to the end of others."""
     start, end = min(span.start for span in others), max(span.end for span in others)
     return [span for span in spans if span.end > start and span.start < end]
 
@@ -301,7 +301,7 @@ def _ended_s(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def slowest_to_fastest(ends: Mapping[str, float], most: int) -> list[str]:
-    """Return so many devices, evenly from who ended last to who ended first."""
+    """Return `most` devices, spread evenly from the last to end to the first."""
     order = sorted(ends, key=lambda name: (-ends[name], name))
     if len(order) <= most:
         return order
@@ -309,13 +309,13 @@ def slowest_to_fastest(ends: Mapping[str, float], most: int) -> list[str]:
 
 
 def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
-    """Return Chrome trace events (Perfetto opens them): a process an owner, a track a lane, times in microseconds."""
+    """Return Chrome trace events (for Perfetto): one process an owner, one track a lane, times in microseconds."""
     lanes = by_lane(spans)
     owners = sorted({owner for owner, _ in lanes}, key=lambda owner: (owner != SERVER, owner))
     events: list[dict[str, Any]] = []
     for process, owner in enumerate(owners, start=1):
         events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": owner}})
-        tracks = [(lane, found) for (whose, lane), found in lanes.items() if whose == owner]
+        tracks = [(lane, found) for (name, lane), found in lanes.items() if name == owner]
         for track, (lane, found) in enumerate(tracks, start=1):
             events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": lane}})
             events += [_event(span, process, track, origin) for span in sorted(found, key=lambda span: span.start)]

@@ -5,8 +5,8 @@
     server                 f_s 1 b_s 1  f_s 2 b_s 2 ... f_s N b_s N
     downlink                         d 1          d 2   ...   d N
 
-Only `previous` is data; what comes next is derived from it. (The paper's table prints b_s n+1 as the next
-stage of f_s n; its own recursion needs b_s n.)
+Only `previous` is data; the following stages are derived from it. (The paper's table prints b_s n+1 as the next stage
+of f_s n; its own recursion needs b_s n.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pipar.errors import PlanError
 
-#: The six kinds in the order in which one micro-batch goes through them.
+#: The six kinds, in the order in which a micro-batch passes them.
 KINDS = ("fc", "u", "fs", "bs", "d", "bc")
 
 
@@ -39,7 +39,7 @@ class Stage:
 
 
 def previous(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
-    """Return the stages that must have ended before this one starts, with N micro-batches in the iteration."""
+    """Return the stages that have to end before this one starts, with N micro-batches in the iteration."""
     n = stage.micro_batch
     match stage.kind:
         case "fc":
@@ -61,7 +61,7 @@ def previous(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
 
 
 def all_stages(micro_batches: int) -> list[Stage]:
-    """Return the 6N stages of an iteration in an order in which each comes behind all it waits for."""
+    """Return the 6N stages of an iteration, each after all the stages that it waits for."""
     order = [Stage("fc", n) for n in range(1, micro_batches + 1)]
     for n in range(1, micro_batches + 1):
         order += [Stage(kind, n) for kind in ("u", "fs", "bs", "d", "bc")]
@@ -73,16 +73,16 @@ def following(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
     return tuple(later for later in all_stages(micro_batches) if stage in previous(later, micro_batches))
 
 
-#: Where a micro-batch belongs: epoch, iteration, its number, and whatever else tells it from others.
+#: Identifies a micro-batch: epoch, iteration, its number, and more where that is not unique.
 Place = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work on a lane: what its span is called, and all that its cost can depend on.
+    """One piece of work on a lane: the name of its span, and everything that its cost can depend on.
 
-    Besides the compute stages there are load, noise (on inputs), encode, decode, step (optimiser), protect (clip and
-    noise of an update), pack (a model into bytes), install (bytes into a model), aggregate and validate.
+    Besides the compute stages there are load, noise (on inputs), encode, decode, step (optimiser), protect (clip an
+    update and add noise), pack (a model into bytes), install (bytes into a model), aggregate and validate.
     """
 
     kind: str
@@ -95,4 +95,4 @@ class Work:
     size_bytes: int = 0  # before encoding, or after decoding
     device: str = ""
     encoding: str = "raw"  # of encode and decode
-    chunks: int = 1  # that it decodes, one after another
+    chunks: int = 1  # decoded one after another
