@@ -173,7 +173,7 @@ def test_a_profile_of_another_network_is_refused(profile: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": "float64"}, "in float64, but vgg5 is to be trained in float32"),
+        ({"dtype": "float64"}, "in float64, but vgg5 is trained in float32"),
         ({"layers": 4}, "with 4 layers, but vgg5 has 5"),
         ({"name": "conv9"}, "whose layer 1 is 'conv9', but that of vgg5 is 'conv1'"),
         ({"output_bytes": 12}, "with 12 output_bytes in layer 1 'conv1', but vgg5 has 32768 there"),
@@ -198,7 +198,7 @@ def test_a_file_of_another_network_is_refused_in_one_sentence(
     with pytest.raises(ConfigError) as raised:
         prepare_timing_only(config, rehearse)
     assert str(raised.value) == f"The profile {other} is of by hand {says}" + str(raised.value).partition(says)[2]
-    assert str(raised.value).endswith("write one with 'pipar profile'.")
+    assert str(raised.value).endswith("write another with 'pipar profile'.")
 
 
 @pytest.mark.parametrize("path", ["timing-only", "virtual"])

@@ -92,14 +92,14 @@ LARGE = replace(
 @pytest.mark.parametrize(
     ("method", "memory", "given", "says"),
     [
-        ("pipar", 360.7, {}, "phone has 360 MiB of memory, but the smallest plan that it may have, P=1 N=12 1f1b(1), "),
+        ("pipar", 360.7, {}, "phone has 360 MiB of memory, but its smallest allowed plan, P=1 N=12 1f1b(1), needs "),
         ("pipar", 360, {}, "needs 380 MiB, 368 of them for Python and torch: give devices.memory at least 380MiB."),
         ("pipar", 390, {"split_point": 3}, "P=3 N=12 1f1b(1), needs 400 MiB"),
         ("pipar", 390, {"split_point": 3}, "at least 400MiB, or leave split_point to 'auto'."),
         ("pipar", 390, {"window": 3}, "or leave schedule to 'auto'."),
         ("pipar", 390, {"split_point": 1, "micro_batches": 2}, "or a smaller run.batch_size, or leave split_point and"),
         ("fl", 420, {}, "P=4 N=1, needs 862 MiB"),
-        ("fl", 420, {}, "at least 862MiB, or a smaller run.batch_size, or take the method pipar."),
+        ("fl", 420, {}, "at least 862MiB, or a smaller run.batch_size, or use the method pipar."),
         ("sfl", 370, {}, "P=1 N=1, needs 501 MiB, 368 of them for Python and torch: give devices.memory at least"),
         ("sfl", 370, {}, "at least 501MiB."),
     ],
@@ -182,12 +182,12 @@ def test_no_plan_has_a_cut_that_leaks_too_much() -> None:
 @pytest.mark.parametrize(
     ("fleet", "given", "says"),
     [
-        (leaking(1, 2, 3, method="sfl"), {}, "phone may only have P = 1, 2, 3 by sfl, and that leaks more than "),
-        (leaking(1, 2, 3, method="sfl"), {}, "privacy.max_leakage allows: allow more, or use the method fl."),
+        (leaking(1, 2, 3, method="sfl"), {}, "With sfl, phone can only have P = 1, 2, 3, which leaks more than "),
+        (leaking(1, 2, 3, method="sfl"), {}, "privacy.max_leakage allows: raise the limit, or use the method fl."),
         (leaking(2), {"split_point": 2}, "or leave split_point and micro_batches to 'auto'."),
-        (leaking(1, 2, 3), {"micro_batches": 5}, "may only have P = 1, 2, 3 by pipar, and that leaks more"),
-        (leaking(1, 2), {"costs": Costs(replace(PROFILE, layers=(LAYER,) * 2, total_layers=4))}, "but is to train 3, "
-         "because all cuts before leak more than privacy.max_leakage allows: allow more."),
+        (leaking(1, 2, 3), {"micro_batches": 5}, "With pipar, phone can only have P = 1, 2, 3, which leaks more"),
+        (leaking(1, 2), {"costs": Costs(replace(PROFILE, layers=(LAYER,) * 2, total_layers=4))}, "but has to train 3, "
+         "because all earlier cuts leak more than privacy.max_leakage allows: raise the limit."),
     ],
 )  # fmt: skip
 def test_who_may_have_only_leaky_cuts_is_told_so(fleet: Fleet, given: dict[str, object], says: str) -> None:

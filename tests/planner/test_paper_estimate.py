@@ -196,5 +196,5 @@ def test_the_number_that_fills_idle_time_does_not_depend_on_the_cut(times: Stage
 
 
 def test_a_device_that_takes_no_time_cannot_fill_idle_time() -> None:
-    with pytest.raises(PlanError, match="cannot fill its idle time"):
+    with pytest.raises(PlanError, match="no number of micro-batches fills the idle time"):
         batches_to_fill_idle_time(StageTimes(0.0, 1.0, 1.0, 1.0, 1.0, 1.0))

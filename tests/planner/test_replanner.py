@@ -337,7 +337,7 @@ def test_a_choice_that_fails_does_not_end_the_training() -> None:
 
     run = timed(on_a_link({"cycle": ["4g", "wifi"], "every": "5s"}, epochs=4), replan)
     assert len(run.epochs) == 4
-    assert run.failed[0] == ReplanFailed("New plans could not be chosen: nothing fits")
+    assert run.failed[0] == ReplanFailed("Planning again failed: nothing fits")
 
 
 def test_a_choice_that_takes_long_delays_no_round_and_is_taken_when_it_is_there() -> None:

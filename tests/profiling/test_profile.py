@@ -169,7 +169,7 @@ def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, 
         Profile.load(path)
     assert str(path) in str(raised.value)
     assert says in str(raised.value)
-    assert str(raised.value).endswith("Write it anew with 'pipar profile -o FILE'.")
+    assert str(raised.value).endswith("Write it again with 'pipar profile -o FILE'.")
     assert "\n" not in str(raised.value)
 
 
@@ -214,7 +214,7 @@ def test_a_profile_of_the_network_or_of_its_first_layers_is_taken() -> None:
 OTHERS = {
     "fewer layers that do not say so": (replace(PROFILE, layers=PROFILE.layers[:1]), "with 1 layers, but vgg5 has 2"),
     "more layers": (replace(PROFILE, total_layers=16), "with 16 layers, but vgg5 has 2"),
-    "another dtype": (replace(PROFILE, dtype="float64"), "in float64, but vgg5 is to be trained in float32"),
+    "another dtype": (replace(PROFILE, dtype="float64"), "in float64, but vgg5 is trained in float32"),
     "another name": (_with_layer(1, name="conv2"), "whose layer 2 is 'conv2', but that of vgg5 is 'fc2'"),
     "other outputs": (_with_layer(0, output_bytes=5), "with 5 output_bytes in layer 1 'conv1', but vgg5 has 32768"),
     "other parameters": (
@@ -229,4 +229,4 @@ def test_a_profile_of_another_network_is_one_sentence(other: Profile, says: str)
     with pytest.raises(ConfigError) as raised:
         check_network(other, NETWORK, "board.json")
     assert str(raised.value).startswith(f"The profile board.json is of vgg5 {says}")
-    assert str(raised.value).endswith(": write one with 'pipar profile'.")
+    assert str(raised.value).endswith(": write another with 'pipar profile'.")

@@ -1,7 +1,7 @@
-"""Choosing plans beside a training: in a process of its own at the lowest priority, so that no round waits for it.
+"""Searching for plans beside a training, in a separate process of the lowest priority, so that no round waits for it.
 
-In the process of the server a search would hold the interpreter, and every message would wait. The process is started
-when it is first needed and stays; it gets a fleet and says plans.
+In the server's own process, a search would block the interpreter, and every message would wait. The search process is
+started when it is first needed, and stays; it gets a fleet and returns plans.
 """
 
 from __future__ import annotations
@@ -31,74 +31,74 @@ from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
 
-#: Returns the best plans of a fleet, given those in force, with so much effort.
+#: Returns the best plans of a fleet, given those in force.
 PlanSearch = Callable[[Fleet, Mapping[str, Plan], SearchSettings], Awaitable[Mapping[str, Plan]]]
 
-#: Situations whose plans are remembered; links that drift come into a new one again and again.
+#: Situations whose plans are remembered: a limit, because links that drift produce new ones all the time.
 _MOST_KNOWN = 32
-#: Devices that had so many split points, for whatever reason, are given no new one for a trial.
-_MOST_HAD = 4
-#: For a trial, layers may be moved there and back in this part of an epoch.
+#: Devices that have tried this many split points get no new one for a trial.
+_MOST_TRIED = 4
+#: Moving layers for a trial, and back, may take this share of an epoch.
 _TRIAL_MOVES = 0.1
-#: Nothing is tried on links that are expected to change within so many rounds.
+#: There are no trials on links that are expected to change within this many rounds.
 _TRIAL_ROUNDS = 20
-#: Some ten bytes for each of a million devices.
+#: Enough for some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
 #: A question of `SearchProcess` begins with its number of bytes.
 LENGTH = struct.Struct("!Q")
 
 
 def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> Mapping[str, Plan]:
-    """Return the best plans of a fleet; if others are hardly better those in force, encoded as is right now.
+    """Return the best plans of a fleet, or those in force with the best encodings if the gain is too small.
 
-    Nor are others taken if links change so often that what they gain is less than what it takes to move layers, there
-    and back: of the rounds that links stay so, one is over when they come into force, and behind the last they are
-    wrong for one. In place of those in force, plans with new split points are tried that promise to be hardly worse:
-    what is believed of them may be off by more.
+    The gain is also too small if links change so often that moving layers, there and back, takes longer than the new
+    plans save. One round passes before they come into force, and for one round after the links change they are wrong.
+    Instead of the plans in force, plans with untried split points may be returned that seem hardly worse: predictions
+    of them may be off by more than that.
     """
-    choice = search_plans(fleet, simulate, within=simulate_within, start=start, settings=settings)
-    as_it_is = reencoded(fleet, start)  # another encoding moves no layers
-    # A small sample finds plans, but two that are close it may confuse: whether to change is asked of a larger one.
+    found = search_plans(fleet, simulate, within=simulate_within, start=start, settings=settings)
+    current = reencoded(fleet, start)  # another encoding moves no layers
+    # A small sample suffices to find plans, but not to compare two that are close: a larger one decides.
     epoch_s = partial(steady_epoch_s, simulate, fleet.sampled())
-    new_s, as_it_is_s = epoch_s(choice.plans), epoch_s(as_it_is)
-    gained_s = as_it_is_s - new_s
-    pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, as_it_is, choice.plans)
-    if gained_s >= as_it_is_s * settings.least_gain:
-        return choice.plans if pays else as_it_is
+    new_s, current_s = epoch_s(found.plans), epoch_s(current)
+    gained_s = current_s - new_s
+    pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, current, found.plans)
+    if gained_s >= current_s * settings.least_gain:
+        return found.plans if pays else current
     if settings.trial_cost <= 0 or fleet.stable_rounds < _TRIAL_ROUNDS:
-        return as_it_is
-    for plans in _with_new_cuts(fleet, choice, settings):
-        is_quick_to_move = 2 * move_s(fleet, as_it_is, plans) <= as_it_is_s * _TRIAL_MOVES
-        if is_quick_to_move and epoch_s(plans) <= as_it_is_s * (1 + settings.trial_cost):
+        return current
+    for plans in _with_new_cuts(fleet, found, settings):
+        is_quick_to_move = 2 * move_s(fleet, current, plans) <= current_s * _TRIAL_MOVES
+        if is_quick_to_move and epoch_s(plans) <= current_s * (1 + settings.trial_cost):
             return plans
-    return as_it_is
+    return current
 
 
-def _with_new_cuts(fleet: Fleet, choice: SearchResult, settings: SearchSettings) -> Iterator[Mapping[str, Plan]]:
-    """Yield the plans of a choice, then the next best ones, that give devices new split points."""
-    sample, had = fleet.sampled(settings.devices), _tried_by_kind(fleet)
-    next_best = (plans_from_sample(fleet, sample, by_kind) for by_kind, _ in choice.runners_up)
-    for plans in chain([choice.plans], next_best):
-        if _are_new(had, plans):
+def _with_new_cuts(fleet: Fleet, found: SearchResult, settings: SearchSettings) -> Iterator[Mapping[str, Plan]]:
+    """Yield the plans of a search, best first, that give devices new split points."""
+    sample, tried = fleet.sampled(settings.devices), _tried_by_kind(fleet)
+    next_best = (plans_from_sample(fleet, sample, by_kind) for by_kind, _ in found.runners_up)
+    for plans in chain([found.plans], next_best):
+        if _are_new(tried, plans):
             yield plans
 
 
 def _tried_by_kind(fleet: Fleet) -> dict[str, frozenset[int]]:
-    """Return the split points that devices of each kind had, by the first one's name."""
+    """Return the split points that devices of each kind have tried, by the name of the kind's first device."""
     return {
         kind[0].name: frozenset[int]().union(*(fleet.tried_split_points.get(member.name, ()) for member in kind))
         for kind in fleet.device_kinds()
     }
 
 
-def _are_new(had: Mapping[str, frozenset[int]], plans: Mapping[str, Plan]) -> bool:
-    """Return whether some kind of devices never had its split point, and every such kind has not had many others."""
-    new_to = [cuts for name, cuts in had.items() if plans[name].split_point not in cuts]
-    return bool(new_to) and all(0 < len(cuts) < _MOST_HAD for cuts in new_to)
+def _are_new(tried: Mapping[str, frozenset[int]], plans: Mapping[str, Plan]) -> bool:
+    """Return whether some kinds of devices get a new split point, and each of these kinds has tried few others."""
+    new_to = [cuts for name, cuts in tried.items() if plans[name].split_point not in cuts]
+    return bool(new_to) and all(0 < len(cuts) < _MOST_TRIED for cuts in new_to)
 
 
 class ReplanBySearch:
-    """New plans for changed links, from what was learned of the machines; a known situation is not searched again."""
+    """New plans for changed links, searched with what was learned about the machines; known situations are cached."""
 
     def __init__(self, predictor: Predictor, search: PlanSearch) -> None:
         self._predictor = predictor
@@ -107,13 +107,13 @@ class ReplanBySearch:
         self._links: Mapping[str, Link] = {member.name: member.link for member in predictor.fleet.members}
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
-        """Return the plans of the devices that have these links: who is gone takes up no core of the server."""
+        """Return the plans of the devices that have these links; devices that have left are not planned with."""
         is_learned = self._predictor.has_learned_of_machines()
         fleet = self._predictor.latest(links).of(links)
         plans = {member.name: self._predictor.plans[member.name] for member in fleet.members}
         are_new = any(differs(link, self._links.get(name, link)) for name, link in links.items())
         self._links = links
-        # Other links may change again soon; what was learned of machines is new each time, and worth a longer look.
+        # Changed links may change again soon. What was learned about machines stays true, and is worth a longer search.
         if is_learned and not are_new:
             self._known.clear()
             return await self._search(fleet, plans, UNHURRIED)
@@ -126,9 +126,9 @@ class ReplanBySearch:
 
 
 class ReplanEncodings:
-    """New encodings for changed links where P and N stay: they are given, or one server-side model has one cut.
+    """New encodings for changed links where P and N stay: they are configured, or the server-side model is shared.
 
-    Nothing is simulated, so this takes no time worth mentioning.
+    Nothing is simulated, so this takes almost no time.
     """
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
@@ -142,12 +142,12 @@ class ReplanEncodings:
 
 
 async def search_inline(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
-    """Search here and now; in virtual time that takes none."""
+    """Search in this process; in virtual time that takes no time."""
     return search_again(fleet, start, settings)
 
 
 async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
-    """Choose by the paper's estimate, which takes milliseconds."""
+    """Return the plans by the paper's estimate, which takes milliseconds."""
     return {name: plan for name, (plan, _) in estimate_plans(fleet).items()}
 
 
@@ -171,12 +171,12 @@ class SearchProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # Between two processes of ours: nothing of a peer is ever unpickled.
+        # Between two of our own processes: data of a peer is never unpickled.
         question = pickle.dumps((fleet, dict(start), settings))
         self._process.stdin.write(LENGTH.pack(len(question)) + question)
         line = await self._process.stdout.readline()
         if not line:
-            raise PlanError("the process that chooses plans has ended.")
+            raise PlanError("the process that searches for plans has ended.")
         answer = json.loads(line)
         self.cpu_s += answer["cpu_s"]
         if answer["problem"]:

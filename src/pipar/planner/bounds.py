@@ -29,7 +29,11 @@ Times = Mapping[str, Sequence[BatchTimes]]
 
 
 class ExchangeBound:
-    """The least seconds of a fleet's exchange of models, by the split point of each kind of device."""
+    """The least seconds of a fleet's exchange of models: trained parts up, one core's averaging, new parts down.
+
+    No device sends its part before its last iteration has ended, and no new part leaves before the last trained part is
+    there. So these seconds add to those of the iterations, whatever lane is the busiest.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -38,22 +42,22 @@ class ExchangeBound:
         self._up_s, self._down_s = cache(self._find_up_s), cache(self._find_down_s)
 
     def least_s(self, split_points: Sequence[int], last: Iterable[int] | None = None) -> float:
-        """Return it behind the end of the last iteration of all; `last` are the kinds that may be last, None: any.
+        """Return the seconds after the last iteration; `last` are the kinds that may end last, None for any.
 
-        Which of them is last is not known: the way up counts as the shortest of theirs.
+        It is not known which of them does: the upload counts as the shortest of theirs.
         """
         among = range(len(split_points)) if last is None else last
         return min(self._up_s(kind, split_points[kind]) for kind in among) + self._back_s(split_points)
 
     def likely_s(self, split_points: Sequence[int]) -> float:
-        """Return it with the longest way up: a kind that keeps more layers is mostly the last, too."""
+        """Return the seconds with the longest upload: a kind with more layers mostly ends last, too."""
         return max(self._up_s(kind, p) for kind, p in enumerate(split_points)) + self._back_s(split_points)
 
     def _back_s(self, split_points: Sequence[int]) -> float:
         return self._averaged_s + max(self._down_s(kind, p) for kind, p in enumerate(split_points))
 
     def _find_up_s(self, kind: int, split_point: int) -> float:
-        """Return how long a device packs its part and sends it, and the server decodes it if it is changes."""
+        """Return how long a device packs and sends its part, and the server decodes it if it is sent as changes."""
         member, server = self._members[kind], self._fleet.server
         size, form = self._part(member, member.link.up_bps, split_point)
         seconds = member.costs.seconds(Work("pack", size_bytes=size, encoding=form))
@@ -64,7 +68,7 @@ class ExchangeBound:
         return seconds + self._on_link_s(member, member.link.up_bps, split_point)
 
     def _find_down_s(self, kind: int, split_point: int) -> float:
-        """Return how long the server packs a device's new part, and the device waits for it and installs it."""
+        """Return how long the server packs and sends a device's new part, and the device installs it."""
         member = self._members[kind]
         size, form = self._part(member, member.link.down_bps, split_point)
         seconds = self._fleet.server.seconds(Work("pack", size_bytes=size, encoding=form))
@@ -76,7 +80,7 @@ class ExchangeBound:
         return self._fleet.server.profile.parameter_bytes(1, split_point), "changes" if changes else "raw"
 
     def _on_link_s(self, member: Member, rate_bps: float | None, split_point: int) -> float:
-        """Return how long a part is on its way, its frames' headers left out."""
+        """Return how long a part is on the link, without the headers of its frames."""
         changes = self._fleet.sends_changes(member, rate_bps)
         bits = 8 * self._fleet.server.profile.exchanged_bytes(split_point, changes=changes)
         return member.link.latency_s + (0.0 if rate_bps is None else bits / rate_bps)
@@ -86,7 +90,7 @@ class ExchangeBound:
 
 
 class LowerBound:
-    """What an epoch takes at least: any device with most data of its kind, and all work over all cores."""
+    """What an epoch takes at least: the device with the most data of each kind, and all work over all cores."""
 
     def __init__(self, fleet: Fleet) -> None:
         full = [fleet.full_batches(kind) for kind in fleet.device_kinds()]
@@ -95,33 +99,33 @@ class LowerBound:
         self._exchange = ExchangeBound(fleet)
 
     def alone_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return it with each device as if it had the server for itself, and with the exchange of models."""
+        """Return the bound by each device alone with the server, and the exchange of models."""
         exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
         return max(self.cores_s(chosen), self._slowest_s(chosen) + exchange_s)
 
     def lanes_s(self, chosen: Sequence[Candidate], slack: float = 0.0) -> float:
-        """Return it by the busiest lane, and by the exchange of models, which waits for a device's own lanes.
+        """Return the bound by the busiest lane, and the exchange of models, which waits for a device's own lanes.
 
-        `slack` is how much shorter than its costs a stage of an iteration may be.
+        `slack` is the share by which a simulated stage may be shorter than its costs.
         """
         lane_s = max(o.lane_s * n for o, n in zip(chosen, self._most, strict=True))
         exchange_s = self._exchange.least_s([option.plan.split_point for option in chosen])
         return max(self.cores_s(chosen) * (1 - slack), lane_s * (1 - slack) + exchange_s)
 
     def likely_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return what is no bound, but mostly not far off: each device alone, and the exchange of models."""
+        """Return an estimate that is mostly close, but no bound: each device alone, and the exchange of models."""
         exchange_s = self._exchange.likely_s([option.plan.split_point for option in chosen])
         return max(self.cores_s(chosen), self._slowest_s(chosen)) + exchange_s
 
     def _slowest_s(self, chosen: Sequence[Candidate]) -> float:
-        """Return the iterations of the device that takes longest for them, with the server for itself."""
+        """Return the seconds of the slowest device's iterations, if no other device used the server."""
         return max(o.alone_s * n for o, n in zip(chosen, self._most, strict=True))
 
     def cores_s(self, chosen: Sequence[Candidate]) -> float:
         return sum(o.server_s * n for o, n in zip(chosen, self._all, strict=True)) / self._cores
 
     def own_s(self, kind: int, option: Candidate) -> float:
-        """Return what a kind's plan takes at least where nobody else is; of less than a batch, as if it were one."""
+        """Return the least seconds of a kind's plan if no other device used the server; at least one batch counts."""
         return option.alone_s * max(1, self._most[kind])
 
 
@@ -130,25 +134,28 @@ class LowerBound:
 
 @dataclass
 class _Kind:
-    """Devices that are alike; seconds are the least that they can be."""
+    """Devices of one kind in the simulated epoch; all seconds are lower bounds."""
 
-    left_s: dict[str, list[float]]  # of each device, what is left behind so many of its iterations
-    repeats: float  # how many times what comes behind the first iteration comes once more, not simulated
-    repeated_s: float  # what comes behind the first iteration
-    behind_s: float  # from when the server has served a micro-batch to the end of the iteration
+    left_s: dict[str, list[float]]  # of each device: the time left after 0, 1, ... all of its iterations
+    repeats: float  # how many times the part after the first iteration repeats without being simulated
+    repeated_s: float  # the part after the first iteration
+    after_server_s: float  # from the end of the server's work on a micro-batch to the end of the iteration
     beginning: int  # devices that have not ended their first iteration
     training: int  # devices that have not ended all of them
-    first_s: float = 0.0  # when the last of them had ended its first
+    first_s: float = 0.0  # when the last device ended its first iteration
 
     def least_s(self, end_s: float) -> float:
-        """Return when iterations that are not simulated have ended, if the others do not end before this."""
-        behind_first_s = self.repeated_s if self.beginning else max(self.repeated_s, end_s - self.first_s)
-        return end_s + self.repeats * behind_first_s
+        """Return the end of all iterations if the simulated ones do not end before `end_s`."""
+        after_first_s = self.repeated_s if self.beginning else max(self.repeated_s, end_s - self.first_s)
+        return end_s + self.repeats * after_first_s
 
 
 class Cutoff:
-    """Says when an epoch of a few iterations and their repetition can no longer be shorter than `within_s`.
+    """Tells when an epoch of a few iterations and their repetition can no longer be shorter than `within_s`.
 
+    Before the epoch starts, the busiest lane of each device, the server's work over its cores and the exchange of
+    models are certain. Whenever a device ends an iteration, so are the least time for its remaining iterations and the
+    server's remaining work. Iterations that are not simulated are like those that are (`Timing.extrapolated_epoch_s`).
     All devices of a kind have one plan, and all of them train at once.
     """
 
@@ -165,14 +172,14 @@ class Cutoff:
         self._served_s = sum(batch.served_s for batches in times.values() for batch in batches) / fleet.cores
 
     def rules_out(self) -> bool:
-        """Return whether the epoch is too long already by its busiest lane."""
+        """Return whether the epoch is too long by its busiest lane, before anything is simulated."""
         lane_s = max(kind.least_s(max(left[0] for left in kind.left_s.values())) for kind in self._kinds)
-        return self._is_too_long(self._server_s) or self._cannot_end(max(lane_s, self._behind_server_s(self._served_s)))
+        return self._is_too_long(self._server_s) or self._cannot_end(max(lane_s, self._after_server_s(self._served_s)))
 
     def gives_up(self, device: str, ended: int, now: float, served_s: float) -> bool:
-        """Return whether the epoch is too long now that a device has ended so many of its iterations.
+        """Return whether the epoch is too long now that a device has ended `ended` of its iterations.
 
-        `served_s` is when the server can have served all devices to the end, at the earliest; 0 if it has.
+        `served_s` is the earliest time at which the server can have served all micro-batches; 0 if it has.
         """
         kind = self._of[device]
         if ended == 1:
@@ -181,20 +188,20 @@ class Cutoff:
         left_s = kind.left_s[device]
         if ended == len(left_s) - 1:
             self._count_out(kind)
-        return self._cannot_end(max(kind.least_s(now + left_s[ended]), self._behind_server_s(served_s)))
+        return self._cannot_end(max(kind.least_s(now + left_s[ended]), self._after_server_s(served_s)))
 
     def _count_out(self, kind: _Kind) -> None:
-        """Count who has ended everything: who will be the last of all is among the others."""
+        """Note that a device of this kind has ended all iterations: the device that ends last is another one."""
         kind.training -= 1
         if not kind.training:
-            going_on = [number for number, each in enumerate(self._kinds) if each.training]
-            self._exchange_s = self._exchange.least_s(self._cuts, going_on or None)
+            training = [number for number, each in enumerate(self._kinds) if each.training]
+            self._exchange_s = self._exchange.least_s(self._cuts, training or None)
 
-    def _behind_server_s(self, served_s: float) -> float:
-        """Return the end of the iterations of whoever is served last, at the earliest."""
-        return (
-            min((k.least_s(served_s + k.behind_s) for k in self._split if k.training), default=0.0) if served_s else 0.0
-        )
+    def _after_server_s(self, served_s: float) -> float:
+        """Return the earliest end of the iterations of the device that is served last."""
+        if not served_s:
+            return 0.0
+        return min((k.least_s(served_s + k.after_server_s) for k in self._split if k.training), default=0.0)
 
     def _cannot_end(self, before_s: float) -> bool:
         return self._is_too_long(before_s + self._exchange_s)
@@ -206,10 +213,10 @@ class Cutoff:
 def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
     every = {member.name: times[member.name] for member in members}
     simulated = max(map(len, every.values()))
-    # Of devices with one iteration more or less, nothing is left that would not be simulated: their lanes say enough.
+    # If the numbers of simulated iterations differ, some devices have no others: only what is simulated counts.
     differ = any(len(batches) < simulated for batches in every.values())
     rest = 0.0 if differ else max(0.0, max(member.samples for member in members) / fleet.batch_size - simulated)
-    # Who has the whole network sends nothing that an answer would come to.
+    # A device with the whole network sends nothing, and receives no answer.
     latency_s = members[0].link.latency_s if any(next(iter(every.values()))[0].u) else 0.0
     left_s = {name: _left_s(batches) for name, batches in every.items()}
     first = min(1, simulated - 1)  # a single iteration is itself what is repeated
@@ -217,20 +224,20 @@ def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
         left_s=left_s,
         repeats=rest / max(1, simulated - 1),
         repeated_s=min(left[first] for left in left_s.values()),
-        behind_s=min(batch.behind_s for batches in every.values() for batch in batches) + latency_s,
+        after_server_s=min(batch.after_server_s for batches in every.values() for batch in batches) + latency_s,
         beginning=len(members),
         training=len(members),
     )
 
 
 def _left_s(batches: Sequence[BatchTimes]) -> list[float]:
-    """Return how long a device's busiest lane works in the iterations behind the first 0, 1, ... all of them."""
+    """Return how long a device's busiest lane works in the iterations after the first 0, 1, ... all of them."""
     lanes = list(accumulate((batch.lane_s for batch in reversed(batches)), initial=0.0))[::-1]
     return [batches[0].load + lanes[0], *lanes[1:]]
 
 
 def _server_s(fleet: Fleet, times: Times) -> float:
-    """Return how long each core works in the whole epoch if no other slows it down; as `Timing.steady_epoch_s` does."""
+    """Return how long each core works in the whole epoch without contention; as in `Timing.steady_epoch_s`."""
     worked = sum(batch.served_s + batch.server_step for batches in times.values() for batch in batches)
     simulated = {(member.samples, len(times[member.name])) for member in fleet.members}
     samples = {each: sum(fleet.batches(*each)) for each in simulated}

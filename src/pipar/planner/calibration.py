@@ -1,11 +1,11 @@
-"""The cost model made to agree with what a training has shown: links as measured, machines as slow as they were.
+"""The cost model, calibrated by what a training has shown: measured links, and machines as fast as they were.
 
-An epoch shows how long a machine took for all of the layers that it had. That says much of these layers together and
-of other cuts nearby, little of a single layer; two cuts that were tried say what lies between them. Epochs scatter, so
-what is believed is a mean over what is likely: a Gaussian process over the layers.
+An epoch shows how long a machine took for all layers that it had. That says much about these layers together and about
+nearby cuts, but little about a single layer; two cuts that were tried show the layers between them. Epochs scatter, so
+each layer's factor is estimated from all of them: by a Gaussian process over the layers.
 
-Measurements of equal devices scatter, too. Devices of one kind whose measurements are about the same stay of one kind,
-with the median of them, so that a fleet of a hundred equal boards is still planned once.
+Measurements of equal devices scatter, too. Devices of one kind with about the same measurements stay of one kind, with
+their median, so that a fleet of a hundred equal boards is still planned once.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from pipar.links import Link
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 
-#: Measurements that differ by less than about this are the same.
+#: Measurements that differ by less than about this share count as the same.
 _ABOUT = 0.2
 
-# Standard deviations of logarithms. Before anything is seen, a machine's layers are as profiled but for what is common
-# to all of them and what each has of its own; what is no layer (the optimiser, coding, models) has nothing to do with
-# them. One epoch scatters, and machines drift from epoch to epoch.
+# Standard deviations of logarithms. A priori, the layers of a machine deviate from the profile by a factor that they
+# have in common and one of each layer's own; all other work (the optimiser, coding, models) deviates independently. An
+# epoch's measurement scatters, and machines drift from epoch to epoch.
 _COMMON, _OWN, _ELSE = 0.5, 0.1, 0.5
 _SCATTER, _DRIFT = 0.01, 0.01
-#: The mean of so many epochs is believed; behind them the older count less and less.
+#: A mean is taken over this many epochs; after that, older ones count less and less.
 _MEAN_OF = 3
-#: Kinds of work that are remembered of a machine.
+#: Kinds of work that are remembered for each machine.
 _REMEMBERED = 6
-#: Work is the same if every share of it is, in per cent.
+#: Work is of the same kind if every share of it is the same in per cent.
 _DIGITS = 2
-#: Times are sums and their logarithms are not: what is believed is found in so many steps.
+#: The logarithm of a sum is not linear, so the estimate is found iteratively, in this many steps.
 _STEPS = 3
 
-#: Parts of an epoch's work, which are 1 together: all that is no layer, layer 1, layer 2, ...
+#: Shares of an epoch's work, which sum to 1: all other work, layer 1, layer 2, ...
 Shares = tuple[float, ...]
 
 
 class Observation(NamedTuple):
-    """What some epochs have shown of one kind of work."""
+    """What some epochs have shown about one kind of work."""
 
     shares: Shares
-    log_times: float  # how many times as long as profiled it took, as a logarithm
+    log_times: float  # the logarithm of its time relative to the profile
     epochs: int
-    age: int  # epochs since
+    age: int  # in epochs
 
 
 @dataclass(frozen=True)
 class MachineHistory:
-    """What epochs have shown of a machine: how many times as long as profiled it took for which work."""
+    """What epochs have shown about a machine: for which work it took how many times as long as profiled."""
 
-    seen: dict[Shares, Observation] = field(default_factory=dict)  # by rounded shares; the latest last
+    seen: dict[Shares, Observation] = field(default_factory=dict)  # by rounded shares; the latest comes last
 
     def learned(self, shares: Shares, times: float) -> MachineHistory:
-        """Return what is known behind an epoch in which this work took so many times as long as profiled."""
+        """Return the history with one more epoch, in which this work took `times` as long as profiled."""
         key = tuple(round(share, _DIGITS) for share in shares)
         others = {one: seen._replace(age=seen.age + 1) for one, seen in self.seen.items() if one != key}
         before = self.seen.get(key, Observation(shares, 0.0, 0, 0))
@@ -68,26 +68,26 @@ class MachineHistory:
         return MachineHistory({**kept, key: Observation(shares, mean, epochs, 0)})
 
     def times(self, shares: Shares) -> float:
-        """Return how many times as long as profiled it is expected to take for some work."""
+        """Return how many times as long as profiled some work is expected to take."""
         return math.fsum(share * factor for share, factor in zip(shares, self.factors(len(shares)), strict=True))
 
     def factors(self, count: int) -> Sequence[float]:
-        """Return how many times as long as profiled everything else, and each layer, are expected to take."""
+        """Return the expected factors of all other work, and of each layer, relative to the profile."""
         return self._factors if self.seen else (1.0,) * count
 
     @property
     def last(self) -> Observation:
-        """What it did last."""
+        """The latest observation."""
         return next(reversed(self.seen.values()))
 
     @cached_property
     def latest(self) -> float:
-        """How many times as long as profiled it took for what it did last."""
+        """The expected factor of the latest work."""
         return self.times(self.last.shares) if self.seen else 1.0
 
     @cached_property
     def _factors(self) -> Sequence[float]:
-        import numpy as np  # what a command needs that is to start at once does not
+        import numpy as np  # here, because commands that must start quickly do not need it
 
         work = np.array([seen.shares for seen in self.seen.values()])
         took = np.array([seen.log_times for seen in self.seen.values()])
@@ -97,7 +97,7 @@ class MachineHistory:
         likely[0, 0] = _ELSE**2
         noise = np.diag([_SCATTER**2 / seen.epochs + (_DRIFT * seen.age) ** 2 for seen in self.seen.values()])
         logs = np.zeros(count)
-        for _ in range(_STEPS):  # the share of what takes longer than profiled is larger than profiled
+        for _ in range(_STEPS):  # work that takes longer than profiled has a larger share than profiled
             parts = work * np.exp(logs)
             sums = parts.sum(axis=1)
             parts /= sums[:, None]
@@ -108,7 +108,7 @@ class MachineHistory:
 
 
 def pooled(machines: Iterable[MachineHistory]) -> MachineHistory:
-    """Return what is known of machines that are alike: of each work the median of those that have done it."""
+    """Return the common history of equal machines: for each kind of work the median of those that have done it."""
     by_work: dict[Shares, list[Observation]] = {}
     for machine in machines:
         for key, seen in machine.seen.items():
@@ -127,18 +127,18 @@ def pooled(machines: Iterable[MachineHistory]) -> MachineHistory:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned of each machine, and the links as measured."""
+    """What was learned about each machine, and the measured links."""
 
     server: MachineHistory = field(default_factory=MachineHistory)
     devices: Mapping[str, MachineHistory] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def differs(self, other: Calibration, most: float, most_of_known: float) -> bool:
-        """Return whether the server, or more than a quarter of the devices, are faster or slower than was known there.
+        """Return whether the server, or more than a quarter of the devices, are faster or slower than in the other.
 
-        By more than the first share with work that was not seen there, and by more than the second with work that was:
-        its epochs scatter. Devices whose work is new count by themselves, too: they may be few, and others say nothing
-        of it.
+        The limit is `most` for work that the other has not seen, and `most_of_known` for work that it has, because its
+        epochs scatter. Devices with new work are also counted among themselves: they may be few, and the other devices
+        show nothing about that work.
         """
 
         def changed(now: MachineHistory, before: MachineHistory) -> bool:
@@ -157,7 +157,7 @@ class Calibration:
         return changed(self.server, other.server) or many
 
     def of(self, device: str) -> MachineHistory:
-        """Return what is known of a device."""
+        """Return the history of a device."""
         return self.devices.get(device, _UNKNOWN)
 
 
@@ -165,7 +165,7 @@ _UNKNOWN = MachineHistory()
 
 
 def calibrated(fleet: Fleet, fit: Calibration) -> Fleet:
-    """Return the fleet with measured links and speeds; devices that are about the same share them."""
+    """Return the fleet with measured links and speeds; devices with about the same measurements share them."""
     members: dict[str, Member] = {}
     for kind in fleet.device_kinds():
         for alike in _alike(kind, fit):
@@ -182,9 +182,9 @@ def _costs(profiled: Costs, machine: MachineHistory, layers: int) -> Costs:
 
 
 def situation_key(fleet: Fleet) -> tuple[object, ...]:
-    """Return what is to be known of a fleet's links and speeds, rounded to 20 %: equal if they are about the same.
+    """Return a fleet's links and speeds, rounded to 20 %: equal for fleets that are about the same.
 
-    For how long they are to stay so counts as about the same up to a factor of 1.4.
+    The number of rounds for which links stay stable is rounded to a power of 2.
     """
     rounded = [
         (
@@ -202,7 +202,7 @@ def _rounded(value: float | None) -> int | None:
 
 
 def _alike(kind: tuple[Member, ...], fit: Calibration) -> list[list[Member]]:
-    """Return the members of a kind in groups whose measurements are about the same."""
+    """Return the members of a kind in groups with about the same measurements."""
     links = [fit.links.get(member.name, member.link) for member in kind]
     machines = [fit.of(member.name) for member in kind]
     usual = median([machine.latest for machine in machines if machine.seen] or [1.0])
@@ -218,7 +218,7 @@ def _alike(kind: tuple[Member, ...], fit: Calibration) -> list[list[Member]]:
 
 
 def _grouped(values: list[float | None]) -> list[int | None]:
-    """Return the group of each value; in a group nothing is more than 20 % above the lowest."""
+    """Return the group of each value; in a group no value is more than 20 % above the lowest."""
     groups: dict[float | None, int | None] = {None: None}
     lowest, number = 0.0, 0
     for value in sorted({value for value in values if value is not None}):

@@ -1,4 +1,4 @@
-"""All plans that one device may have, and for each a time that nothing can beat."""
+"""All plans that one device may have, each with the least time that it can take."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pipar.planner.encoding import with_encodings
 from pipar.planner.fleet import Auto, Fleet, Member, PlansByKind
 from pipar.profiling.memory import BASE_BYTES, fitting_window, training_bytes
 
-#: Whether a {P, N} is looked at.
+#: Whether a {P, N} is considered.
 Allow = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan of one device, and what an iteration of it takes at least."""
+    """A plan of one device, and the least seconds of an iteration by it."""
 
     plan: Plan
-    alone_s: float  # with a server and its cores for itself
+    alone_s: float  # if no other device used the server
     lane_s: float  # on the busiest of its own lanes
-    server_s: float  # on the server's cores, of which all devices have a share
+    server_s: float  # on the server's cores, which all devices share
 
 
 def candidates(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Candidate]:
-    """Return every plan that is allowed, or of these only some, with what it takes at least."""
+    """Return every allowed plan with the least time that it can take; `only` restricts the {P, N}."""
     return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in allowed_plans(fleet, member, only)]
 
 
 def allowed_plans(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Plan]:
-    """Return every plan that the method, what was given, leaks and the device's memory allow; there is at least one.
+    """Return every plan that the method, the configuration, the leakage limit and the device's memory allow.
 
-    Each {P, N} comes once, with the encodings that are best for it. `only` says of a {P, N} whether it counts.
+    Each {P, N} comes once, with the best encodings for it; `only` restricts the {P, N}. Raises if there is none.
     """
     pairs = (pair for pair in _pairs(fleet, member) if only is None or only(*pair))
     plans = [plan for p, n in pairs for plan in _in_memory(fleet, member, p, n)]
@@ -56,19 +56,19 @@ def check_given(
     batch_size: int,
     model: str,
 ) -> None:
-    """Raise PlanError if a given P or N that counts for the method does not fit the network or the batch."""
+    """Raise PlanError if a configured P or N that the method uses does not fit the network or the batch."""
     p = split_point if method.splits and split_point != "auto" else layers
     n = micro_batches if method.pipelines and micro_batches != "auto" else 1
     check_plan(Plan(p, n), layers=layers, batch_size=batch_size, model=model)
 
 
 def plans_in_common(fleet: Fleet) -> list[PlansByKind]:
-    """Return the plans with each split point that all may have: a shared server-side model is cut in one place only."""
+    """Return the plans with each split point that all devices may have: a shared server-side model has one cut."""
     options = [{plan.split_point: plan for plan in allowed_plans(fleet, kind[0])} for kind in fleet.device_kinds()]
     common = set.intersection(*map(set, options))
     if not common:
         raise PlanError(
-            f"{fleet.method.name} shares one server-side model, but no split point is allowed for all of the devices: "
+            f"{fleet.method.name} shares one server-side model, but no split point is allowed for all devices: "
             "give them the same one, or use sfl or pipar."
         )
     return [tuple(of[cut] for of in options) for cut in sorted(common)]
@@ -79,7 +79,7 @@ def _pairs(fleet: Fleet, member: Member) -> Iterator[tuple[int, int]]:
     layers, measured = fleet.layers, len(member.costs.profile.layers)
     for p in _split_points(fleet, member):
         if p > measured:
-            continue  # the paper's Q': the device could not even be profiled with so many layers
+            continue  # the paper's Q': the device could not be profiled with that many layers
         most = len(fleet.pieces(fleet.batch_size, fleet.batch_size))
         if p == layers or not fleet.method.pipelines:
             yield p, 1
@@ -94,19 +94,19 @@ def _split_points(fleet: Fleet, member: Member) -> list[int]:
 
 
 def _with_leaky_ones(fleet: Fleet, member: Member) -> range:
-    """Return the split points that the method and what was given allow, whatever they give away."""
+    """Return the split points that the method and the configuration allow, whatever they reveal."""
     layers = fleet.layers
     if not fleet.method.splits:
         return range(layers, layers + 1)
     if member.split_point != "auto":
         return range(member.split_point, member.split_point + 1)
-    # A method that always splits, or a number of micro-batches that was asked for, leaves out P = Q.
+    # A method that always splits, or a configured number of micro-batches, excludes P = Q.
     cuts_only = not fleet.method.pipelines or member.micro_batches not in ("auto", 1)
     return range(1, layers) if cuts_only and layers > 1 else range(1, layers + 1)
 
 
 def needed_bytes(fleet: Fleet, member: Member, plan: Plan) -> int:
-    """Return what a device's process needs to train by a plan."""
+    """Return the bytes of memory that a device's process needs to train by a plan."""
     return training_bytes(
         member.costs.profile,
         plan,
@@ -117,7 +117,7 @@ def needed_bytes(fleet: Fleet, member: Member, plan: Plan) -> int:
 
 
 def _in_memory(fleet: Fleet, member: Member, p: int, n: int) -> Iterator[Plan]:
-    """Yield the plan with the window that the device has memory for; nothing if there is none for it at all."""
+    """Yield the plan with the window that fits into the device's memory; nothing if none fits."""
     given = member.window
     if member.memory_bytes is None:
         yield Plan(p, n, 0 if given == "auto" else given)
@@ -141,7 +141,7 @@ def _in_memory(fleet: Fleet, member: Member, p: int, n: int) -> Iterator[Plan]:
 
 
 def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, float]:
-    """Return the shortest iteration of a device that is alone, its busiest lane, and the server's work for it."""
+    """Return the shortest iteration of a device alone, the time of its busiest lane, and the server's for it."""
     profile, p = member.costs.profile, plan.split_point
     pieces = fleet.pieces(fleet.batch_size, plan.micro_batches)
     forward = {m: member.costs.seconds(Work("fc", last_layer=p, samples=m)) for m in set(pieces)}
@@ -164,7 +164,7 @@ def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, fl
         math.fsum(up[m] for m in pieces),
         math.fsum(down[m] for m in pieces),
     )
-    if plan.window:  # which forward waits for which backward depends on when answers come: only lanes are certain
+    if plan.window:  # which forward waits for which backward depends on when gradients arrive: only lanes are certain
         return lane, lane, total
     alone = _sweep(pieces, forward, up, served, down, backward, 2 * member.link.latency_s) + step
     return alone, lane, total
@@ -178,7 +178,7 @@ def _served_s(fleet: Fleet, p: int, samples: int) -> float:
 
 
 def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[float, float]:
-    """Return how long the device, and the server, encode and decode what crosses the cut for one micro-batch."""
+    """Return how long the device and the server encode and decode one micro-batch's tensors at the cut."""
     profile, p = fleet.server.profile, plan.split_point
     size = samples * profile.output_bytes(p)
     up, down = (len(profile.chunk_bytes(p, samples, encoding)) for encoding in (plan.up, plan.down))
@@ -198,7 +198,7 @@ def _sweep(
     backward: dict[int, float],
     latency_s: float,
 ) -> float:
-    """Return the end of the last backward: the recursion of `estimate.iteration_s` with each piece's own times."""
+    """Return the end of the last backward: `paper_estimate.iteration_s` with each micro-batch's own times."""
     forwarded = uploaded = answered = downloaded = 0.0
     arrivals = []
     for m in pieces:
@@ -218,40 +218,40 @@ def _over(bits: float, rate_bps: float | None) -> float:
 
 
 def _too_leaky(fleet: Fleet, member: Member) -> str | None:
-    """Return what is wrong if every split point that the method and what was given allow gives too much away."""
+    """Return the problem if every split point that the method and the configuration allow reveals too much."""
     if _split_points(fleet, member):
         return None
     cuts = ", ".join(map(str, _with_leaky_ones(fleet, member)))
-    # P = Q gives nothing away by activations: a pipeline that may choose freely always has that.
+    # P = Q sends no activations: a pipeline without restrictions may always use it.
     way = "leave split_point and micro_batches to 'auto'" if fleet.method.pipelines else "use the method fl"
     return (
-        f"{member.name} may only have P = {cuts} by {fleet.method.name}, and that leaks more than privacy.max_leakage "
-        f"allows: allow more, or {way}."
+        f"With {fleet.method.name}, {member.name} can only have P = {cuts}, which leaks more than privacy.max_leakage "
+        f"allows: raise the limit, or {way}."
     )
 
 
 def _too_few_layers(fleet: Fleet, member: Member) -> str | None:
-    """Return what is wrong if the method or the given P needs layers that the device was not profiled with."""
+    """Return the problem if the method or the configured P needs layers that the device was not profiled with."""
     measured, needed = len(member.costs.profile.layers), min(_split_points(fleet, member))
     if needed <= measured:
         return None
     here = (
-        f"{member.name} was profiled with the first {measured} of {fleet.layers} layers, which is all that it can "
-        f"hold, but is to train {needed}"
+        f"{member.name} was profiled with the first {measured} of {fleet.layers} layers, the most that it can "
+        f"hold, but has to train {needed}"
     )
     if min(_with_leaky_ones(fleet, member)) <= measured:
-        return f"{here}, because all cuts before leak more than privacy.max_leakage allows: allow more."
-    return f"{here}: give a split point up to {measured}, or a method that splits."
+        return f"{here}, because all earlier cuts leak more than privacy.max_leakage allows: raise the limit."
+    return f"{here}: give a split point of at most {measured}, or a method that splits the network."
 
 
 def _too_little_memory(fleet: Fleet, member: Member) -> str:
-    """Return what the smallest plan needs, and what would help; MiB rounded so that what is needed is always more."""
+    """Return what the smallest plan needs, and what would help; MiB are rounded so that it needs more than there is."""
     assert member.memory_bytes is not None
     plan, needed = _smallest(fleet, member)
     ways = [f"give devices.memory at least {_at_least_mib(needed)}MiB", *_ways_to_fit(fleet, member)]
     return (
-        f"{member.name} has {member.memory_bytes // 2**20} MiB of memory, but the smallest plan that it may have, "
-        f"{plan}, needs {_at_least_mib(needed)} MiB, {BASE_BYTES // 2**20} of them for Python and torch: "
+        f"{member.name} has {member.memory_bytes // 2**20} MiB of memory, but its smallest allowed plan, {plan}, needs "
+        f"{_at_least_mib(needed)} MiB, {BASE_BYTES // 2**20} of them for Python and torch: "
         f"{', or '.join(ways)}."
     )
 
@@ -273,7 +273,7 @@ def _smallest(fleet: Fleet, member: Member) -> tuple[Plan, int]:
 
 
 def _ways_to_fit(fleet: Fleet, member: Member) -> list[str]:
-    """Return what else would make a plan fit: a smaller batch, or what was given left open."""
+    """Return what else would make a plan fit: a smaller batch, or 'auto' instead of a configured value."""
 
     def fits(fleet: Fleet, member: Member) -> bool:
         return _smallest(fleet, member)[1] <= (member.memory_bytes or 0)
@@ -287,5 +287,5 @@ def _ways_to_fit(fleet: Fleet, member: Member) -> list[str]:
     if given and fits(fleet, free):
         ways.append(f"leave {' and '.join(given)} to 'auto'")
     elif not fleet.method.pipelines and fits(replace(fleet, method=METHODS["pipar"]), free):
-        ways.append("take the method pipar")
+        ways.append("use the method pipar")
     return ways

@@ -1,4 +1,4 @@
-"""How long machines compute in an epoch, and what part of that each layer has: what a training is compared with."""
+"""How long machines compute in an epoch, and each layer's share of it: measured times are compared with these."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipar.planner.stage_times import batch_times, decoding, protect_s, work_key
 
 
 def compute_seconds(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
-    """Return how long each device's compute lane and all cores of the server together work in one epoch."""
+    """Return how long each device's compute lane works in one epoch, and all cores of the server together."""
     devices, server_s = _alone_s(fleet, plans)
     return devices, server_s * server_contention(fleet, plans)
 
 
 def server_contention(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return how many times as long the server's cores take together as one after the other."""
+    """Return how many times as long the server's work takes on all cores at once as on one after the other."""
     if fleet.server.profile.crowded and fleet.cores > 1:
         return simulate(fleet.sampled(), plans, iterations=1).contention
     return 1.0
@@ -29,14 +29,14 @@ def server_contention(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """How long a compute lane, or all cores one after the other, work in one epoch; and what part each layer has."""
+    """How long a compute lane, or all cores one after the other, work in one epoch, and the share of each layer."""
 
     seconds: float
     shares: Shares
 
 
 def compute_loads(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, ComputeLoad], ComputeLoad]:
-    """Return the work of each device's compute lane, and that of the server's cores; who is alike has the same."""
+    """Return the load of each device's compute lane, and that of the server's cores; equal devices share one."""
     devices_s, server_s = _alone_s(fleet, plans)
     alike: dict[tuple[object, ...], list[Member]] = {}
     for member in fleet.members:
@@ -85,7 +85,7 @@ def _alone_s(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float],
 
 
 def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
-    """Return what the server does with models behind the iterations: decode changes, aggregate, pack the new parts."""
+    """Return the server's work on models after the iterations: decoding changes, aggregating, packing new parts."""
     profile = fleet.server.profile
     cuts = {member.name: plans[member.name].split_point for member in fleet.members}
     decoded = [cuts[m.name] for m in fleet.members if fleet.sends_changes(m, m.link.up_bps)]

@@ -20,10 +20,9 @@ _BACKWARD = ("bc", "bs")
 
 
 class Costs:
-    """Seconds of work on the profile's machine times 1 / `speed`: 0.05 is a machine twenty times slower.
+    """Seconds of work on the profile's machine, divided by `speed`: 0.05 is a machine twenty times slower.
 
-    Beside that each layer may take so many times as long as profiled, by `layers`.
-    An overhead that the profile gives as 0 costs exactly 0.0.
+    `layers` are additional factors, one for each layer's time. An overhead of 0 in the profile costs exactly 0.0.
     """
 
     def __init__(self, profile: Profile, speed: float = 1.0, layers: Sequence[float] = ()) -> None:
@@ -31,7 +30,7 @@ class Costs:
         self.speed = speed
         self._times = tuple(layers) or (1.0,) * len(profile.layers)
         assert len(self._times) == len(profile.layers)
-        # By kind and encoding: of the work, of each chunk in it, of each byte. What has no encoding counts as raw.
+        # By kind and encoding: seconds of the work, of each chunk in it, of each byte. Work without an encoding is raw.
         self._by_size: dict[tuple[str, str], tuple[float, float, float]] = {
             (kind, "raw"): (getattr(profile, f"{kind}_s") / speed, 0.0, getattr(profile, f"{kind}_s_per_byte") / speed)
             for kind in ("pack", "install", "aggregate")
@@ -43,7 +42,7 @@ class Costs:
             call, _, byte = self._by_size[kind, "raw"]
             more = (getattr(changes, f"{of}_s") / speed, getattr(changes, f"{of}_s_per_byte") / speed)
             self._by_size[kind, "changes"] = call + more[0], 0.0, byte + more[1]
-        # What a device brings back is decoded when it comes, and installed with all others'.
+        # A device's trained part is decoded when it arrives, and installed together with all others.
         self._by_size["decode", "changes"] = changes.decode_s / speed, 0.0, changes.decode_s_per_byte / speed
         message_s = profile.decode_s / speed
         for encoding in encodings.ALL:
@@ -51,13 +50,13 @@ class Costs:
             chunk_s = times.decode_s / speed if encoding in profile.coding else 0.0
             self._by_size["encode", encoding] = 0.0, times.encode_s / speed, times.encode_s_per_byte / speed
             self._by_size["decode", encoding] = message_s, chunk_s, times.decode_s_per_byte / speed
-        # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time
-        # instead: compressed sizes never repeat, and remembering them would only fill memory.
+        # A virtual run asks millions of times for a handful of shapes. Work by size is computed each time instead:
+        # compressed sizes never repeat, and a cache of them would only fill memory.
         self._known: dict[tuple[str, int, int, int], float] = {}
         self._layers: dict[tuple[bool, int], tuple[float, ...]] = {}
 
     def varied(self, draw: Callable[[], float]) -> Costs:
-        """Return the costs of a machine whose layers take other times: each forward and backward by its own factor."""
+        """Return the costs with every layer's forward and backward time multiplied by a factor of its own."""
 
         def one(layer: LayerProfile) -> LayerProfile:
             forward, backward = draw(), draw()
@@ -71,7 +70,7 @@ class Costs:
         return Costs(replace(self.profile, layers=tuple(map(one, self.profile.layers))), self.speed, self._times)
 
     def slower(self, times: float, layers: Sequence[float] = ()) -> Costs:
-        """Return the costs of a machine on which everything takes so many times as long, or each layer so many."""
+        """Return the costs of a machine on which everything takes `times` as long, and each layer its own `layers`."""
         of_layers = layers or (times,) * len(self._times)
         own = [before * factor / times for before, factor in zip(self._times, of_layers, strict=True)]
         return Costs(self.profile, self.speed / times, own)
@@ -79,9 +78,10 @@ class Costs:
     def seconds(self, work: Work) -> float:
         """Return how long the work takes.
 
-        fc, fs, bc, bs: layers first_layer..last_layer at `samples`; step: the parameters of those layers;
-        load: `samples`; validate: the whole network forward; aggregate, noise and protect (clipping, and noise):
-        `size_bytes`; encode, decode, pack and install: the same, by their encoding; a model is "raw", or its "changes".
+        fc, fs, bc and bs depend on layers first_layer..last_layer and `samples`; step on those layers' parameters; load
+        and validate (the whole network forward) on `samples`; aggregate, noise and protect (clipping and noise) on
+        `size_bytes`; encode, decode, pack and install on `size_bytes` and the encoding. A model is "raw", or encoded as
+        its "changes".
         """
         by_size = self._by_size.get((work.kind, work.encoding))
         if by_size is not None:
@@ -95,23 +95,23 @@ class Costs:
         return known
 
     def coding_s(self, kind: str, encoding: str, size_bytes: int, chunks: int = 1) -> float:
-        """Return the seconds to encode or to decode so many bytes, counted before encoding, in so many chunks."""
+        """Return the seconds to encode or to decode some bytes, counted before encoding, in some chunks."""
         fixed, chunk, each = self._by_size[kind, encoding]
         return fixed + chunks * chunk + each * size_bytes
 
     def changes_s_per_byte(self, kind: str) -> float:
-        """Return what a byte of a model takes more to pack or to install if only what has changed in it travels."""
+        """Return how much longer a byte of a model takes to pack or to install if only its changes are sent."""
         return self._by_size[kind, "changes"][2] - self._by_size[kind, "raw"][2]
 
     def contention(self, samples: int) -> float:
-        """Return by how much longer a micro-batch takes for each other core of the machine that is busy, as a share."""
+        """Return the share by which every other busy core of the machine lengthens the work on a micro-batch."""
         ratios, sizes = self.profile.crowded, self.profile.batch_sizes
         if not ratios or not self.profile.crowd:
             return 0.0
         return (interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1])) - 1.0) / self.profile.crowd
 
     def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
-        """Return what a stage's layers take, without what it costs to start it: all that the paper's estimate has."""
+        """Return the seconds of a stage's layers, without the cost of starting it, as in the paper's estimate."""
         return math.fsum(self._layer_times(kind in _FORWARD, samples)[first_layer - 1 : last_layer]) / self.speed
 
     def all_layers_s(self, samples: int) -> float:
@@ -124,7 +124,7 @@ class Costs:
         return [(one + other) / self.speed for one, other in zip(forward, backward, strict=True)]
 
     def least_s(self, first_layer: int, last_layer: int, samples: int) -> float:
-        """Return the quickest that forward and backward of these layers were measured to be: a lower bound."""
+        """Return the shortest measured time of these layers, forward and backward: a lower bound."""
         key = ("least", first_layer, last_layer, samples)
         if key not in self._known:
             sizes = self.profile.batch_sizes
@@ -137,7 +137,7 @@ class Costs:
         """Return the seconds on the profiled machine itself."""
         if work.kind == "validate":
             return self._validate(work.samples)
-        # A stage without layers is a mistake in the program that asks, and would hide as a free stage.
+        # A stage without layers is a mistake of the caller, and would go unnoticed as a stage that takes no time.
         assert 1 <= work.first_layer <= work.last_layer <= len(self.profile.layers), work
         if work.kind == "step":
             size_bytes = self.profile.parameter_bytes(work.first_layer, work.last_layer)
@@ -145,7 +145,7 @@ class Costs:
         assert work.kind in _FORWARD + _BACKWARD, work
         times = self._layer_times(work.kind in _FORWARD, work.samples)
         at_cut = work.kind == "bc" and work.last_layer < self.profile.network_layers
-        # fsum: the same float on every version of Python, in whichever order the layers come.
+        # fsum: the same float on every version of Python, in any order of the layers.
         layers = math.fsum(times[work.first_layer - 1 : work.last_layer])
         return layers + (self.profile.backward_at_cut_s if at_cut else 0.0)
 
@@ -173,9 +173,9 @@ def _both_s(layer: LayerProfile) -> tuple[float, ...]:
 def interpolate(sizes: tuple[int, ...], times: tuple[float, ...], samples: int) -> float:
     """Return the time at `samples`, linear between measured sizes and in proportion above the largest.
 
-    Below the smallest it goes on along the first segment, but stays between the proportional share of the
-    smallest size's time (no fixed cost at all) and that time itself (nothing but fixed cost): a segment that
-    noise has tilted must not promise free or ever dearer micro-batches.
+    Below the smallest size it continues the first segment, but stays between the proportional share of the smallest
+    size's time (no fixed cost) and that time itself (only fixed cost). A segment that noise has tilted must not promise
+    micro-batches that cost nothing, or more the smaller they are.
     """
     if samples <= 0:
         return 0.0

@@ -9,20 +9,20 @@ from statistics import fmean
 
 from pipar.planner.fleet import Fleet, Member
 
-#: Groups within which nothing differs by more than this are not divided.
+#: Groups within which nothing differs by more than this factor are not divided.
 _ABOUT = math.log(1.2)
-#: Shorter latencies hardly count.
+#: Shorter latencies are taken to be this long: they hardly matter.
 _LATENCY_S = 1e-3
 
-#: Where each device is by everything that tells them apart, as logarithms: first how long it computes.
+#: For each device the logarithms of what tells devices apart; first how long it computes.
 _Places = Mapping[str, tuple[float, ...]]
 
 
 def merge_kinds(fleet: Fleet, most: int) -> Fleet:
-    """Return the fleet with at most so many kinds, or as many as have to stay apart.
+    """Return the fleet with at most `most` kinds, or more if some cannot be merged.
 
-    A round waits for the slowest, so all devices of a group are as slow as the slowest of it, on a link as slow, with
-    the memory of the one that has least: what is allowed for a group is so for each of its devices.
+    A round waits for the slowest device. So all devices of a group get the speed of its slowest, the slowest link and
+    the least memory: what is allowed for a group is allowed for each of its devices.
     """
     if len(fleet.device_kinds()) <= most:
         return fleet
@@ -41,7 +41,7 @@ def merge_kinds(fleet: Fleet, most: int) -> Fleet:
 
 
 def _given(member: Member) -> tuple[object, ...]:
-    """Return what devices of one group have in common."""
+    """Return what devices must have in common to be of one group."""
     given = (member.split_point, member.micro_batches, member.window, member.encoding)
     limits = (member.memory_bytes is None, member.link.up_bps is None, member.link.down_bps is None)
     return (len(member.costs.profile.layers), *limits, *given)
@@ -75,7 +75,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _halves(group: list[Member], places: _Places) -> list[list[Member]]:
-    """Return a group in two, divided in the middle of what its devices differ most by."""
+    """Return two halves of a group, divided by what its devices differ most in."""
     values = max(_columns(group, places), key=_spread)
     middle = (min(values) + max(values)) / 2
     below = [member for member, value in zip(group, values, strict=True) if value <= middle]

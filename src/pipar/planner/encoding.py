@@ -1,7 +1,7 @@
-"""Which encodings a device's tensors have on their way, and what these cost at its cut.
+"""The encodings of a device's activations and gradients, chosen for its cut and its link.
 
-A direction gets the encoding with which a micro-batch takes the least time from one side to the other: encoding it, its
-bytes over the link's rate, decoding it. Of those that are exact only: one with a loss is never chosen by itself.
+Each direction gets the encoding with which a micro-batch takes the least time from one side to the other: encoding,
+sending and decoding. Only exact encodings are chosen; a lossy one must be configured.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pipar.wire import encodings
 
 
 def with_encodings(fleet: Fleet, member: Member, plans: Iterable[Plan]) -> list[Plan]:
-    """Return a device's plans with the encodings for its cuts and its link; P = Q has nothing to encode."""
-    choose = cache(partial(_chosen, fleet, member))  # many N give micro-batches of one size
+    """Return a device's plans with the best encodings for its cut and its link; P = Q has nothing to encode."""
+    best = cache(partial(_best, fleet, member))  # many N give micro-batches of one size
     largest = cache(lambda micro_batches: fleet.pieces(fleet.batch_size, micro_batches)[0])
     found = []
     for plan in plans:
         p, n = plan.split_point, plan.micro_batches
-        up, down = ("raw", "raw") if p == fleet.layers else choose(p, largest(n))
+        up, down = ("raw", "raw") if p == fleet.layers else best(p, largest(n))
         found.append(Plan(p, n, plan.window, up, down))
     return found
 
 
 def reencoded(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-    """Return every device's plan as it is, but with the encodings that are right for the fleet's links."""
+    """Return every device's plan with the encodings that are best for the fleet's links, and P and N unchanged."""
     known: dict[tuple[object, ...], Plan] = {}
     again = dict(plans)
     for member in fleet.members:
@@ -40,7 +40,7 @@ def reencoded(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     return again
 
 
-def _chosen(fleet: Fleet, member: Member, split_point: int, samples: int) -> tuple[str, str]:
+def _best(fleet: Fleet, member: Member, split_point: int, samples: int) -> tuple[str, str]:
     """Return the encodings of activations and of gradients."""
     rectified = fleet.server.profile.layers[split_point - 1].rectified
     if member.encoding != "auto":
@@ -62,17 +62,17 @@ def _quickest(
     *,
     rectified: bool,
 ) -> str:
-    """Return the exact encoding that takes the least time; raw of equal ones, and where bytes take no time."""
+    """Return the exact encoding that takes the least time; raw if it ties, and where bytes take no time."""
     if rate_bps is None:
         return "raw"
-    profile = sender.profile  # hollow tensors are as large as their sender says
+    profile = sender.profile  # in a timing-only run, tensors are as large as the sender's profile says
 
     def seconds(encoding: str) -> float:
         chunks = profile.chunk_bytes(split_point, samples, encoding)
         size = sum(chunks)
-        encode_s = _beside_a_message_s(sender, "encode", encoding, size, len(chunks))
+        encode_s = _coding_only_s(sender, "encode", encoding, size, len(chunks))
         sent_s = size * profile.share(split_point, direction, encoding) * 8 / rate_bps
-        return encode_s + sent_s + _beside_a_message_s(receiver, "decode", encoding, size, len(chunks))
+        return encode_s + sent_s + _coding_only_s(receiver, "decode", encoding, size, len(chunks))
 
     measured = profile.layers[split_point - 1].shares
     allowed = [
@@ -86,6 +86,6 @@ def _quickest(
     return min(("raw", *allowed), key=seconds)
 
 
-def _beside_a_message_s(costs: Costs, kind: str, encoding: str, size_bytes: int, chunks: int) -> float:
-    """Return how long coding takes beside what a message costs in any encoding: a call with nothing to copy."""
+def _coding_only_s(costs: Costs, kind: str, encoding: str, size_bytes: int, chunks: int) -> float:
+    """Return the seconds of coding without those of a message in any encoding: a call with nothing to copy."""
     return max(0.0, costs.coding_s(kind, encoding, size_bytes, chunks) - costs.coding_s(kind, "raw", 0))

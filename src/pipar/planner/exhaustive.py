@@ -1,4 +1,4 @@
-"""The best of all plans, by trying them: what a choice is measured against; paper V-D, T_opt / T."""
+"""The best of all plans, found by trying them: what a search is compared with; paper V-D, T_opt / T."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipar.planner.timing import Simulate, SimulateWithin, steady_epoch_s, stead
 
 @dataclass(frozen=True)
 class ExhaustiveResult:
-    """The plans with the shortest epoch of all, how many were simulated, if only in part, and how many ruled out."""
+    """The plans with the shortest epoch of all; how many were simulated, some only in part, and how many ruled out."""
 
     by_kind: PlansByKind
     epoch_s: float
@@ -25,7 +25,7 @@ class ExhaustiveResult:
 
 
 class _Pair(NamedTuple):
-    """Plans that are to be tried, likely ones first: the sooner a good one is found, the more are ruled out."""
+    """Plans to try, the most likely first: the sooner a good one is found, the more are ruled out."""
 
     likely_s: float
     number: int
@@ -44,10 +44,10 @@ def search_all(
 ) -> ExhaustiveResult:
     """Return the best of all plans of all kinds, or of those with these N.
 
-    One steady iteration of the whole fleet is simulated. Plans are left out only if their busiest lane, with the
-    exchange of models behind it, takes longer than the best plans found; `slack` is how much shorter than its costs a
-    simulated stage may be. `within`, in the same world, gives up simulations that have become longer than that.
-    `progress` is told how many plans are simulated, and how many there will be at most: the better the best, the fewer.
+    Plans are left out only if their busiest lane and the exchange of models take longer than the best plans found;
+    `slack` is the share by which a simulated stage may be shorter than its costs. `within` is the same simulation,
+    stopped as soon as it is longer than the best. `progress` gets the number of plans simulated so far, and the most
+    that there will be, which shrinks with every better plan.
     """
 
     def epoch_s(by_kind: PlansByKind, within_s: float) -> float:

@@ -1,4 +1,4 @@
-"""What there is to plan for: the devices with their links and limits, and the server that they share."""
+"""The fleet that is planned for: the devices with their links and limits, and the server that they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PlansByKind = tuple[Plan, ...]
 
 #: A fleet of more devices is planned for, and predicted, by a sample of it.
 _SAMPLE = 128
-#: Devices whose numbers of samples lie no further apart than this have as much data as each other.
+#: Devices whose numbers of samples differ by no more than this share count as having equally many.
 _ALIKE = 0.05
 
 
@@ -45,8 +45,8 @@ class Member:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What its plan depends on, beside how much data it has: devices of one kind are planned once."""
-        # Costs by identity: equal devices share theirs, and comparing profiles layer by layer would take longer.
+        """What its plan depends on, apart from its amount of data: devices of one kind are planned once."""
+        # Costs by identity: equal devices share them, and comparing profiles layer by layer would take longer.
         given = (self.split_point, self.micro_batches, self.window, self.encoding)
         return (id(self.costs), self.link, self.memory_bytes, *given)
 
@@ -61,19 +61,19 @@ class Fleet:
     cores: int
     batch_size: int
     batch_statistics: bool = False
-    real_links: bool = False  # between machines: what they carry is not known before they have carried something
+    real_links: bool = False  # between machines: their rates are unknown before the first traffic
     stable_rounds: float = math.inf  # rounds for which the links are expected to stay as they are
     tried_split_points: Mapping[str, frozenset[int]] = field(
         default_factory=dict
-    )  # split points of each device in this training
-    averaged: float = 1.0  # models that one core averages for each device's own: more in a sample of a larger fleet
-    leaky_cuts: frozenset[int] = frozenset()  # split points that nobody may have: they give too much away
-    protects: bool = False  # devices clip what they have learned and add noise to it before they send it
+    )  # that each device has had in this training
+    averaged: float = 1.0  # models to average for each device: more than one in a sample of a larger fleet
+    leaky_cuts: frozenset[int] = frozenset()  # split points that are not allowed because they reveal too much
+    protects: bool = False  # devices clip their updates and add noise before they send them
     noised_bytes: int = 0  # of one sample, to which a device adds noise when it is loaded
 
     @property
     def averaged_bytes(self) -> int:
-        """What one core goes through when the models of all devices are averaged."""
+        """The bytes that one core reads to average the models of all devices."""
         whole = self.server.profile.parameter_bytes(1, self.layers)
         return round(whole * len(self.members) * self.averaged)
 
@@ -82,11 +82,11 @@ class Fleet:
         return len(self.server.profile.layers)
 
     def changes_below_bps(self, member: Member) -> float:
-        """Return the rate of a link below which what has changed in a model is there before the model itself is.
+        """Return the rate of a link below which sending the changes of a model is quicker than sending the model.
 
-        All devices may bring theirs back at once, and the server decodes as many at a time as it has cores.
-        0 where models always travel whole: if that was asked for, if nobody has measured what changes take, in split
-        learning, where no two parties have the same model, and behind noise, which changes every byte.
+        All devices may return their models at once, and the server decodes one for each core at a time. The rate is 0
+        where models are always sent whole: if the encoding is raw, if the cost of changes was not measured, in split
+        learning, where no two parties have the same model, and with noise, which changes every byte.
         """
         device, server = member.costs, self.server
         is_measured = all("changes" in costs.profile.coding for costs in (device, server))
@@ -99,11 +99,11 @@ class Fleet:
         return min(LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
 
     def sends_changes(self, member: Member, rate_bps: float | None) -> bool:
-        """Return whether models travel over a link of this rate as what has changed in them."""
+        """Return whether models are sent over a link of this rate as their changes."""
         return rate_bps is not None and rate_bps < self.changes_below_bps(member)
 
     def keeps_base(self, member: Member) -> bool:
-        """Return whether a device keeps the last model that it was sent: its changes are told, or clipped."""
+        """Return whether a device keeps the last model that it received, to send or to clip its changes."""
         if self.protects:
             return True
         rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
@@ -114,7 +114,7 @@ class Fleet:
         return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics, most=most)
 
     def batch_counts(self, samples: int) -> dict[int, int]:
-        """Return how many iterations of a device's epoch have so many samples."""
+        """Return the number of iterations of a device's epoch by their number of samples."""
         return count_batches(samples, self.batch_size, batch_statistics=self.batch_statistics)
 
     def iterations(self, samples: int) -> int:
@@ -130,11 +130,11 @@ class Fleet:
         return cut_batch(batch, micro_batches, batch_statistics=self.batch_statistics)
 
     def slower(self, *, devices: float = 1.0, server: float = 1.0) -> Fleet:
-        """Return the fleet with computation that takes so many times as long; devices of one kind stay of one kind."""
+        """Return the fleet with computation that takes these factors as long; devices of one kind stay of one kind."""
         return self._with_costs(lambda costs, _: costs.slower(devices), self.server.slower(server))
 
     def varied(self, factors: Callable[[str], Callable[[], float]]) -> Fleet:
-        """Return the fleet with other times for every layer, on each machine by its own factors; kinds stay kinds."""
+        """Return the fleet with every layer's time multiplied by its own factor on each machine; kinds stay kinds."""
         return self._with_costs(
             lambda costs, number: costs.varied(factors(f"device {number}")), self.server.varied(factors("server"))
         )
@@ -148,13 +148,13 @@ class Fleet:
         return replace(self, members=members, server=server)
 
     def of(self, names: Collection[str]) -> Fleet:
-        """Return the fleet of these devices alone."""
+        """Return the fleet of these devices only."""
         if len(names) == len(self.members):
             return self
         return replace(self, members=tuple(member for member in self.members if member.name in names))
 
     def sampled(self, most: int = _SAMPLE) -> Fleet:
-        """Return a fleet of at most about so many devices, of every kind its share, with as many cores for each."""
+        """Return a sample of about `most` devices: each kind in proportion, with the same share of a core a device."""
         count = len(self.members)
         if count <= most:
             return self
@@ -162,7 +162,7 @@ class Fleet:
         share = self.cores * len(members) / count
         cores = max(1, round(share))
         in_order = tuple(sorted(members, key=lambda member: member.name))
-        # What all cores do together is in proportion; the average of all models is made by one of them alone.
+        # The work of all cores is in proportion; the average of all models is made by one core.
         averaged = self.averaged * self.cores / cores
         slower = self.server.slower(cores / share)
         return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged)
@@ -170,13 +170,13 @@ class Fleet:
     def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.
 
-        Who has a little more data than another is of the same kind; who has much more, of another.
+        Devices with slightly different amounts of data are of one kind; those with much more are of another.
         """
         return self._kinds
 
     @cached_property
     def _kinds(self) -> list[tuple[Member, ...]]:
-        # Asked for with every simulation of the fleet.
+        # Needed by every simulation of the fleet.
         groups: dict[tuple[object, ...], list[Member]] = {}
         for member in self.members:
             groups.setdefault(member.kind, []).append(member)
@@ -185,7 +185,7 @@ class Fleet:
 
 
 def _by_samples(members: list[Member]) -> list[tuple[Member, ...]]:
-    """Return the members in groups within which nobody has much more samples than another."""
+    """Return the members in groups of about equally many samples."""
     groups: list[list[Member]] = []
     for member in sorted(members, key=lambda member: (member.samples, member.name)):
         if not groups or member.samples > groups[-1][0].samples * (1 + _ALIKE):

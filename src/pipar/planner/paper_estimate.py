@@ -1,7 +1,7 @@
-"""The paper's estimate of one iteration, equation for equation; III-C, phases 2 and 3.
+"""The paper's estimate of one iteration, equation by equation, and plans by it; III-C, phases 2 and 3.
 
-It knows one device alone with the server, no latency, no loading, encoding or optimiser step, and takes the time
-of a micro-batch as 1/N of the full batch's. `pipar.planner.costs` is the model without these simplifications.
+It models one device alone with the server, without latency, loading, encoding and optimiser step, and takes the time of
+a micro-batch as 1/N of the full batch's. `planner.costs` and `planner.simulator` do without these simplifications.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def stage_times(
     link: Link,
     speeds: tuple[float, float] = (1.0, 1.0),
 ) -> StageTimes:
-    """Return each stage's time for one micro-batch: sums over its layers, and bytes over bandwidth, by N.
+    """Return each stage's time for one micro-batch: sums over its layers, and bytes over bandwidth, divided by N.
 
     t(f_c) = sum of layers 1..P / N, t(f_s) = sum of layers P+1..Q / N, backward likewise; t(u) = v_P / (w_u N),
     t(d) = v_P / (w_d N), where the gradient is as large as the activation. `speeds` are the device's and the
@@ -58,8 +58,8 @@ def stage_times(
     check_plan(plan, layers=layers, batch_size=batch_size, model=device_profile.model)
     if plan.split_point == layers and plan.micro_batches > 1:
         raise PlanError(
-            f"Split point {layers} keeps all of {device_profile.model} on the device: there is nothing to "
-            f"overlap, so its batch is not cut; give 1 micro-batch, not {plan.micro_batches}."
+            f"Split point {layers} keeps all of {device_profile.model} on the device. There is nothing to overlap: "
+            f"give 1 micro-batch, not {plan.micro_batches}."
         )
     device, server = Costs(device_profile, speeds[0]), Costs(server_profile, speeds[1])
     return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
@@ -75,7 +75,7 @@ def full_batch_times(
 ) -> StageTimes:
     """Return the six times of a whole batch, before it is cut into micro-batches.
 
-    `shares` are what encodings leave of the bytes up and down; the paper has none.
+    `shares` are the shares of the bytes, up and down, that encodings leave; the paper has no encodings.
     """
     layers = _layers_of_both(device.profile, server.profile)
 
@@ -142,8 +142,8 @@ def batches_to_fill_idle_time(times: StageTimes) -> int:
     if idle == 0:
         return 1
     if filling == 0:
-        raise PlanError("A device whose forward or backward takes no time cannot fill its idle time with it.")
-    # Times such as 0.1 and 0.2 are not exact: a quotient one rounding above 3 is 3, not 4.
+        raise PlanError("The forward or backward pass takes no time: no number of micro-batches fills the idle time.")
+    # Times such as 0.1 and 0.2 are not exact: a quotient that is above 3 only by rounding counts as 3.
     return 1 + math.ceil(idle / filling * (1 - 1e-12))
 
 

@@ -1,7 +1,7 @@
-"""What the server expects of the epochs to come, and how it learns from those that have passed.
+"""What the server expects of the next epochs, and what it learns from past ones.
 
-An epoch's trace arrives while the next one is under way, so what it teaches counts from the one after that; links are
-measured by the round itself and count from the next one.
+An epoch's trace arrives during the next epoch, so its measurements take effect two epochs later. Links are measured by
+the round itself, and take effect in the next one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_ep
 
 T = TypeVar("T")
 
-#: Less work than this says nothing about how fast the server is.
+#: Less work than this shows nothing about the speed of the server.
 _TELLING_S = 0.02
-#: Machines whose speed was this far from what was believed are planned for again: with work that was not planned with,
-#: and with work that was, whose epochs scatter.
+#: Plans are searched again if machines differ from their calibration by more than this, as a logarithm: for work that
+#: is new since the last search, and for work that is not, because its epochs scatter.
 _NOTICED, _NOTICED_AGAIN = 0.002, 0.03
-#: A machine that seems further off than this was disturbed, not profiled wrongly.
-_MOST = 5.0
+#: A machine that seems to differ by a larger factor was disturbed, not profiled wrongly.
+_MOST_FACTOR = 5.0
 
 
 #: A prediction is made in the middle of a training, and the server's messages wait for it. So a large fleet is
@@ -39,25 +39,25 @@ _MOST_MICRO_BATCHES = 4000
 
 
 class Predictor:
-    """Predicts each epoch's seconds with what was known when it began, and re-fits the cost model after each."""
+    """Predicts each epoch's seconds by what was known when it began, and calibrates the cost model after each."""
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
         self.fleet = fleet  # as profiled
-        self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they hold for
+        self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they apply to
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Calibration] = {1: Calibration()}
         self._planned_with = Calibration()
-        self._steadiness = _Steadiness()
+        self._stability = _LinkStability()
         self._tried: dict[str, frozenset[int]] = {}
         self._remember(plans)
 
     @property
     def plans(self) -> Mapping[str, Plan]:
-        """The plans in force, or about to be."""
+        """The plans in force, or those that come into force next."""
         return self._plans[max(self._plans)]
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
-        """From this epoch on the devices train by these plans."""
+        """Note that devices train by these plans from this epoch on."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
         self._remember(plans)
 
@@ -66,17 +66,17 @@ class Predictor:
             self._tried[name] = self._tried.get(name, frozenset()) | {plan.split_point}
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
-        """Take the links as an epoch's traffic showed them; a direction without much traffic stays as it was known."""
+        """Take the links that an epoch's traffic showed; a direction with little traffic keeps its known rate."""
         before = self._links[max(self._links)] if self._links else {m.name: m.link for m in self.fleet.members}
         known = {member.name: member.link for member in self.fleet.members}
         now = {name: one.over(before.get(name, known[name])) for name, one in measured.items()}
         self._links[epoch + 1] = {**before, **now}
-        self._steadiness.observe({**known, **before}, self._links[epoch + 1])
+        self._stability.observe({**known, **before}, self._links[epoch + 1])
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
-        """Take how long the devices and the server's cores computed in an epoch, and re-fit."""
+        """Take how long the devices and the server's cores computed in an epoch, and calibrate."""
         fit, plans, fleet = self._fits[max(self._fits)], _at(self._plans, epoch), self.fleet.of(device_s)
-        # From the profiles, each device by itself: what a group has in common would let single ones run away.
+        # From the profiles, each device by itself: with factors shared by a group, single devices could diverge.
         profiled, served = compute_loads(fleet, plans)
         learned = {
             name: _learned(fit.of(name), busy, device_s[name]) for name, busy in profiled.items() if name in device_s
@@ -87,34 +87,34 @@ class Predictor:
         self._fits[epoch + 2] = replace(fit, server=server, devices={**fit.devices, **learned})
 
     def forget(self, epoch: int) -> None:
-        """Keep nothing that only epochs up to this one were expected by: a training may have any number of them."""
+        """Drop what only epochs up to this one needed: a training may have any number of them."""
         self._plans = entries_from(self._plans, epoch + 1)
         self._links = entries_from(self._links, epoch + 1)
         self._fits = entries_from(self._fits, epoch + 1)
 
     def has_learned(self) -> bool:
-        """Return whether machines or links are known to be other, or steadier, than when plans were last chosen."""
-        return self._steadiness.has_grown() or self.has_learned_of_machines()
+        """Return whether machines differ, or links are more stable, than in the last search for plans."""
+        return self._stability.has_grown() or self.has_learned_of_machines()
 
     def has_learned_of_machines(self) -> bool:
-        """Return whether machines are known to be other than when plans were last chosen."""
+        """Return whether machines are known to differ from the last search for plans."""
         return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED, _NOTICED_AGAIN)
 
     def fleet_for(self, epoch: int) -> Fleet:
-        """Return the fleet as it was known when an epoch began."""
+        """Return the fleet as known when an epoch began."""
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
         return calibrated(self.fleet, replace(_at(self._fits, epoch), links=links))
 
     def now(self) -> Fleet:
-        """Return the fleet as it is known now: machines as slow as they were, links as last measured."""
+        """Return the fleet as known now: calibrated machines, and links as last measured."""
         links = self._links[max(self._links)] if self._links else {}
         return calibrated(self.fleet, replace(self._fits[max(self._fits)], links=links))
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
-        """Return the fleet as it is known now, with these links, to choose plans for."""
+        """Return the fleet as known now, with these links, to search plans for."""
         self._planned_with = self._fits[max(self._fits)]
         fleet = calibrated(self.fleet, replace(self._planned_with, links=links))
-        return replace(fleet, stable_rounds=self._steadiness.take(), tried_split_points=dict(self._tried))
+        return replace(fleet, stable_rounds=self._stability.take(), tried_split_points=dict(self._tried))
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
@@ -122,7 +122,7 @@ class Predictor:
 
 
 def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return the seconds of an epoch of these plans: all of it simulated, or of a large fleet the part that repeats."""
+    """Return the seconds of an epoch of these plans: simulated, or for a large fleet extrapolated from a sample."""
     everyone = fleet.sampled()
     pieces = sum(plans[m.name].micro_batches * fleet.iterations(m.samples) for m in everyone.members)
     if pieces <= _MOST_MICRO_BATCHES:
@@ -132,8 +132,8 @@ def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     return steady_epoch_s(simulate, few, plans, max(FEWEST_ITERATIONS, min(STEADY_ITERATIONS, iterations)))
 
 
-class _Steadiness:
-    """For how many rounds most devices' links stay as they are; unknown before they have changed twice."""
+class _LinkStability:
+    """For how many rounds most devices' links stay unchanged; unknown before they have changed twice."""
 
     def __init__(self) -> None:
         self._rounds = self._since = self._changes = 0
@@ -141,7 +141,7 @@ class _Steadiness:
         self._believed = math.inf
 
     def observe(self, before: Mapping[str, Link], now: Mapping[str, Link]) -> None:
-        """Take the links as a round has shown them, and as they were believed to be before it."""
+        """Take the links that a round has shown, and those that were expected before it."""
         self._rounds, self._since = self._rounds + 1, self._since + 1
         known = {**before, **self._links}
         if 2 * sum(differs(link, known[name]) for name, link in now.items()) > len(now):
@@ -149,16 +149,16 @@ class _Steadiness:
 
     @property
     def stable_rounds(self) -> float:
-        """The rounds that are to be expected: as many as between two changes so far, or since the last one."""
+        """The expected rounds without a change: the mean between changes so far, or those since the last one."""
         return math.inf if self._changes < 2 else max(self._rounds / self._changes, self._since)
 
     def take(self) -> float:
-        """Return the rounds to be expected, for a choice."""
+        """Return the expected rounds, and note that a search for plans uses them."""
         self._believed = self.stable_rounds
         return self._believed
 
     def has_grown(self) -> bool:
-        """Return whether twice as many rounds are to be expected as at the last choice."""
+        """Return whether twice as many rounds are expected as in the last search."""
         return self._believed < math.inf and self.stable_rounds >= 2 * self._believed
 
 
@@ -167,15 +167,15 @@ def _at(by_first: Mapping[int, T], epoch: int) -> T:
 
 
 def entries_from(by_first: dict[int, T], epoch: int) -> dict[int, T]:
-    """Return what holds in an epoch and behind it."""
+    """Return the entries that apply to an epoch and later ones."""
     newest = max((first for first in by_first if first <= epoch), default=epoch)
     return {first: what for first, what in by_first.items() if first >= newest}
 
 
 def _learned(machine: MachineHistory, profiled: ComputeLoad, measured_s: float) -> MachineHistory:
-    """Return what is known of a machine that has worked for so long."""
+    """Return a machine's history with an epoch in which it computed for `measured_s`."""
     if profiled.seconds <= 0 or measured_s <= 0:
         return machine
     believed = machine.times(profiled.shares)
     surprise = measured_s / (profiled.seconds * believed)
-    return machine.learned(profiled.shares, believed * min(_MOST, max(1 / _MOST, surprise)))
+    return machine.learned(profiled.shares, believed * min(_MOST_FACTOR, max(1 / _MOST_FACTOR, surprise)))

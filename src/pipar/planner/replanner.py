@@ -1,7 +1,7 @@
-"""New plans between two rounds, when links or machines are no longer those that the plans were made for.
+"""New plans between two rounds, when links or machines differ from those that the plans were made for.
 
-Links are measured by the traffic of the training itself. A choice is made beside the training and taken at the first
-round boundary behind its end: planning delays no round.
+Links are measured by the traffic of the training itself. New plans are searched for beside the training and come into
+force at the first round boundary after that: planning delays no round.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipar.methods import Plan
 from pipar.transport.shaping import Traffic
 from pipar.units import format_mbits
 
-#: A rate is another one when it differs by more than this from the one planned for. Plans are chosen by estimates that
-#: are no better, and a real link wavers by about as much from round to round without having changed.
+#: A rate has changed if it differs by more than this share from the one planned for. Estimates are no more exact, and a
+#: real link varies by about as much from round to round.
 NOTICED = 0.2
 
-#: Of more changes than this it is said how many there are.
+#: Of more reasons than this, only the number is given.
 _MOST_REASONS = 3
 
 #: Returns every device's plan for these links.
@@ -35,7 +35,7 @@ class MeasuredLink:
     down: Traffic
 
     def over(self, link: Link) -> Link:
-        """Return the link with the rates that were measured; a direction with too little traffic keeps its own."""
+        """Return the link with the measured rates; a direction with too little traffic keeps its own."""
         up_bps = self.up.rate_bps if self.up.is_enough else link.up_bps
         down_bps = self.down.rate_bps if self.down.is_enough else link.down_bps
         return Link(up_bps=up_bps, down_bps=down_bps, latency_s=link.latency_s)
@@ -57,60 +57,60 @@ class Replanner:
         self._replan = replan
         self._observe = observe
         self._learned = learned
-        self._choosing: asyncio.Task[None] | None = None
-        self._chosen: tuple[Mapping[str, Plan], str] | None = None  # and why there was a choice
-        self.why = ""  # the plans that were taken last were chosen
+        self._search: asyncio.Task[None] | None = None
+        self._found: tuple[Mapping[str, Plan], str] | None = None  # new plans, and the reason for them
+        self.why = ""  # the reason for the plans that were taken last
 
     def begin(self, links: Mapping[str, Link]) -> None:
-        """These devices begin, by plans that were made for them."""
+        """Start with these devices, whose plans were made for these links."""
         self._planned_for = self._measured = {name: _steady(link) for name, link in links.items()}
 
     def observe_round(self, measured: Mapping[str, MeasuredLink]) -> None:
-        """Take what a round's traffic says of the links; if they have changed, a choice starts beside the training."""
+        """Take the links that a round's traffic shows; if they have changed, start a search beside the training."""
         self._measured = {
             name: measured[name].over(link) if name in measured else link for name, link in self._measured.items()
         }
         self._start()
 
     def join(self, device: str, link: Link) -> None:
-        """A device has come, or come back, that the others were not planned with: all plans are to be chosen anew."""
+        """Plan again for all devices: this one has joined, or rejoined, and the plans were made without it."""
         self._measured = {**self._measured, device: _steady(link)}
         self._start()
 
     def leave(self, device: str) -> None:
-        """A device is gone: from the next round's measurements on, plans are chosen for those who are there."""
+        """Note that a device has left: after the next round's measurements, plans are made for the other devices."""
         self._measured = {name: link for name, link in self._measured.items() if name != device}
 
     def take(self) -> Mapping[str, Plan] | None:
-        """Return new plans if a choice has ended since the last call, and keep why; never waits for one."""
-        chosen, self._chosen = self._chosen, None
-        if chosen is None:
+        """Return new plans if a search has ended since the last call, and set `why`; never waits for one."""
+        found, self._found = self._found, None
+        if found is None:
             return None
-        plans, self.why = chosen
+        plans, self.why = found
         return plans
 
     def close(self) -> None:
-        """Choose no more."""
-        if self._choosing is not None:
-            self._choosing.cancel()
+        """Stop planning."""
+        if self._search is not None:
+            self._search.cancel()
 
     def _start(self) -> None:
-        """Start a choice if the links have changed, or machines are other than they were planned for.
+        """Start a search if links have changed, or machines differ from those that plans were made for.
 
-        If one is under way, its end starts the next.
+        If one is running, the next one starts when it ends.
         """
         why = "machines are faster or slower than profiled" if self._learned() else ""
         why = what_changed(self._planned_for, self._measured) or why
-        if self._choosing is None and why and self._measured:
+        if self._search is None and why and self._measured:
             self._planned_for = self._measured
-            self._choosing = asyncio.get_running_loop().create_task(self._run(self._planned_for, why))
+            self._search = asyncio.get_running_loop().create_task(self._run(self._planned_for, why))
 
     async def _run(self, links: Mapping[str, Link], why: str) -> None:
         try:
-            self._chosen = await self._replan(links), why
-        except Exception as error:  # noqa: BLE001 - the task ends here, and the training goes on by the plans it has
-            self._observe(ReplanFailed(f"New plans could not be chosen: {error}"))
-        self._choosing = None
+            self._found = await self._replan(links), why
+        except Exception as error:  # noqa: BLE001 - the task ends here, and the training keeps its plans
+            self._observe(ReplanFailed(f"Planning again failed: {error}"))
+        self._search = None
         if links is not self._measured:
             self._start()
 
@@ -120,7 +120,7 @@ def _steady(link: Link) -> Link:
 
 
 def what_changed(before: Mapping[str, Link], now: Mapping[str, Link]) -> str:
-    """Return in a few words who has come or gone, and whose link is another one; nothing if all is as it was."""
+    """Return in a few words which devices joined or left and whose links changed; empty if nothing did."""
     words = [f"{name} joined" for name in sorted(now.keys() - before.keys())]
     words += [f"{name} left" for name in sorted(before.keys() - now.keys())]
     for name in sorted(now.keys() & before.keys()):
@@ -139,7 +139,7 @@ def _changes(name: str, before: Link, now: Link) -> list[str]:
 
 
 def differs(one: Link, other: Link) -> bool:
-    """Return whether a link has changed: in a direction, by more than it wavers from round to round."""
+    """Return whether a link has changed in a direction by more than its usual variation from round to round."""
     return _rates_differ(one.up_bps, other.up_bps) or _rates_differ(one.down_bps, other.down_bps)
 
 

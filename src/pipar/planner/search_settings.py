@@ -64,7 +64,7 @@ class SearchSettings:
     #: simulation.
     shortlist: int = 8
     finalists: int = 3
-    #: Comparing may go on until this multiple of the budget is spent: half as much again as the search.
+    #: Plans are compared until this multiple of the budget is spent: half as much again as the search.
     comparison_budget: float = 1.5
     #: Plans of whole batches that the best one is compared with over a whole epoch: fl's and sfl's.
     confirmed: int = 2

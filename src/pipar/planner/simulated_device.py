@@ -15,7 +15,7 @@ Disturb = Callable[[str, int, BatchTimes], BatchTimes]
 
 
 class SimulatedDevice:
-    """Where one device is in its epoch, and where the server is with it. Micro-batches are counted from 0 here."""
+    """How far one device is in its epoch, and the server with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
         "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
@@ -27,28 +27,28 @@ class SimulatedDevice:
     def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
         self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
         self.latency = member.link.latency_s
-        # The device's compute lane: its batch, the order of its stages, and how far it is.
+        # The device's compute lane: its batch, the order of its stages, and the place in that order.
         self.working: BatchTimes | None = None
         self.order: tuple[tuple[bool, int], ...] = ()
         self.place = 0
-        self.waits_for = -1  # the micro-batch whose gradient it needs next, as long as nobody knows when that comes
+        self.waits_for = -1  # the micro-batch whose gradient it needs next, until its arrival is known
         self.ends: list[float] = []  # of its iterations
-        # Its other lanes: how many micro-batches of this iteration are through, and until when they are taken.
+        # Its other lanes: how many micro-batches of this iteration they have finished, and when they are free.
         self.loads = self.loaded = self.forwarded = self.encoded = self.answered = 0
-        self.decoded_at: list[float] = []  # when, as far as that is known
+        self.decoded_at: list[float] = []  # when each gradient is decoded, as far as known
         self.chunks = 0  # of the micro-batch that is being encoded
-        self.encode_free = self.decode_free = 0.0  # one is encoded, and one decoded, at a time
-        self.encoding = self.decoding = False  # the next one is to be begun when this one ends
+        self.encode_free = self.decode_free = 0.0  # one micro-batch is encoded, and one decoded, at a time
+        self.encoding = self.decoding = False  # an event will start the next one
         self.up_began = 0.0
         self.io_free = self.up_free = self.down_free = 0.0
         self.compute_s = self.up_s = self.down_s = 0.0
-        # The server's side: the batch that it works on, how many pieces of it are served, and how many wait.
+        # The server's side: the batch that it works on, how many of its micro-batches are served, and how many wait.
         self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
-        self.slower = 1.0  # what other cores make of the job that is being served
-        self.returned = False  # its trained part is at the server
-        self.returned_at = 0.0  # and can be aggregated
+        self.slower = 1.0  # the factor by which other cores lengthen the current job
+        self.returned = False  # its trained part has arrived at the server
+        self.returned_at = 0.0  # when its part can be aggregated
 
 
 def simulated_devices(
@@ -77,7 +77,7 @@ def simulated_devices(
 
 
 class Distribution:
-    """Sends every device its part of the model."""
+    """Sends every device its part of the model, before the first iteration and after the last."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -86,7 +86,7 @@ class Distribution:
     def send(self, devices: Sequence[SimulatedDevice], now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
         """Return when the last part was packed, and when each device has installed its own.
 
-        One split point is packed once: as it is, and once more as what has changed, for devices on slow links.
+        The part of one split point is packed once as it is, and once as changes for devices on slow links.
         """
         packed: set[tuple[int, bool]] = set()
         installed = {}

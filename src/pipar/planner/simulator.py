@@ -1,15 +1,15 @@
-"""How long an epoch of these plans lasts: the two programs' rules over sizes and costs, without the programs.
+"""A simulation of one epoch of all devices: the rules of the two programs over sizes and costs alone.
 
     device compute   f_c 1 .. f_c N          b_c 1 .. b_c N  step
     device io        load, encode 1 .. encode N, decode 1 .. decode N
-    device noise     on the inputs of the batch that was loaded, if they are to have any
-    uplink           u 1 .. u N                              at last the trained part; coded ones leave chunk by chunk
-    server core      decode, f_s, b_s, encode of one micro-batch at a time; first come first served over all devices;
-                     at last each trained part that comes as changes
-    downlink         d 1 .. d N                              at last the new part
+    device noise     for the inputs of the loaded batch, with privacy.pixel_epsilon
+    uplink           u 1 .. u N                              finally the trained part; encoded tensors leave by chunks
+    server core      decode, f_s, b_s, encode of one micro-batch at a time, first come, first served, of all devices;
+                     finally each trained part that is sent as changes
+    downlink         d 1 .. d N                              finally the new part
 
-A timing-only run of the same plans gives the same times, to the last digits; it runs the programs themselves and takes
-30 times as long. The planner compares hundreds of plans, so it asks here.
+A timing-only run of the same plans gives the same times, to the last digits, but runs the programs themselves and takes
+30 times as long. The planner compares hundreds of plans.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def timeline(
 ) -> list[Span]:
     """Return the spans of one device, and of the server's cores when they work for it, in order of their starts.
 
-    `exchange` adds what comes behind the iterations: the trained part up, the averaging, the new part down.
+    `exchange` adds the exchange of models after the iterations: trained part up, averaging, new part down.
     """
     epoch = _Epoch(fleet, plans, iterations, watch=device)
     epoch.run()
@@ -77,11 +77,11 @@ _LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _D
 
 
 class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
-    """An epoch cannot be as short as it was to be."""
+    """The epoch cannot be shorter than `within_s`."""
 
 
 class _Epoch:
-    """One epoch, event by event; of two at the same time, the one that was caused first comes first."""
+    """One epoch, event by event; of two events at the same time, the one that was scheduled first comes first."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Epoch:
     def run(self) -> Timing:
         if self._cutoff is not None and self._cutoff.rules_out():
             raise _TooLong
-        # Nobody waits for the others' new parts: who has a short way begins early.
+        # A device does not wait for the parts of others: one with a quick link starts early.
         distributed, installed = self._distribution.send(self._devices, 0.0, changes=False)
         for device in self._devices:
             told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)
@@ -145,7 +145,7 @@ class _Epoch:
         self._schedule(device.io_free, then, device)
 
     def _loaded(self, device: SimulatedDevice, now: float) -> None:
-        """Add the batch's noise; its lane is free, as a batch is loaded behind the last forward of the one before."""
+        """Add the batch's noise; its lane is free, because a batch is loaded after the previous one's last forward."""
         seconds = device.times[device.loads - 1].noise
         if not seconds:
             self._ready(device, now)
@@ -160,7 +160,7 @@ class _Epoch:
             self._begin(device, now)
 
     def _begin(self, device: SimulatedDevice, now: float) -> None:
-        """Begin the next iteration, if its batch is there."""
+        """Begin the next iteration, if its batch is loaded."""
         number = len(device.ends)
         if device.loaded <= number:
             device.working = None
@@ -215,7 +215,7 @@ class _Epoch:
         self._compute_next(device, now)
 
     def _encode_next(self, device: SimulatedDevice, now: float) -> None:
-        """Encode the next micro-batch, or wait for the one before."""
+        """Encode the next micro-batch, or wait for the previous one."""
         if now < device.encode_free:
             device.encoding = True
             self._schedule(device.encode_free, _ENCODED, device)
@@ -229,7 +229,7 @@ class _Epoch:
         begin = now if now > io_free else io_free
         device.io_free = device.encode_free = ready = begin + device.working.encode[n]
         device.encoded = n + 1
-        # Nothing but what was encoded before stands in its way: when it is through can be said at once.
+        # Only earlier micro-batches are ahead of it on the link, so its arrival is known at once.
         up_free, seconds = device.up_free, device.working.u[n]
         up_begin = ready if ready > up_free else up_free
         device.up_free = up_begin + seconds
@@ -240,7 +240,7 @@ class _Epoch:
         self._schedule(device.up_free + device.latency, _ARRIVED, device)
 
     def _encoded(self, device: SimulatedDevice, now: float) -> None:
-        """Go on when a micro-batch is encoded that the next one has waited for, or a chunk of it."""
+        """Continue after a micro-batch, or a chunk of it, that the next one has waited for is encoded."""
         if device.encode_free == math.inf:
             self._send_chunk(device, now)
             return
@@ -248,7 +248,7 @@ class _Epoch:
         self._encode_waiting(device, now)
 
     def _encode_waiting(self, device: SimulatedDevice, now: float) -> None:
-        """Encode what has waited: a micro-batch of one chunk is through at once, and others may wait behind it."""
+        """Encode the micro-batches that have waited: one of a single chunk is done at once, and the next may follow."""
         while device.encoded < device.forwarded and not device.encoding:
             self._encode_next(device, now)
 
@@ -284,7 +284,7 @@ class _Epoch:
             self._decode_next(device, now)
 
     def _decode_next(self, device: SimulatedDevice, now: float) -> None:
-        """Decode the next micro-batch, or wait for the one before."""
+        """Decode the next micro-batch, or wait for the previous one."""
         if now < device.decode_free:
             device.decoding = True
             self._schedule(device.decode_free, _DECODED, device)
@@ -292,7 +292,7 @@ class _Epoch:
             self._decode(device, now)
 
     def _decoded(self, device: SimulatedDevice, now: float) -> None:
-        """Go on when a micro-batch is decoded that the next one has waited for."""
+        """Continue after a micro-batch that the next one has waited for is decoded."""
         device.decoding = False
         while len(device.decoded_at) < device.answered and not device.decoding:
             self._decode_next(device, now)
@@ -345,7 +345,7 @@ class _Epoch:
     def _served(self, device: SimulatedDevice, now: float) -> None:
         n = device.served
         chunks, seconds = device.batch.down_chunks[n], device.batch.d[n]
-        # Chunks are sent as they are encoded: all behind the first, but the last not before it is there.
+        # Chunks are sent as they are encoded: from the first one on, but the last not before it is encoded.
         first = now - device.slower * device.batch.answer[n] * (1.0 - chunks[0])
         begin = max(first, device.down_free)
         device.down_free = max(begin + seconds, now + seconds * chunks[-1])
@@ -360,11 +360,11 @@ class _Epoch:
             self._serve_next(device, now)
 
     def _answer(self, device: SimulatedDevice, when: float) -> None:
-        """Let gradients come to a device then."""
+        """Let the gradients of a micro-batch arrive at a device at this time."""
         if device.decoding or device.answered < device.served or 2 * device.encoded < len(device.order):
             self._schedule(when, _ANSWERED, device)
             return
-        # All others have come, and the io lane has nothing else to do: when this one is decoded can be said at once.
+        # All earlier gradients have arrived, and the io lane has no other work: the end of decoding is known at once.
         device.answered += 1
         self._decode(device, when if when > device.decode_free else device.decode_free)
 
@@ -386,7 +386,7 @@ class _Epoch:
     # --- the end of the round
 
     def _exchange(self) -> float:
-        """Return when the last device has its new part: trained parts up, aggregation, new parts down."""
+        """Return when the last device has installed its new part: trained parts up, aggregation, new parts down."""
         server = self._fleet.server
         returned = max(max(device.returned_at for device in self._devices), self._cores[0])
         averaged = returned + server.seconds(Work("aggregate", size_bytes=self._fleet.averaged_bytes))
@@ -400,14 +400,14 @@ class _Epoch:
 
     def _return_part(self, device: SimulatedDevice) -> None:
         member, size = device.member, self._part_bytes(device.plan.split_point)
-        said = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
+        announced = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
         pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
         protected = device.ends[-1] + protect_s(self._fleet, member, size)
         packed = protected + member.costs.seconds(pack)
         seconds = model_s(self._fleet, member, device.plan, member.link.up_bps)
         device.up_s += seconds
-        sent = max(packed, said)
+        sent = max(packed, announced)
         if device.watched:
             if self._fleet.protects:
                 self.spans.append(Span(member.name, COMPUTE, "protect", 1, 0, 0, device.ends[-1], protected))
@@ -420,7 +420,7 @@ class _Epoch:
             self._take_part(device, now)
 
     def _take_part(self, device: SimulatedDevice, now: float) -> None:
-        """Decode what a device has brought back if it is changes, first come first served like all other work."""
+        """Decode a device's trained part if it was sent as changes: first come, first served, like all other work."""
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             begin, server = max(now, self._cores[0]), self._fleet.server
@@ -453,7 +453,7 @@ class _Epoch:
 
 
 def _filled_at(cores: list[float], work_s: float, now: float) -> float:
-    """Return when cores that are taken until then can have done so much more work, shared out evenly."""
+    """Return when cores that are busy until these times can have done this much more work, shared evenly."""
     free_at = sorted(max(now, each) for each in cores)
     for count in range(1, len(free_at)):
         end = (sum(free_at[:count]) + work_s) / count

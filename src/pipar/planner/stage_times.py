@@ -1,4 +1,4 @@
-"""How long the stages of a batch take a device, its link and the server; and the models behind the last batch."""
+"""How long the stages of a batch take a device, its link and the server, and the exchange of models after them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pipar.profiling.profile import Profile
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
 from pipar.wire.messages import LABEL_BYTES
 
-#: The frames of coded tensors say their shape.
+#: Frames of encoded tensors carry their shape.
 _CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
 
-#: The share of a tensor that each of its chunks is.
+#: The share of a tensor in each of its chunks.
 ChunkShares = tuple[float, ...]
 _WHOLE: ChunkShares = (1.0,)
 
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Seconds of every stage of one batch of one device; the lists have an entry for each micro-batch."""
+    """Seconds of every stage of one batch of one device; lists have one entry for each micro-batch."""
 
     load: float
     fc: list[float]
     encode: list[float]
     u: list[float]
-    served: list[float]  # decode, f_s, b_s and encode: one job of the server's
+    served: list[float]  # decode, f_s, b_s and encode: one job of the server
     d: list[float]
     decode: list[float]
     bc: list[float]
     step: float
     server_step: float
-    contention: list[float]  # by how much longer a job of the server's takes for each other core that is busy
+    contention: list[float]  # the share by which every other busy core lengthens a job of the server
     answer: list[float]  # the encode at the end of `served`
-    up_chunks: list[ChunkShares]  # that activations are encoded and sent in: the first leaves while others are encoded
+    up_chunks: list[ChunkShares]  # of activations: each is sent while the next one is encoded
     down_chunks: list[ChunkShares]
-    noise: float = 0.0  # on the inputs of the batch, between its load and its first forward
+    noise: float = 0.0  # added to the inputs of the batch, between its load and its first forward
 
     @cached_property
     def served_s(self) -> float:
@@ -54,18 +54,18 @@ class BatchTimes:
         return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), self.served_s, sum(self.d))
 
     @cached_property
-    def behind_s(self) -> float:
-        """What comes at least behind the server's work on the last micro-batch."""
+    def after_server_s(self) -> float:
+        """The least time from the end of the server's work on the last micro-batch to the end of the iteration."""
         return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
 
 
 def work_key(member: Member, plan: Plan) -> tuple[object, ...]:
-    """Return what the times of a device depend on: devices with the same are simulated, and counted, once."""
+    """Return what the times of a device depend on: for devices with the same key they are computed once."""
     return (id(member.costs), member.link, plan, member.samples)
 
 
 def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
-    """Return the seconds of every stage of a batch of so many samples; with P = Q there is nothing but compute."""
+    """Return the seconds of every stage of a batch of `batch` samples; P = Q has only compute."""
     costs, server, link = member.costs, fleet.server, member.link
     p, pieces = plan.split_point, fleet.pieces(batch, plan.micro_batches)
     whole = p == fleet.layers
@@ -127,7 +127,7 @@ def lane_s(fleet: Fleet, member: Member, plan: Plan) -> dict[str, float]:
 
 
 def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) -> float:
-    """Return how much longer a round takes behind which layers change sides: new replicas, and parts that go whole."""
+    """Return how much longer a round takes after which layers move: new replicas, and parts that are sent whole."""
     moved = [m for m in fleet.members if before[m.name].split_point != after[m.name].split_point]
     if not moved:
         return 0.0
@@ -143,12 +143,12 @@ def move_s(fleet: Fleet, before: Mapping[str, Plan], after: Mapping[str, Plan]) 
 
 
 def protect_s(fleet: Fleet, member: Member, size_bytes: int) -> float:
-    """Return how long a device clips what its part has learned and adds noise to it; 0 if nobody asks for that."""
+    """Return how long a device clips its update and adds noise to it; 0 without noise on updates."""
     return member.costs.seconds(Work("protect", size_bytes=size_bytes)) if fleet.protects else 0.0
 
 
 def model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
-    """Return how long a device's part is on a link, behind the first time: as changes where that is quicker."""
+    """Return how long a device's part is on a link, after the first round: as changes where that is quicker."""
     changes = fleet.sends_changes(member, rate_bps)
     return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
 
@@ -166,11 +166,11 @@ def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate
 
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
-    """Return how long a message of so many bytes is on a link, its frames' headers included."""
+    """Return how long a message of this size is on a link, with the headers of its frames."""
     frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))
     return 0.0 if rate_bps is None else (size_bytes + frames * HEADER_BYTES) * 8 / rate_bps
 
 
 def decoding(size_bytes: int) -> Work:
-    """Return the work of reading a model that came as changes."""
+    """Return the work of decoding a model that was sent as changes."""
     return Work("decode", size_bytes=size_bytes, encoding="changes")

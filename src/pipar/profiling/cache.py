@@ -1,4 +1,4 @@
-"""Profiles kept on disk, by what times depend on and the machine they were measured on."""
+"""Measured profiles on disk, by everything that times depend on and the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pipar.profiling.profile import FORMAT, Profile
 
 
 def cache_folder() -> Path:
-    """Return ~/.cache/pipar/profiles, or the like under $XDG_CACHE_HOME."""
+    """Return $XDG_CACHE_HOME/pipar/profiles; by default ~/.cache/pipar/profiles."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipar" / "profiles"
 
 
 def machine_fingerprint() -> str:
-    """Return what a machine's times depend on, without its name: system, processor, Python and torch."""
+    """Return what a machine's times depend on, without its name: system, processor, cores and torch."""
     torch = metadata.version("torch")
     return f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, torch {torch}"
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on; a container often has fewer than its machine."""
+    """Return the number of cores that this process may run on; a container often has fewer than its machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_profile(key: Mapping[str, object], folder: Path | None = None) -> Profile | None:
-    """Return the profile kept under this key on this machine; None if there is none or its file is damaged."""
+    """Return the profile of this key on this machine; None if there is none, or its file is damaged."""
     try:
         return Profile.load(_path(key, folder))
     except ConfigError:
@@ -41,7 +41,7 @@ def find_profile(key: Mapping[str, object], folder: Path | None = None) -> Profi
 
 
 def keep_profile(key: Mapping[str, object], profile: Profile, folder: Path | None = None) -> None:
-    """Keep a profile for the next time; a folder that cannot be written costs only the next measurement."""
+    """Keep a profile for the next time; if the folder cannot be written, the next run measures again."""
     path = _path(key, folder)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What crosses each cut of a network: how few bytes the encodings leave of it, and how long they take on this machine.
+"""What encodings cost at each cut of a network: the share of bytes that they leave, and their time on this machine.
 
-Both depend on the numbers, so they are those of a real training pass: activations on the way up, gradients on the way
-down. Of each cut a few chunks are kept, which say as much as all of them.
+Both depend on the values, so these are from a real training pass: activations up, gradients down. A few chunks of each
+cut are kept, which show as much as all of them.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pipar.wire.encodings import chunk_sizes, row_values
 T = TypeVar("T")
 Values = NDArray[Any]
 
-#: Chunks of a cut that are looked at: half a megabyte.
+#: Chunks of a cut that are kept: half a megabyte.
 _CHUNKS = 2
 #: Times are measured on chunks of the size that large tensors are cut into, and on small ones.
 _LARGE_BYTES, _SMALL_BYTES = 256 * 1024, 16 * 1024
 _REPETITIONS = 3
 _MODEL_BYTES = 8_000_000
-#: How far a weight moves in five steps of one gradient, by the learning rate 0.01 and the momentum 0.9.
+#: How far a weight moves in five steps along one gradient, with the learning rate 0.01 and the momentum 0.9.
 _FIVE_STEPS = 0.01 * sum((1 - 0.9**step) / 0.1 for step in range(1, 6))
 
 
 @dataclass
 class Crossing:
-    """Some chunks of what crosses one cut, both ways; `row` values belong together, as codecs want to know."""
+    """Some chunks of the tensors that cross one cut, both ways; `row` is the number of values in a row, for codecs."""
 
     row: int
     up: list[Values] = field(default_factory=list)
     down: list[Values] = field(default_factory=list)
 
     def shares(self, *, rectified: bool) -> dict[str, tuple[float, float]]:
-        """Return what each encoding leaves of the bytes up and down; the sparse ones are for cuts behind a ReLU."""
+        """Return the share of bytes that each encoding leaves, up and down; sparse ones only at cuts after a ReLU."""
         allowed = [name for name in encodings.CODED if rectified or not encodings.is_sparse(name)]
         if not self.up or not self.down:
             return {}
@@ -68,8 +68,7 @@ class Crossing:
 def run_through(model: nn.Sequential, inputs: Tensor, targets: Tensor, *, with_loss: bool) -> list[Crossing]:
     """Return what crosses the cuts of a network in one training pass over some samples.
 
-    Behind the first layers of a network, which have no loss, the gradient is made up. The gradients of the weights are
-    left behind.
+    Without `with_loss`, the gradient of the last output is random. The gradients of the weights are kept.
     """
     crossings: list[Crossing] = []
     output = inputs
@@ -89,10 +88,10 @@ def run_through(model: nn.Sequential, inputs: Tensor, targets: Tensor, *, with_l
 
 
 def changes_in_a_round(model: nn.Module) -> tuple[float, CodingTimes]:
-    """Return what a round's changes are of a model's bytes, and how long they take to be found and to be added.
+    """Return the share of a model's bytes that a round's changes have, and the times to find and to apply them.
 
-    A round is five steps down the gradients that are there, by the default rate and momentum; of a large model the
-    first megabytes are looked at.
+    A round is five steps along the current gradients, with the default learning rate and momentum; of a large model,
+    only the first megabytes are measured.
     """
     before, after, size = {}, {}, 0
     for name, weight in model.named_parameters():
@@ -111,7 +110,7 @@ def changes_in_a_round(model: nn.Module) -> tuple[float, CodingTimes]:
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Return the CPU time of something that was done once before, and what came of it."""
+    """Return the CPU time of the second run of some work, and its result."""
     work()
     start = time.thread_time()
     result = work()
@@ -123,7 +122,7 @@ def _keep(crossing: Crossing, gradient: Tensor) -> None:
 
 
 def _some_chunks(tensor: Tensor) -> list[Values]:
-    """Return copies of a few chunks from all over a tensor."""
+    """Return copies of a few chunks from all parts of a tensor."""
     values = tensor.detach().contiguous().numpy()
     bounds = [0, *accumulate(chunk_sizes(values.shape, values.itemsize))]
     every = list(pairwise(bounds))
@@ -136,7 +135,8 @@ def _some_chunks(tensor: Tensor) -> list[Values]:
 def coding_times(crossing: Crossing, pause_s: float) -> dict[str, CodingTimes]:
     """Return how long each encoding takes: CPU seconds of a call and of a byte, the mean over both directions.
 
-    One after another, so that none finds its own leavings in the caches, and from rest each time, as in training.
+    The encodings take turns, so that none finds its own data in the caches, and each round starts from rest, as in
+    training.
     """
     if not crossing.up or not crossing.down:
         return {}
@@ -159,7 +159,7 @@ class _Timed:
         activation, gradient = crossing.up[0], crossing.down[0]
         count = size_bytes // activation.itemsize
         self.size_bytes = count * activation.itemsize
-        # As long as is wanted, whatever the network's tensors are.
+        # Of the wanted length, whatever the size of the network's tensors.
         self._activation = np.resize(activation, count)
         self._values = self._activation if way == "up" else np.resize(gradient, count)
         self._encoding, self._row, self._way = encoding, min(crossing.row, count), way
@@ -177,7 +177,7 @@ class _Timed:
         self._decode_s.append(time.thread_time() - start)
 
     def _known(self) -> NDArray[np.bool_] | None:
-        """Return where a gradient is sent; both sides find it out."""
+        """Return which values of a gradient are sent; both sides derive it from the activation."""
         return _kept(self._activation, self._encoding) if self._way == "down" else None
 
     @property

@@ -1,6 +1,6 @@
-"""How much longer a training pass takes when all cores of the machine compute at once.
+"""Contention: how much longer a training pass takes while other cores of the machine compute.
 
-Cores share memory, caches and, in one process, the interpreter: two workers of a server are not twice as fast as one.
+Cores share memory, caches and, in one process, the interpreter: two cores of a server are not twice as fast as one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Pass = Callable[[nn.Sequential, int], object]
 def measure_contention(
     model: nn.Sequential, batches: int, run: Pass, *, others: int, budget_s: float
 ) -> tuple[float, ...]:
-    """Return for each batch, from the smallest to the largest, the time beside `others` over the time alone.
+    """Return for each batch, from the smallest to the largest, the time while `others` compute over the time alone.
 
-    A batch that takes too long for the budget has the ratio of the one before.
+    A batch that takes too long for the budget gets the ratio of the previous one.
     """
     ratios: list[float] = []
     copies = [copy.deepcopy(model) for _ in range(others)]
@@ -43,7 +43,7 @@ def measure_contention(
 
 
 def _walls(model: nn.Sequential, number: int, run: Pass, *, budget_s: float, fewest: int = _FEWEST) -> Sequence[float]:
-    """Return how long some passes took, waiting for the interpreter included."""
+    """Return how long some passes took, with the time that they waited for the interpreter."""
     end, walls = time.perf_counter() + budget_s, list[float]()
     while len(walls) < fewest or (len(walls) < _MOST and time.perf_counter() < end):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def _walls(model: nn.Sequential, number: int, run: Pass, *, budget_s: float, few
 
 @contextmanager
 def _at_work(copies: Sequence[nn.Sequential], number: int, run: Pass) -> Iterator[None]:
-    """Keep a thread for each copy of the network busy with the same passes."""
+    """Run the same passes on every copy of the network, each in a thread of its own."""
     stopped = threading.Event()
 
     def work(model: nn.Sequential) -> None:

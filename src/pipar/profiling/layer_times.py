@@ -30,9 +30,9 @@ def measure_passes(
 ) -> list[list[Pass]]:
     """Return the passes of each batch size.
 
-    The sizes take turns, so that a machine that gets slower for a while does so for all of them. The first round
-    warms up, kernels are chosen and memory is fetched in it; it counts only for a network so large that it alone
-    used up the budget twice.
+    The sizes take turns, so that a machine that is slower for a while is so for all of them. The first round is a
+    warm-up, in which kernels are chosen and memory is allocated; it counts only for a network so large that it alone
+    takes twice the budget.
     """
     warm_up: list[list[Pass]] = [[] for _ in batches]
     _one_round(model, batches, warm_up, with_loss=with_loss)
@@ -48,21 +48,21 @@ def measure_passes(
 def _one_round(model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool) -> None:
     largest = len(batches[-1].targets)
     for batch, done in zip(batches, passes, strict=True):
-        # A full batch is the first of its iteration and makes new gradients; a micro-batch mostly adds to them.
+        # A full batch is the first of its iteration and allocates gradients; a micro-batch mostly adds to them.
         if len(batch.targets) == largest:
             model.zero_grad(set_to_none=True)
-        # Small ones cost little and scatter most: twice and four times at B/16 and B/32.
+        # Small batches cost little and scatter most: two passes at B/16, four at B/32.
         for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
             rest()
             done.append(training_pass(model, batch, with_loss=with_loss))
 
 
 def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True) -> Pass:
-    """Return the CPU seconds of each layer, forward and backward; the first layers of a network have no loss.
+    """Return the CPU seconds of each layer, forward and backward; without `with_loss`, the gradient is all ones.
 
-    The graph stays in one piece, as it does within a device's or a server's part, and a hook at each cut notes
-    when the gradient gets there: a backward call for each layer would cost 8 % more on small micro-batches. The
-    input needs no gradient, as on a device.
+    The graph stays in one piece, as within a device's or a server's part, and a hook at each cut notes when the
+    gradient arrives there: a backward call for each layer would cost 8 % more on small micro-batches. The input needs
+    no gradient, as on a device.
     """
     output, forward_s = batch.inputs, []
     reached: dict[int, float] = {}
@@ -86,7 +86,7 @@ def _note(reached: dict[int, float], place: int, _: Tensor) -> None:
 
 
 def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tuple[float, ...]:
-    """Return each layer's time from the gradient of its output to that of its input; 0 if it gets no gradient."""
+    """Return each layer's time from its output's gradient to its input's; 0 for a layer without a gradient."""
     return tuple(
         max(0.0, reached.get(place - 1, end) - reached[place]) if place in reached else 0.0
         for place in range(1, layers + 1)
@@ -96,7 +96,7 @@ def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tu
 def layer_profiles(
     sizes: Profile, passes: Sequence[Sequence[Pass]], measured: tuple[int, ...]
 ) -> tuple[LayerProfile, ...]:
-    """Return the measured layers with their times, and for batches that were too large those in proportion."""
+    """Return the measured layers with their times; for batches that were too large, times in proportion."""
     shares = [size / measured[-1] for size in sizes.batch_sizes[len(measured) :]]
 
     def times(take: Callable[[Pass], float], of: Callable[[list[float]], float]) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
-"""Machines by name, for those who have none of them at hand: profiles from counts and a handful of rates.
+"""Machines known by name, for planning without having them: profiles from counts and a handful of rates.
 
     forward(b) = calls c + fixed / e + b (dense / d + grouped / g + elements / e)
 
 and the backward likewise with its own counts; d, g and e are multiply-adds and elements a second, c seconds a call.
-docs/explanation/profiles.md says where the form and the rates come from and how far off they are.
+docs/explanation/profiles.md explains where the formula and the rates come from, and how accurate they are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine does in a second, in float32, where one stage computes: on a board all its cores do.
+    """What a machine computes in a second for one stage, in float32; on a board, all cores compute one stage.
 
-    `cores` are the stages that it computes at once, each at these rates; `memory_bytes` is what its system leaves to a
-    process; `how` says where the numbers come from.
+    `cores` is the number of stages that it computes at once, each at these rates; `memory_bytes` is what the system
+    leaves to a process; `how` says where the numbers come from.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Machine:
 
 _SCALED = (
     "Scaled, not measured: the proportions of the rates were fitted to torch 2.13 on an x86 core, their size follows "
-    "commonly published figures that nobody checked here. "
+    "commonly published figures that were not checked. "
 )
 _HOW_CODING = (
-    " Encodings take as many calls and copies of memory as on that core; what they leave of activations and gradients "
-    "was measured for the known networks on CIFAR-10. Noise takes as many copies a value as on that core."
+    " Encodings take as many calls and copies of memory as on that core; the share of bytes that they leave was "
+    "measured for the known networks on CIFAR-10. Noise takes as many copies a value as on that core."
 )
 
 MACHINES = {
@@ -108,7 +108,7 @@ MACHINES = {
     )
 }
 
-#: What work around the layers costs, by the fit: calls, and how often each byte is copied. Encoding copies nothing.
+#: The cost of the work around the layers, by the fit: calls, and copies of each byte. Encoding copies nothing.
 _AROUND = {
     "encode": (6, 0.0),
     "decode": (4, 1.0),
@@ -118,10 +118,10 @@ _AROUND = {
     "aggregate": (10, 7.0),
 }
 _CALLS_AT_CUT = 2
-#: How many copies of a float32 take as long as to clip it, to draw Gaussian noise for it and to add that.
+#: Clipping a float32, drawing Gaussian noise for it and adding that takes as long as this many copies of it.
 _NOISE_COPIES = 48.0
-#: Likewise what each encoding costs: calls and copies of a byte, to encode a chunk and to decode one. Measured on the
-#: core of the fit, whose call takes 40 us and which copies 8 GB a second.
+#: The cost of each encoding likewise: calls and copies of a byte, to encode a chunk and to decode one. Measured on the
+#: core of the fit, which takes 40 us for a call and copies 8 GB a second.
 _CODING = {
     "sparse": (5, 4.5, 2, 8.0),
     "planes": (3, 7.0, 1, 5.0),
@@ -130,7 +130,7 @@ _CODING = {
     "bf16": (4, 6.0, 1, 3.0),
     "int8": (5, 12.0, 1, 4.0),
     "topk": (5, 6.0, 1, 3.0),
-    # Of models; four and two and a half times as long as planes take for as many bytes.
+    # Of models: 4 times as long as planes to encode as many bytes, and 2.5 times as long to decode them.
     "changes": (0, 28.0, 0, 13.0),
 }
 

@@ -1,7 +1,7 @@
 """Measuring a network on this machine, layer by layer; paper III-C, phase 1.
 
-Times are CPU times of one thread: another program on the machine makes the measurement longer, not the numbers
-larger. A machine too small for the whole network measures as many of its first layers as it can hold.
+Times are CPU times of one thread: another program on the machine makes the measurement longer, but not the times. A
+machine too small for the whole network measures as many of its first layers as it can hold.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ def measure_profile(
     memory_bytes: int | None = None,
     rectified: Collection[int] | None = None,
 ) -> Profile:
-    """Return the times and sizes of every layer and of the work around training, from about `budget_s` seconds.
+    """Return the times and sizes of every layer and of the work around training, measured in about `budget_s` seconds.
 
-    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the
-    loss. Each time is the median of several passes: three at least, unless a pass alone uses up the budget.
-    `load(n)` loads n samples; it is called from another thread, `progress` is not. The model keeps its weights,
-    gradients and running statistics: a copy is measured.
+    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the loss. Each
+    time is the median of at least three passes, unless a single pass uses up the budget. `load(n)` loads n samples; it
+    is called from another thread, `progress` is not. A copy of the model is measured: its weights, gradients and
+    running statistics do not change.
 
-    If the network does not fit into `memory_bytes`, or into what the system gives this process, the profile is of the
-    most first layers that do; batches too large for them are not run, and have times in proportion to the largest
-    that was. `rectified` are the split points behind a ReLU, for who knows them: to find out takes more forwards.
+    If the network does not fit into `memory_bytes`, or into the memory that the system gives this process, the profile
+    is of as many first layers as do. Batches too large for them are not run; their times are in proportion to the
+    largest batch that was. `rectified` are the split points after a ReLU, if known: finding them takes more forwards.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
     is_wanted = True
 
     def tell(share: float) -> None:
         if not is_wanted:
-            raise InterruptedError  # who asked is gone, as by Ctrl-C
+            raise InterruptedError  # the caller has stopped waiting, as after Ctrl-C
         shares.put(share)
 
     task = Task(
         model, model_name, tuple(input_shape), classes, batch_size, dtype, load, tell, budget_s, memory_bytes, rectified
     )
-    keep_freed_memory()  # as the processes of a run do
-    # In a thread of its own, because stages run in one: memory is given back to the system more often in the
-    # main thread, and a full batch of VGG-5 took 12 to 15 % longer there.
+    keep_freed_memory()  # like the processes of a run
+    # In a thread of its own, like the stages of a run: in the main thread, memory is returned to the system more
+    # often, and a full batch of VGG-5 took 12 to 15 % longer.
     with ThreadPoolExecutor(1, thread_name_prefix="measure") as thread:
         measured = thread.submit(_measure, task)
         measured.add_done_callback(lambda _: shares.put(None))
@@ -88,18 +88,18 @@ def measure_profile(
         except BaseException:
             is_wanted = False
             raise
-    release_model_memory(state_bytes(model))  # a server or a device goes on in this process
+    release_model_memory(state_bytes(model))  # a server or a device may continue in this process
     return measured.result()
 
 
 def _measure(task: Task) -> Profile:
-    # Only the CPU's generator: dropout draws from it, and the run's own numbers must not depend on profiling.
+    # Dropout draws from the CPU's generator, and the random numbers of a run must not depend on profiling.
     with one_thread(), torch.random.fork_rng(devices=[]):
         sizes = _sizes_only(task)
         attempt = _first_attempt(sizes, task)
         measured = _measured(attempt, sizes, task)
         while measured is None:
-            gc.collect()  # what the failed attempt allocated may hang in cycles
+            gc.collect()  # the failed attempt's memory may be in reference cycles
             release_freed_memory()
             attempt = attempt.smaller(len(task.model), task)
             measured = _measured(attempt, sizes, task)
@@ -112,25 +112,25 @@ def _measure(task: Task) -> Profile:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """So many layers, measured in batches of these sizes."""
+    """A number of layers, measured in batches of these sizes."""
 
     layers: int
     batch_sizes: tuple[int, ...]
 
     def smaller(self, all_layers: int, task: Task) -> _Attempt:
-        """Return the next attempt after one that the system refused memory for.
+        """Return the next attempt after one for which the system had no memory.
 
-        The whole network needs the whole batch: without it, it is cut. What is cut can do with small micro-batches.
+        The whole network needs the whole batch; otherwise a layer is left out. Fewer layers can train in micro-batches.
         """
         if self.layers < all_layers and len(self.batch_sizes) > 1:
             return replace(self, batch_sizes=self.batch_sizes[:-1])
         if self.layers == 1:
-            raise _too_little(task, "what the system gives this process")
+            raise _too_little(task, "the memory that the system gives this process")
         return replace(self, layers=self.layers - 1)
 
 
 def _sizes_only(task: Task) -> Profile:
-    """Return the profile of the whole network without its times, from a few samples."""
+    """Return the profile of the whole network without times, from a few samples."""
     dtype = str(task.dtype).removeprefix("torch.")
     sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(task.model))
     return Profile(
@@ -154,7 +154,7 @@ def _sizes_only(task: Task) -> Profile:
 
 
 def _first_attempt(sizes: Profile, task: Task) -> _Attempt:
-    """Return the most layers, and of the batch sizes those, that fit into the memory that was given."""
+    """Return the most layers, and the batch sizes, that fit into the given memory."""
     if task.memory_bytes is None:
         return _Attempt(len(sizes.layers), sizes.batch_sizes)
     statistics = uses_batch_statistics(task.model)
@@ -171,7 +171,7 @@ def _pass_bytes(sizes: Profile, layers: int, samples: int) -> int:
 
 def _too_little(task: Task, memory: str) -> ConfigError:
     return ConfigError(
-        f"Not even the first layer of {task.model_name} fits into {memory}: give more memory or a smaller "
+        f"Not even the first layer of {task.model_name} fits into {memory}: give more memory, or a smaller "
         "run.batch_size."
     )
 
@@ -187,7 +187,7 @@ def _measured(attempt: _Attempt, sizes: Profile, task: Task) -> Profile | None:
 
 
 def _is_about_memory(error: Exception) -> bool:
-    """Return True for torch's own words, those of its kernels, and C++'s."""
+    """Return True for the messages of torch, of its kernels and of C++ about memory."""
     words = ("memory", "bad_alloc", "could not create a primitive")
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
@@ -202,7 +202,7 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: Task) -> Profile:
     overheads = measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
     coding = {name: _with_message(times, overheads) for name, times in coding.items()}
     coding["changes"] = changes
-    crowded = _crowded(model, batches, sizes, task, with_loss=whole) if whole else ()
+    crowded = _contention(model, batches, sizes, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
         layers=layers,
@@ -217,16 +217,16 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: Task) -> Profile:
 
 
 def _others() -> int:
-    """Return how many other cores compute while crowding is measured: all, or enough to fill caches and memory."""
+    """Return how many other cores compute while contention is measured: all, or enough to fill caches and memory."""
     return min(usable_cores() - 1, _MOST_OTHERS)
 
 
-def _crowded(
+def _contention(
     model: nn.Sequential, batches: Sequence[Batch], sizes: Profile, task: Task, *, with_loss: bool
 ) -> tuple[float, ...]:
-    """Return what other cores cost a pass; nothing where there are none, or no memory for copies of the network."""
+    """Return the contention of other cores; empty if there are none, or no memory for copies of the network."""
     others = _others()
-    # A copy of the network for each, with a batch's activations; a device with little memory is no server.
+    # Each needs a copy of the network and a batch's activations; a device with little memory is not a server.
     needed = others * training_bytes(sizes, Plan(len(sizes.layers), 1), task.batch_size)
     if others < 1 or task.memory_bytes is not None or needed > free_bytes() / 2:
         return ()
@@ -244,7 +244,7 @@ def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:
 
 
 def _first_layers(model: nn.Sequential, layers: int) -> nn.Sequential:
-    """Return a copy of the first layers, which keep their names; of the others there is no copy to hold."""
+    """Return a copy of the first layers, which keep their names; the others are not copied."""
     named = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     return copy.deepcopy(nn.Sequential(OrderedDict(named[:layers])))
 
@@ -255,10 +255,10 @@ def _first_layers(model: nn.Sequential, layers: int) -> nn.Sequential:
 def _with_coding(
     layers: tuple[LayerProfile, ...], model: nn.Sequential, attempt: _Attempt, task: Task
 ) -> tuple[tuple[LayerProfile, ...], dict[str, CodingTimes], tuple[float, CodingTimes]]:
-    """Return the layers with what encodings leave at the cut behind each, the encodings' times, and those of changes.
+    """Return the layers with the encodings' shares at the cut after each, the encodings' times, and those of changes.
 
-    From one pass over a quarter of a batch, as much as the memory was enough for. The times are those at the first cut
-    behind a ReLU, where all encodings are possible, or else at the first cut.
+    All are from one pass over a quarter of a batch, or less if memory is short. The times are those at the first cut
+    after a ReLU, where all encodings are possible, or else at the first cut.
     """
     samples = min(attempt.batch_sizes[-1], max(attempt.batch_sizes[0], task.batch_size // 4))
     batch = some_samples(samples, task)
@@ -275,8 +275,8 @@ def _with_coding(
 
 
 def _with_message(times: CodingTimes, overheads: Mapping[str, float]) -> CodingTimes:
-    """Return an encoding's times with what it costs in any to begin a message, mostly with its first chunk.
+    """Return an encoding's times with the cost of starting a message, which mostly comes with its first chunk.
 
-    What it costs to read one is counted once for a tensor, whatever its encoding.
+    The cost of reading a message is counted once for a tensor, whatever its encoding.
     """
     return replace(times, encode_s=max(times.encode_s, overheads["encode_s"]))

@@ -15,7 +15,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Task:
-    """What `measure_profile` was asked for."""
+    """The arguments of `measure_profile`."""
 
     model: nn.Sequential
     model_name: str
@@ -43,7 +43,7 @@ class Batch:
 
 
 def some_samples(count: int, task: Task) -> Batch:
-    """Return some of the samples that are loaded, or made-up ones."""
+    """Return some of the loaded samples, or random ones if there are none of the right shape."""
     loaded = task.load(task.batch_size) if task.load is not None else None
     match loaded:
         case (Tensor() as inputs, Tensor() as targets) if tuple(inputs.shape[1:]) == task.input_shape:

@@ -1,12 +1,12 @@
-"""How much memory a device needs for a plan, and which plans fit into what it has.
+"""How much memory a device needs for a plan, and which plans fit into its memory.
 
     bytes = base + 3 w + g + m b s + b t
 
-w are the bytes of parameters of layers 1..P: weights, gradients and momentum, and once more, 4 w, where models travel
-as what has changed since the one before, which is kept for that; g are those of the largest of these layers, because a
-micro-batch's gradient is there before it is added to the others. m micro-batches of b samples are
-in flight, each sample keeps s bytes from its forward until its backward, and the micro-batch that computes holds t
-more a sample in its hungriest layer.
+w are the parameter bytes of layers 1..P: weights, gradients and momentum; it is 4 w where the device keeps the last
+model that it received, to send its changes. g are the parameter bytes of the largest of these layers, because a
+micro-batch's gradient exists before it is added to the others. m micro-batches of b samples are in flight, each sample
+keeps s bytes from its forward until its backward, and the micro-batch that computes holds t more bytes a sample in the
+layer that needs most.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pipar.methods import Plan
 from pipar.profiling.profile import SHARES, Profile
 
 #: A device's process without its network: Python, torch with its kernels, grpc, and torch's compiler, which an
-#: optimiser imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB behind the
-#: imports of torch and pipar, 253 with a first convolution and grpc, and 339 to 378 MiB in training, less what the
-#: formula says of the training itself.
+#: optimiser imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB after
+#: importing torch and pipar, 253 with a first convolution and grpc, and 339 to 378 MiB in training, less what the
+#: formula gives for the training itself.
 BASE_BYTES = 368 * 2**20
 
 
 def training_bytes(
     profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False, keeps_base: bool = False
 ) -> int:
-    """Return what a device's process needs to train by this plan.
+    """Return the bytes that a device's process needs to train by this plan.
 
-    In flight are all micro-batches without a window, because all forwards come first, and at most `window` of them
-    with one. P = Q is not cut: the whole batch is in flight.
+    Without a window all micro-batches are in flight, because all forwards come first; with one, at most `window` of
+    them. P = Q has no micro-batches: the whole batch is in flight.
     """
     split_point = plan.split_point
     assert 1 <= split_point <= len(profile.layers), plan
@@ -53,9 +53,9 @@ def fitting_window(
     batch_statistics: bool = False,
     keeps_base: bool = False,
 ) -> int | None:
-    """Return the window with which a plan fits: 0 if all forwards first does, else the largest of 1F1B that does.
+    """Return the window with which a plan fits: 0 if all forwards first fits, else the largest 1F1B window that does.
 
-    None if not even one micro-batch in flight fits, or for P = Q, which has no micro-batches, not the whole batch.
+    None if not even one micro-batch in flight fits; for P = Q, if the whole batch does not.
     """
 
     def fits(window: int) -> bool:
@@ -71,10 +71,10 @@ def fitting_window(
 
 
 def largest_prefix(profile: Profile, batch_size: int, memory_bytes: int, *, batch_statistics: bool = False) -> int:
-    """Return Q', the most layers of the profile for which something fits; 0 if not even the first layer does.
+    """Return Q', the most first layers of the profile that fit; 0 if not even the first one does.
 
-    That is micro-batches of 1/32 of the batch with a single one in flight; for all layers of the network, which are
-    not cut, the whole batch.
+    Layers fit with one micro-batch of 1/32 of the batch in flight; all layers of the network, which have no
+    micro-batches, with the whole batch.
     """
     micro_batches = min(batch_size, max(SHARES))
     windows = (

@@ -1,7 +1,7 @@
-"""Counting what a network does, layer by layer; the records are in `profiling/operation_counts.py`.
+"""Counts what a network does, layer by layer; the records are in `operation_counts`.
 
-Every operator of two training passes is seen, forward and backward, and so is every tensor that autograd keeps. The
-passes can run on torch's meta device, where tensors have shapes and no content and a batch of any size costs nothing.
+Every operator of two training passes is recorded, forward and backward, and so is every tensor that autograd keeps. The
+passes can run on torch's meta device, where tensors have shapes but no content and a batch of any size costs nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipar.profiling.operation_counts import Counts, LayerCount, PassCount
 
-#: Two batches give what grows with the samples and what does not. Large ones are exact about the most memory that is
-#: held: with few samples that is sometimes when a large gradient of weights is there, with many it never is.
+#: Two batches show what grows with the samples and what does not. Large ones are exact about the peak of memory: with
+#: few samples, the peak is sometimes where a large gradient of weights is allocated; with many, it never is.
 _LARGE = (1 << 16, 1 << 17)
 _SMALL = (2, 4)
 
@@ -35,14 +35,14 @@ _COPIES_NOTHING = {"_unsafe_view", "_reshape_alias", "detach", "empty_like", "em
 def count_layers(model: nn.Sequential, input_shape: Sequence[int], *, run: bool = False) -> Counts:
     """Return the counts of every layer in train mode; the last one includes the loss.
 
-    The model stays as it was. Sizes are those of float32, whatever the model's dtype is. With `run` the network really
-    runs on a few samples: the meta device makes torch import its compiler, 80 MB and seconds on a small board. What
-    fails one way, because there is no memory or a layer looks at its numbers, is tried the other way.
+    The model is not changed. Sizes are those of float32, whatever the model's dtype is. With `run` the network really
+    runs on a few samples: the meta device makes torch import its compiler, 80 MB and seconds on a small board. If one
+    way fails, because memory is short or a layer inspects its values, the other one is tried.
     """
     first, second = (_run_on_few, _run_hollow) if run else (_run_hollow, _run_on_few)
     with contextlib.suppress(NotImplementedError, RuntimeError, MemoryError):
         return first(model, input_shape)
-    # Here the error is gone, and with it all that the first way had allocated.
+    # Here the error is freed, and with it everything that the first way has allocated.
     return second(model, input_shape)
 
 
@@ -126,14 +126,14 @@ class _Region:
     dense: int = 0
     grouped: int = 0
     elements: int = 0
-    matrix_elements: int = 0  # of operands and results of multiplications: only weights count, see _pass_count
+    matrix_elements: int = 0  # of operands and results of multiplications: only those of weights count (_pass_count)
     calls: int = 0
     peak_bytes: int = 0
 
 
 @dataclass
 class _LayerSeen:
-    """One layer in one pass; `kept_bytes` is all that was alive when its forward had ended."""
+    """One layer in one pass; `kept_bytes` is everything alive at the end of its forward."""
 
     forward: _Region = field(default_factory=_Region)
     backward: _Region = field(default_factory=_Region)
@@ -148,12 +148,12 @@ class _LayerSeen:
 
 
 def _seen(model: nn.Sequential, input_shape: Sequence[int], samples: int) -> list[_LayerSeen]:
-    """Return what a training pass over so many samples does in each layer."""
+    """Return what a training pass over some samples does in each layer."""
     like = next(iter(model.parameters()), torch.empty(0))
     output = torch.zeros((samples, *input_shape), device=like.device)
     targets = torch.zeros(samples, dtype=torch.int64, device=like.device)
     for parameter in model.parameters():
-        # A micro-batch mostly adds to gradients that are there.
+        # A micro-batch mostly adds to existing gradients.
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     layers = [_LayerSeen() for _ in model]
     tape = _Tape([output, targets, *model.parameters(), *model.buffers(), *_gradients(model)])
@@ -181,7 +181,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _arrive(tape: _Tape, seen: _LayerSeen, _: Tensor) -> None:
-    """Note that the backward of this layer begins."""
+    """Note the start of this layer's backward."""
     tape.enter(seen, seen.backward)
 
 
@@ -190,9 +190,9 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds every operator to the region that was entered last, and knows how many bytes are alive.
+    """Adds every operator to the region that was entered last, and counts the bytes that are alive.
 
-    A tensor's memory is its storage, which views share; the storages of `given` tensors are not counted as alive.
+    A tensor's memory is its storage, which views share; the storages of `given` tensors do not count as alive.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -201,14 +201,14 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._given = [tensor.untyped_storage() for tensor in given]
         self._sizes = {id(storage): 0 for storage in self._given}
-        # What is kept is counted once, and weights are not: all but the input and the targets, which come first.
+        # Kept storages count once, and weights do not: all of `given` but the input and the targets, which come first.
         self._kept = {id(storage) for storage in self._given[2:]}
         self._layer = _LayerSeen()
         self._region = self._layer.forward
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and to be skipped torch would import its compiler: 80 MB and more than a second.
+        # Nothing is compiled here. To skip it, torch would import its compiler: 80 MB and more than a second.
         return False
 
     def enter(self, layer: _LayerSeen, region: _Region) -> None:
@@ -216,7 +216,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region.peak_bytes = max(region.peak_bytes, self.alive_bytes)
 
     def keep(self, layer: _LayerSeen, tensor: Tensor) -> None:
-        """Count a tensor that stays until the backward, unless its storage is counted already."""
+        """Count a tensor that is kept until the backward, unless its storage is counted already."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._kept:
             self._kept.add(id(storage))
@@ -227,7 +227,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.keep(self._layer, tensor)
-        return tensor.detach()  # an output that kept itself would never be freed
+        return tensor.detach()  # an output that references itself would never be freed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -266,7 +266,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, key: int) -> None:
         self.alive_bytes -= self._sizes.pop(key)
-        self._kept.discard(key)  # another storage may get this id
+        self._kept.discard(key)  # another storage may reuse this id
         del self._references[key]
 
 
@@ -275,7 +275,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _is_view(func: Any) -> bool:
-    """Return True if an operator gives another look at its input and touches no element."""
+    """Return True if an operator returns a view of its input and touches no element."""
     returned = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -296,7 +296,7 @@ def _multiply_adds(name: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) 
 
 
 def _each_way(weight: Tensor) -> int:
-    """Return the multiply-adds that one element on the side of the weight's first dimension takes part in."""
+    """Return the multiply-adds of one element on the side of the weight's first dimension."""
     return weight[0].numel()
 
 

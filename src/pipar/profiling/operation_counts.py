@@ -1,4 +1,4 @@
-"""What each layer of a network does to one sample, counted: multiply-adds, elements, operator calls, memory.
+"""Counts of what each layer of a network does for one sample: multiply-adds, elements, operator calls, memory.
 
 The records are made by `operation_counter`. The counts of the known networks, for the images of the known datasets, are
 in `networks.json`, so that planning for them needs no torch. Beside them are measured numbers: what encodings leave of
@@ -16,17 +16,17 @@ from typing import Any
 
 from pipar.profiling.profile import NetworkSizes, item_bytes
 
-#: Operators of one element each are counted for so many classes; everything between them is on a line.
+#: Networks are counted with these two numbers of classes; counts for all others lie on the line between them.
 FEW_CLASSES, MANY_CLASSES = 2, 1002
 
 
 @dataclass(frozen=True)
 class PassCount:
-    """One direction through a layer: multiply-adds and elements of a sample, and what comes once for all of them.
+    """One direction through a layer: multiply-adds and elements of a sample, and the fixed work of a micro-batch.
 
     `dense` are the multiply-adds of convolutions without groups and of matrices, `grouped` those of convolutions with
-    groups; `elements` are read and written by everything else. `fixed_elements` are read and written once for a
-    micro-batch, whatever its size: weights and their gradients. `calls` are operators.
+    groups; `elements` are read and written by all other operators. `fixed_elements` are read and written once for a
+    micro-batch of any size: weights and their gradients. `calls` counts operators.
     """
 
     dense: int
@@ -51,7 +51,7 @@ class LayerCount:
     working: int
     forward: PassCount
     backward: PassCount
-    rectified: bool = False  # the network, cut behind this layer, ends in a ReLU there
+    rectified: bool = False  # the network, cut after this layer, ends in a ReLU
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # as LayerProfile has them
 
     def output_bytes(self, dtype: str) -> int:
@@ -71,12 +71,12 @@ Counts = tuple[LayerCount, ...]
 
 
 def rectified_at(counts: Counts, split_points: Collection[int]) -> Counts:
-    """Return the counts of a network that ends in a ReLU where it is cut behind these layers, counted from 1."""
+    """Return the counts of a network that ends in a ReLU if it is cut after these layers, counted from 1."""
     return tuple(replace(layer, rectified=p in split_points) for p, layer in enumerate(counts, start=1))
 
 
 def network_sizes(counts: Counts, model: str, dtype: str) -> NetworkSizes:
-    """Return what a profile of this network has to agree with."""
+    """Return the sizes that a profile of this network must have."""
     return NetworkSizes(
         model,
         dtype,
@@ -95,7 +95,7 @@ def counts_key(model: str, norm: str, input_shape: Sequence[int]) -> str:
 
 
 def shares_key(model: str, norm: str) -> str:
-    """Return the name of a network's shares in their file: the same for images of all shapes."""
+    """Return the key of a network's shares in their file: the same for images of all shapes."""
     return f"{model} {norm}"
 
 
@@ -105,24 +105,24 @@ def known_counts(model: str, norm: str, input_shape: Sequence[int], classes: int
     if entry is None:
         return None
     counts, cuts = _read(entry, classes), _file("shares.json").get(shares_key(model, norm), [])
-    behind = [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
-    known = (replace(layer, shares=shares) for layer, shares in zip(counts, behind, strict=False))
-    return (*known, *counts[len(behind) :])
+    at_cuts = [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
+    known = (replace(layer, shares=shares) for layer, shares in zip(counts, at_cuts, strict=False))
+    return (*known, *counts[len(at_cuts) :])
 
 
 def known_changes_share(model: str, norm: str, dtype: str) -> float:
-    """Return what a round's changes are of a known network's bytes; 1, all of them, of any other."""
+    """Return the share of a known network's bytes that a round's changes have; 1 for any other network."""
     shares: Mapping[str, float] = _file("changes.json").get(shares_key(model, norm), {})
     return shares.get(dtype, 1.0)
 
 
 def pack_counts(few: Counts, many: Counts) -> dict[str, list[Any]]:
-    """Return what the file keeps of a network that was counted for few and for many classes.
+    """Return the file's entry for a network that was counted with few and with many classes.
 
-    Only the last layer differs. All it does is linear in the number of classes, but for `working`, the larger of two
-    lines: the line between the two counts is nowhere below it.
+    Only the last layer differs. All of its counts are linear in the number of classes, except `working`, the larger of
+    two linear ones: the line between the two counts is nowhere below it.
     """
-    assert few[:-1] == many[:-1], "a layer in front of the last one depends on the number of classes"
+    assert few[:-1] == many[:-1], "a layer before the last one depends on the number of classes"
     last, more = _row(few[-1]), _row(many[-1])
     slope = [(b - a) / (MANY_CLASSES - FEW_CLASSES) for a, b in zip(last[1:], more[1:], strict=True)]
     return {

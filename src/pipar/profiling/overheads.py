@@ -38,9 +38,9 @@ _AGGREGATED_COPIES = 5
 def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_loss: bool) -> dict[str, float]:
     """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
 
-    The functions are those that training calls. All but loading and noise run on something small and something large,
-    for the cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut that gives `cut_bytes` a
-    sample; the first layer and the whole network; the models of one device and of two.
+    The functions are those that training calls. All but loading and noise run on a small and on a large object, for the
+    cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut with `cut_bytes` a sample; the
+    first layer and the whole network; the models of one device and of two.
     """
     budget_s = 0.2 * task.budget_s / 14
     fields = {"load_s": 0.0}
@@ -51,14 +51,14 @@ def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_
     fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
-    # A machine that is short of memory for training has none for whole models twice and three times over.
+    # A machine that is short of memory for training cannot hold whole models two or three times.
     light = model if with_loss else _light_layers(model)
     parts = [_exchange(part, task) for part in (nn.Sequential(next(iter(model))), light)]
     return fields | _lines(parts, budget_s)
 
 
 def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
-    """Return the cost of a call and of a byte of every kind of work, from something small and something large."""
+    """Return the cost of a call and of a byte of every kind of work, from a small and a large object."""
     small, large = sizes
     fields = {}
     for kind in small.work:
@@ -68,7 +68,7 @@ def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
 
 
 def _light_layers(model: nn.Sequential) -> nn.Sequential:
-    """Return the most first layers whose weights are small, but one at least."""
+    """Return as many first layers as have few weights together, but at least one."""
     layers: list[nn.Module] = []
     size_bytes = 0
     for layer in model:
@@ -80,10 +80,10 @@ def _light_layers(model: nn.Sequential) -> nn.Sequential:
 
 
 def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> float:
-    """Return what it costs to start a backward behind the first layer instead of arriving there in one piece.
+    """Return the extra cost of starting a backward after the first layer, instead of arriving there in one pass.
 
-    Both on a micro-batch so small that the layer itself hardly counts, and each by its quickest of several: a
-    difference of two medians was mostly noise.
+    Both are measured on a micro-batch so small that the layer itself hardly counts, and each by its shortest of several
+    times: a difference of two medians was mostly noise.
     """
     first = nn.Sequential(next(iter(model)))
     batch = Batch.random(2, task.input_shape, task.classes, task.dtype)
@@ -102,13 +102,13 @@ def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> 
 
 
 def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
-    """Return what it takes to clip a part's update, to draw noise for it and to add that, for each of its bytes."""
+    """Return the seconds to clip a part's update, to draw noise for it and to add that, for each of its bytes."""
     state = {name: value.numpy() for name, value in module.state_dict().items() if value.is_floating_point()}
     missing = _NOISED_BYTES - sum(values.nbytes for values in state.values())
-    if missing > 0:  # of a small part to begin with a tensor takes longest, and it is not to count for samples
+    if missing > 0:  # in a small part, starting a tensor takes longest, which must not count for samples
         dtype = next((values.dtype for values in state.values()), np.dtype(np.float32))
         state["more"] = np.ones(-(-missing // dtype.itemsize), dtype)
-    received = {name: values - 1.0 for name, values in state.items()}  # far away: it is clipped, which takes longest
+    received = {name: values - 1.0 for name, values in state.items()}  # a large update: clipping it takes longest
     chance = partial(random_streams.generator, 0, "noise")
 
     def protect() -> Callable[[], object]:
@@ -121,7 +121,7 @@ def _noise_s_per_byte(module: nn.Module, budget_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Sized:
-    """Some kinds of work on something of one size."""
+    """Some kinds of work on an object of one size."""
 
     size_bytes: int
     work: Mapping[str, Ready]
@@ -136,7 +136,7 @@ def _coding(cut_bytes: int, samples: int, task: Task) -> _Sized:
 
 
 def _exchange(module: nn.Sequential, task: Task) -> _Sized:
-    """Return the optimiser's step and the exchange of this part of a network; its weights stay where they are."""
+    """Return the optimiser's step and the exchange of this part of a network; its weights do not change."""
     part = TorchDevicePart(module, Optimizer(learning_rate=0.0), has_loss=False)
     inputs = Batch.random(2, task.input_shape, task.classes, task.dtype).inputs
 
@@ -154,9 +154,9 @@ def _exchange(module: nn.Sequential, task: Task) -> _Sized:
 
 
 def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[_Sized]:
-    """Return the making of a new global model from what one device and from what two have brought back.
+    """Return the aggregation of a new global model from the parts of one device and of two.
 
-    Most of it is at the server: the devices' networks are cut as early as they can be.
+    Most of the model is at the server: it is cut as early as possible.
     """
     size_bytes = state_bytes(model)
     fits = size_bytes <= _AGGREGATED_BYTES and 2 * _AGGREGATED_COPIES * size_bytes <= free_bytes()
@@ -177,7 +177,7 @@ def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[
 
 
 def _first_cut(model: nn.Sequential) -> int:
-    """Return the first split point that no weight lies on both sides of."""
+    """Return the first split point without a weight that is used on both sides."""
     for split_point in range(1, len(model)):
         try:
             split_model(model, split_point)
@@ -188,5 +188,5 @@ def _first_cut(model: nn.Sequential) -> int:
 
 
 def _as_received(body: Body) -> Body:
-    """Return a body as it arrives: in one buffer of its own."""
+    """Return a body as it arrives: in one buffer."""
     return Body.of(bytearray().join(body.buffers), encoding=body.encoding)

@@ -1,4 +1,4 @@
-"""What one machine measured about one network: seconds and bytes, layer by layer; paper III-C, phase 1."""
+"""The profile of one network on one machine: seconds and bytes, layer by layer; paper III-C, phase 1."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipar.json_records import list_of, object_of, only_fields, read_fields
 from pipar.wire import encodings
 from pipar.wire.encodings import chunk_bytes
 
-#: Written into every file; a file of another format is refused, not guessed at.
+#: Written into every file; a file of another format is refused.
 FORMAT = 10
-#: Two measurements of one machine differ by as much.
+#: Two measurements of one machine differ by up to this share.
 _SCATTER = 0.1
-#: No machine that trains has more than these. What sums and products of larger numbers give is no number any more.
+#: No machine that trains exceeds these. Sums and products of larger numbers might overflow.
 LONGEST_S = 1e6
 _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
@@ -27,7 +27,7 @@ _LARGEST_BATCH = 10**6
 SHARES = (1, 2, 4, 16, 32)
 
 
-#: What an encoding with a loss leaves of float32 values where nobody has measured it: its form says so, about.
+#: The share of float32 values' bytes that a lossy encoding leaves, where it was not measured: about its format's.
 _LOSSY_SHARES = {"fp16": 0.5, "bf16": 0.5, "int8": 0.26, "topk": 0.14}
 
 
@@ -44,9 +44,9 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class CodingTimes:
-    """Seconds to encode and to decode a chunk by some encoding: of a call, and of a byte before encoding.
+    """Seconds to encode and to decode a chunk with one encoding: of a call, and of a byte before encoding.
 
-    To read a message, the profile's own `decode_s`, comes on top once for a tensor.
+    Reading a message, the profile's own `decode_s`, is added once for each tensor.
     """
 
     encode_s: float = 0.0
@@ -60,11 +60,11 @@ class LayerProfile:
     """One layer: seconds per batch for each measured batch size, and its sizes.
 
     `output_bytes` is one sample's output (and so its gradient) at the run's dtype; `parameter_bytes` counts
-    parameters and buffers. `least_s` is the quickest forward and backward together, for bounds; empty: the usual ones.
+    parameters and buffers. `least_s` is the shortest forward and backward together, for bounds; empty: the usual ones.
     `saved_bytes` is what one sample's training keeps from the layer's forward until its backward, with the layer's
-    output but without its input, which the layer before keeps; `working_bytes` is the most that its forward or
-    backward holds beside that, for a sample. `rectified` says that the network, cut behind this layer, ends in a ReLU
-    there. `shares` are what each encoding leaves of the bytes at that cut: of the activation, and of its gradient.
+    output but without its input, which the previous layer keeps; `working_bytes` is the most that its forward or
+    backward holds in addition, for a sample. `rectified` means that the network, cut after this layer, ends in a ReLU.
+    `shares` are the shares of the bytes at that cut that each encoding leaves: of the activation, and of its gradient.
     """
 
     name: str
@@ -83,20 +83,20 @@ class LayerProfile:
 class Profile:
     """The times of a network on one machine, and of the work around it.
 
-    The paper measures the full batch only. Times are not proportional to 1/N, so several batch sizes are
-    here, and the work that the paper leaves out: loading a sample, raw tensors to wire bytes and back, the
-    optimiser by parameter byte, models into bytes and back, aggregation, noise for privacy; each but loading and noise
-    with what a call costs whatever its size.
+    The paper measures the full batch only. Times are not proportional to 1/N, so a profile has several batch sizes. It
+    also has the work that the paper leaves out: loading a sample, tensors to bytes and back, the optimiser by parameter
+    byte, models to bytes and back, aggregation, and noise for privacy; all but loading and noise with a fixed cost of
+    each call.
 
-    A machine that cannot hold the whole network has its first Q' layers here, and `total_layers` says how many the
-    network has; 0 is as many as are here.
+    A machine that cannot hold the whole network has a profile of the first Q' layers, and `total_layers` is the number
+    of the network's layers; 0 means that all are here.
 
-    `coding` are the times of each encoding but raw, which has `encode_s` and the like of its own; one that is not there
-    was not measured, and is not chosen. Those of "changes" are what it takes to find what a round has changed in a
-    model, and to add it again, beside packing and installing; `changes_share` is what they are of the model's bytes.
+    `coding` are the times of each encoding but raw, which has `encode_s` and the like; an encoding that is missing was
+    not measured, and is not chosen. The times of "changes" are those to find what a round has changed in a model, and
+    to apply it, in addition to packing and installing; `changes_share` is their share of the model's bytes.
 
-    Times are of one core that has the machine for itself. `crowded` is how many times as long a pass takes, at each
-    batch size, while all other cores compute as well; empty: they do not disturb each other.
+    Times are those of one core while the others are idle. `crowded` is the factor by which a pass takes longer, at each
+    batch size, while `crowd` other cores compute as well; empty: no contention.
     """
 
     model: str
@@ -114,7 +114,7 @@ class Profile:
     pack_s_per_byte: float = 0.0
     install_s: float = 0.0
     install_s_per_byte: float = 0.0
-    backward_at_cut_s: float = 0.0  # what a backward that starts at a cut costs beside its layers
+    backward_at_cut_s: float = 0.0  # the cost of starting a backward at a cut, in addition to its layers
     aggregate_s: float = 0.0
     aggregate_s_per_byte: float = 0.0
     noise_s_per_byte: float = 0.0  # to clip values, to draw Gaussian noise for them and to add it
@@ -122,7 +122,7 @@ class Profile:
     how: str = ""
     total_layers: int = 0
     crowded: tuple[float, ...] = ()
-    crowd: int = 0  # so many other cores computed when `crowded` was measured
+    crowd: int = 0  # other cores that computed while `crowded` was measured
     coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
     changes_share: float = 1.0
 
@@ -133,7 +133,7 @@ class Profile:
 
     @property
     def network_layers(self) -> int:
-        """Q, the layers of the network, also of those that are not in this profile."""
+        """Q, the number of the network's layers, with those that are not in this profile."""
         return self.total_layers or len(self.layers)
 
     @property
@@ -142,7 +142,7 @@ class Profile:
         return self.network_layers == len(self.layers)
 
     def is_about(self, other: Profile) -> bool:
-        """Return whether the other is of the same network on a machine as fast, up to what measuring scatters."""
+        """Return whether the other is of the same network on a machine as fast, up to the scatter of measurements."""
         if self == other:
             return True
         if NetworkSizes.of(self) != NetworkSizes.of(other) or self.batch_sizes != other.batch_sizes:
@@ -159,7 +159,7 @@ class Profile:
         return sum(layer.parameter_bytes for layer in self.layers[first - 1 : last])
 
     def exchanged_bytes(self, split_point: int, *, changes: bool) -> int:
-        """Return the bytes of a device's part on the link: of all of it, or of what a round has changed in it."""
+        """Return the bytes of a device's part on the link: all of it, or the changes of a round."""
         return round(self.parameter_bytes(1, split_point) * (self.changes_share if changes else 1.0))
 
     def output_bytes(self, layer: int) -> int:
@@ -167,7 +167,7 @@ class Profile:
         return self.layers[layer - 1].output_bytes
 
     def share(self, split_point: int, direction: str, encoding: str) -> float:
-        """Return the share of its bytes that an encoding leaves of what crosses a cut, "up" or "down"; unknown: all."""
+        """Return the share of a tensor's bytes at a cut, "up" or "down", that an encoding leaves; 1 if unknown."""
         known = self.layers[split_point - 1].shares.get(encoding)
         if known is not None:
             return known[direction == "down"]
@@ -176,18 +176,18 @@ class Profile:
     def chunk_bytes(self, split_point: int, samples: int, encoding: str) -> list[int]:
         """Return the bytes, before encoding, of each chunk that a micro-batch's tensor at a cut is encoded in.
 
-        By sizes alone: large samples are cut anywhere here, and between their rows where there are values.
+        By sizes alone: large samples are cut anywhere here, but real ones between their rows.
         """
         item = item_bytes(self.dtype)
         return chunk_bytes((samples, self.output_bytes(split_point) // item), item, encoding)
 
     def coded_bytes(self, split_point: int, samples: int, direction: str, encoding: str) -> list[int]:
-        """Return what an encoding leaves of each of these chunks: a byte at least."""
+        """Return the bytes that an encoding leaves of each of these chunks: at least one."""
         share = self.share(split_point, direction, encoding)
         return [max(1, round(raw * share)) for raw in self.chunk_bytes(split_point, samples, encoding)]
 
     def coding_times(self, encoding: str) -> CodingTimes:
-        """Return the times of an encoding; of one that was not measured those of raw values."""
+        """Return the times of an encoding; those of raw values if it was not measured."""
         raw = CodingTimes(self.encode_s, self.encode_s_per_byte, self.decode_s, self.decode_s_per_byte)
         return raw if encoding == "raw" else self.coding.get(encoding, raw)
 
@@ -201,18 +201,18 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Return the profile of a file, or raise one sentence that names the file."""
+        """Return the profile in a file, or raise ConfigError with the file's name."""
         try:
             return cls.from_json(path.read_text("utf-8"))
         except OSError as error:
             raise ConfigError(f"Cannot read the profile {path}: {error.strerror}.") from None
         except (ValueError, ConfigError) as error:
             why = str(error).rstrip(".")
-            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {why}. {_WRITE_ANEW}") from None
+            raise ConfigError(f"{path} is not a profile that 'pipar profile' wrote: {why}. {_WRITE_AGAIN}") from None
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Return the profile that a JSON object says."""
+        """Return the profile of a JSON object."""
         values = read_fields(cls, text, FORMAT)
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
         lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
@@ -225,7 +225,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class NetworkSizes:
-    """What a network is, whatever machine runs it: the layers' names, one sample's output bytes, parameter bytes."""
+    """A network, whatever machine runs it: the names of its layers, one sample's output bytes, parameter bytes."""
 
     model: str
     dtype: str
@@ -235,7 +235,7 @@ class NetworkSizes:
 
     @classmethod
     def of(cls, profile: Profile) -> NetworkSizes:
-        """Return the sizes that a profile of the whole network says."""
+        """Return the sizes in a profile of the whole network."""
         layers = profile.layers
         return cls(
             profile.model,
@@ -247,23 +247,23 @@ class NetworkSizes:
 
 
 def check_network(profile: Profile, network: NetworkSizes, source: str) -> Profile:
-    """Return the profile if it is one of this network, or of its first layers and says so.
+    """Return the profile if it is one of this network, or of its first layers and says so; else raise ConfigError.
 
-    Otherwise raise one sentence; `source` is where the profile comes from.
+    `source` is where the profile comes from.
     """
     problem = _difference(profile, network)
     if problem:
-        raise ConfigError(f"The profile {source} is of {profile.model} {problem}: write one with 'pipar profile'.")
+        raise ConfigError(f"The profile {source} is of {profile.model} {problem}: write another with 'pipar profile'.")
     return profile
 
 
 def _difference(profile: Profile, network: NetworkSizes) -> str | None:
-    """Return how a profile's network differs from the given one, if it does."""
+    """Return how a profile's network differs from the given one; None if it does not."""
     here, all_layers = len(profile.layers), len(network.names)
     if profile.network_layers != all_layers:
         return f"with {profile.network_layers} layers, but {network.model} has {all_layers}"
     if profile.dtype != network.dtype:
-        return f"in {profile.dtype}, but {network.model} is to be trained in {network.dtype}"
+        return f"in {profile.dtype}, but {network.model} is trained in {network.dtype}"
     names = tuple(layer.name for layer in profile.layers)
     if names != network.names[:here]:
         number = next(n for n in range(here) if names[n] != network.names[n])
@@ -281,7 +281,7 @@ def _difference(profile: Profile, network: NetworkSizes) -> str | None:
 
 
 _CODED = (*encodings.CODED, "changes")
-_WRITE_ANEW = "Write it anew with 'pipar profile -o FILE'."
+_WRITE_AGAIN = "Write it again with 'pipar profile -o FILE'."
 
 
 def _layer(tree: Any) -> LayerProfile:
@@ -292,7 +292,7 @@ def _layer(tree: Any) -> LayerProfile:
 
 
 def _problem(profile: Profile) -> str | None:
-    """Return what is wrong with a profile's numbers, if anything is."""
+    """Return what is wrong with a profile's numbers; None if nothing is."""
     sizes = profile.batch_sizes
     are_sizes = bool(sizes) and all(_is_count(size, _LARGEST_BATCH) and size >= 1 for size in sizes)
     if not are_sizes or list(sizes) != sorted(set(sizes)):
@@ -307,8 +307,8 @@ def _problem(profile: Profile) -> str | None:
             return f"{one.name} is not text"
     if not _is_count(profile.total_layers, _MOST_COUNTED) or 0 < profile.total_layers < len(profile.layers):
         return (
-            f"total_layers is {_shown(profile.total_layers)}, but {len(profile.layers)} layers are here: it is at "
-            "least as many, or 0 for just these"
+            f"total_layers is {_shown(profile.total_layers)}, but {len(profile.layers)} layers are here: give at least "
+            "as many, or 0 for just these"
         )
     if not _is_count(profile.crowd, _MOST_COUNTED):
         return f"crowd is {_shown(profile.crowd)}, not a number of cores"
@@ -383,5 +383,5 @@ def _is_count(value: Any, most: int) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a sentence can hold it: a peer may have sent hundreds of digits."""
+    """Return a value, shortened: a peer may have sent hundreds of digits."""
     return repr(value)[:80]

@@ -23,23 +23,23 @@ def rest() -> None:
 
 
 class Budget:
-    """Seconds that may pass, from now on, and whether another repetition is due."""
+    """A budget of seconds, from now on, and whether it allows another repetition."""
 
     def __init__(self, seconds: float) -> None:
         self._start, self._seconds = time.perf_counter(), seconds
 
     def spent(self) -> float:
-        """Return the share of the budget that is gone; above 1 if there is none left."""
+        """Return the share of the budget that is spent; above 1 if it is exceeded."""
         return (time.perf_counter() - self._start) / self._seconds if self._seconds > 0 else float("inf")
 
     def wants_another(self, done: int) -> bool:
-        # A median of three is worth going over the budget, up to twice; a huge network has to do with one pass.
+        # A median of three is worth up to twice the budget; for a huge network, one pass has to suffice.
         allowed = 2.0 if done < FEWEST_REPETITIONS else 1.0
         return done == 0 or (done < MOST_REPETITIONS and self.spent() < allowed)
 
 
 def median_s(ready: Ready, budget_s: float) -> float:
-    """Return the median CPU time of the work, each time from rest."""
+    """Return the median CPU time of the work, each time from rest, after a first time that does not count."""
     ready()()
     budget = Budget(budget_s)
     times: list[float] = []
