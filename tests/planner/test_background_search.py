@@ -27,13 +27,13 @@ from reproduction.plan_scores import learned_plans
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
 
-def test_plans_in_force_stay_if_others_are_hardly_better() -> None:
+def test_plans_in_force_stay_if_others_gain_little() -> None:
     here = fleet()
     best = search_again(here, plans(here, Plan(1, 1)))
     assert search_again(here, best) == best
 
 
-def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_takes() -> None:
+def test_layers_move_only_if_links_stay_stable_for_long_enough_to_pay_for_it() -> None:
     here = fleet()
     start = plans(here, Plan(1, 1))
     slow_to_move = Costs(replace(PROFILE, install_s_per_byte=1e-4), 0.5)  # 13 s for new replicas of all four
@@ -48,7 +48,7 @@ def test_layers_move_only_if_links_last_for_long_enough_to_gain_what_moving_take
 
 
 def after_trying(of: Fleet, *cuts: int, first: int = 0) -> Fleet:
-    """Return the fleet with devices that had these split points, from one of them on."""
+    """Return the fleet with devices that have tried these split points, from the given one on."""
     more = {
         member.name: of.tried_split_points.get(member.name, frozenset()) | set(cuts) for member in of.members[first:]
     }
@@ -59,7 +59,7 @@ TRYING, NOT_TRYING = replace(UNHURRIED, trial_cost=0.1), replace(UNHURRIED, tria
 
 
 @pytest.mark.slow
-def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
+def test_new_split_points_are_tried_if_they_are_predicted_to_cost_little() -> None:
     here = fleet(speed=0.35)
     best = search_again(here, plans(here), NOT_TRYING)
     (cut,) = {plan.split_point for plan in best.values()}
@@ -78,11 +78,11 @@ def test_new_split_points_are_tried_if_they_promise_to_cost_little() -> None:
     assert search_again(after_trying(here, cut, 101, 102, 103), best, TRYING) == best
     assert search_again(replace(after_trying(here, cut), stable_rounds=20.0), best, TRYING) == trial
     assert search_again(replace(after_trying(here, cut), stable_rounds=19.0), best, TRYING) == best
-    # Devices of one kind know what one of them had.
+    # Devices of one kind share what one of them has tried.
     assert search_again(after_trying(after_trying(here, cut), new, first=3), best, TRYING) == best
 
 
-def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
+def test_a_split_point_is_new_to_each_kind_of_device_separately() -> None:
     here = fleet(2)
     both = tuple(
         replace(member, memory_bytes=limit) for member, limit in zip(here.members, (10**9, 2 * 10**9), strict=True)
@@ -95,15 +95,15 @@ def test_split_points_are_new_to_kinds_of_devices_each_by_itself() -> None:
         return _are_new(of_both, {first: Plan(2, 1), second: Plan(3, 1)})
 
     assert not are_new({2}, {3})
-    assert are_new({3}, {2})  # neither had what the other had
+    assert are_new({3}, {2})  # neither has tried what the other has
     assert are_new({1, 3, 4}, {3})
     assert not are_new({1, 3, 4, 5}, {1})  # the first has tried enough
     assert are_new({1, 2, 3, 4}, {1})
-    assert not are_new(set(), {1})  # nobody knows what it had
+    assert not are_new(set(), {1})  # what it has tried is unknown
 
 
 @pytest.mark.parametrize(("share", "is_tried"), [(0.09, True), (0.11, False)])
-def test_nothing_is_tried_that_takes_long_to_move(
+def test_plans_that_take_long_to_move_to_are_not_tried(
     share: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = fleet(speed=0.35)
@@ -117,8 +117,8 @@ def test_nothing_is_tried_that_takes_long_to_move(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
-def test_what_a_trial_shows_decides_whether_it_stays(third_layer: float, cut: int) -> None:
-    """Devices begin with two layers; how long they take for the third, nothing says before they have had it."""
+def test_a_trial_ends_or_stays_by_what_it_shows(third_layer: float, cut: int) -> None:
+    """Devices begin with two layers; nothing shows how long the third takes before they have had it."""
     here = fleet(speed=0.333)
     best = search_again(here, plans(here), NOT_TRYING)
     assert {plan.split_point for plan in best.values()} == {2}
@@ -146,7 +146,7 @@ def test_a_situation_that_comes_back_is_not_searched_again() -> None:
     assert answers[0] == answers[2] != answers[1] == answers[3]
 
 
-def test_who_is_gone_is_not_planned_for() -> None:
+def test_a_device_that_has_left_is_not_planned_for() -> None:
     here = fleet()
     names = [member.name for member in here.members]
     asked: list[tuple[list[str], list[str]]] = []
@@ -159,7 +159,7 @@ def test_who_is_gone_is_not_planned_for() -> None:
     assert asked == [(names[1:], sorted(names[1:]))]
 
 
-def test_links_are_planned_for_at_once_and_what_was_learned_of_machines_at_leisure() -> None:
+def test_changed_links_get_a_quick_search_and_calibrated_machines_an_unhurried_one() -> None:
     here = fleet()
     predictor, settings_used = Predictor(here, plans(here)), list[SearchSettings]()
 
@@ -179,7 +179,7 @@ def test_links_are_planned_for_at_once_and_what_was_learned_of_machines_at_leisu
 
 
 @pytest.mark.slow
-def test_the_process_chooses_what_a_search_here_does_and_ends_when_it_is_closed() -> None:
+def test_the_process_finds_the_plans_of_a_search_here_and_ends_when_it_is_closed() -> None:
     here, start = fleet(), plans(fleet(), Plan(1, 1))
 
     async def ask() -> tuple[Mapping[str, Plan], float, int | None]:
@@ -198,7 +198,7 @@ def test_the_process_chooses_what_a_search_here_does_and_ends_when_it_is_closed(
 
 
 @pytest.mark.slow
-def test_a_fleet_that_cannot_be_planned_is_one_sentence_from_the_process() -> None:
+def test_the_process_returns_one_sentence_for_a_fleet_that_cannot_be_planned() -> None:
     here = fleet()
     tiny = replace(here, members=tuple(replace(member, memory_bytes=1000) for member in here.members))
 
@@ -213,7 +213,7 @@ def test_a_fleet_that_cannot_be_planned_is_one_sentence_from_the_process() -> No
         asyncio.run(ask())
 
 
-def test_what_was_measured_of_links_is_planned_with() -> None:
+def test_measured_links_are_planned_with() -> None:
     here = fleet()
     predictor = Predictor(here, plans(here))
     predictor.measure_links(1, {name: measured(5e6, 5e6) for name in plans(here)})
@@ -222,7 +222,7 @@ def test_what_was_measured_of_links_is_planned_with() -> None:
 
 
 @pytest.mark.parametrize("method", ["pipar", "sfl"])
-def test_a_search_takes_no_cut_that_leaks_too_much_and_the_next_best_instead(method: str) -> None:
+def test_a_search_takes_the_next_best_cut_if_the_best_leaks_too_much(method: str) -> None:
     here = replace(fleet(), method=METHODS[method])
     (free,) = {plan.split_point for plan in search_plans(here, simulate).plans.values()}
     held = replace(here, leaky_cuts=frozenset({free}))

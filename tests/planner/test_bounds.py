@@ -30,7 +30,7 @@ def some_plans(fleet: Fleet, seed: int) -> Iterator[dict[str, Plan]]:
 
 
 @pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 300), marks=pytest.mark.slow)], ids=str)
-def test_an_epoch_that_is_short_enough_is_never_given_up_and_many_others_are(seeds: range) -> None:
+def test_an_epoch_that_is_short_enough_is_never_stopped_and_many_others_are(seeds: range) -> None:
     given_up = []
     for seed in seeds:
         # With many devices to a core, some have ended when others have hardly begun.

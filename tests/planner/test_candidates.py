@@ -61,11 +61,11 @@ def test_with_batch_statistics_n_ends_where_micro_batches_have_two_samples() -> 
         ({"split_point": 1, "micro_batches": 5, "window": 2}, [Plan(1, 5, 2)]),
     ],
 )
-def test_what_is_given_is_kept(given: dict[str, int], expected: list[Plan]) -> None:
+def test_configured_values_are_kept(given: dict[str, int], expected: list[Plan]) -> None:
     assert plans(FLEET, **given) == expected
 
 
-def test_a_window_is_as_large_as_memory_lets_it_be_and_a_given_one_stays() -> None:
+def test_a_window_is_as_large_as_memory_allows_and_a_configured_one_stays() -> None:
     needs = training_bytes(PROFILE, Plan(1, 4, 2), 12)
     assert plans(split_point=1, micro_batches=4, memory_bytes=needs) == [Plan(1, 4, 2)]
     assert plans(split_point=1, micro_batches=4, memory_bytes=needs, window=2) == [Plan(1, 4, 2)]
@@ -104,7 +104,7 @@ LARGE = replace(
         ("sfl", 370, {}, "at least 501MiB."),
     ],
 )
-def test_a_device_for_which_nothing_fits_is_told_what_is_needed_and_only_what_would_help(
+def test_the_error_for_a_device_that_fits_nothing_says_what_it_needs_and_only_what_would_help(
     method: str, memory: float, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(PlanError) as raised:
@@ -115,7 +115,7 @@ def test_a_device_for_which_nothing_fits_is_told_what_is_needed_and_only_what_wo
     assert "\n" not in text
 
 
-def test_what_is_said_to_be_needed_is_enough_and_more_than_there_is() -> None:
+def test_the_memory_that_the_error_names_is_enough_and_more_than_there_is() -> None:
     needs = training_bytes(PROFILE, Plan(1, 12, 1), 12)  # a few bytes more than the base
     with pytest.raises(TooLittleMemoryError, match=r"has 368 MiB of memory, but .* needs 369 MiB"):
         plans(memory_bytes=needs - 1)
@@ -190,7 +190,7 @@ def test_no_plan_has_a_cut_that_leaks_too_much() -> None:
          "because all earlier cuts leak more than privacy.max_leakage allows: raise the limit."),
     ],
 )  # fmt: skip
-def test_who_may_have_only_leaky_cuts_is_told_so(fleet: Fleet, given: dict[str, object], says: str) -> None:
+def test_the_error_for_a_device_with_only_leaky_cuts_says_so(fleet: Fleet, given: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError) as raised:
         plans(fleet, **given)
     assert says in str(raised.value)

@@ -126,7 +126,7 @@ def test_an_overhead_of_zero_costs_exactly_zero_at_any_speed(kind: str) -> None:
     assert Costs(NO_OVERHEADS, speed=0.05).seconds(work) == 0.0
 
 
-def test_asking_again_gives_the_same_and_asking_for_other_work_does_not() -> None:
+def test_the_same_work_costs_the_same_and_other_work_does_not() -> None:
     costs = Costs(PROFILE)
     work = Work("fc", epoch=1, iteration=2, micro_batch=3, last_layer=1, samples=10)
     again = replace(work, epoch=9, iteration=8, micro_batch=7)
@@ -147,7 +147,7 @@ def test_two_halves_of_the_layers_cost_what_the_whole_costs(cut: int, samples: i
 @pytest.mark.parametrize(
     "work", [Work("fc", samples=4), Work("step"), Work("fs", last_layer=4), Work("fly", last_layer=1)]
 )
-def test_work_that_cannot_be_is_a_mistake_not_a_free_stage(work: Work) -> None:
+def test_impossible_work_is_an_error_not_a_free_stage(work: Work) -> None:
     with pytest.raises(AssertionError):
         Costs(PROFILE).seconds(work)
 

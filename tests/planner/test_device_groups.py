@@ -1,4 +1,4 @@
-"""Fleets of many kinds: merged into groups of which all are as slow as the slowest, and planned for by these."""
+"""Fleets of many kinds: merged into groups that are as slow as their slowest device, and planned by these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def fleet_of(model: str, data: str, count: int, **settings: object) -> Fleet:
-    """Return so many Raspberry Pi 3B, each on a link of its own from 5 to 100 Mbit/s, and an i7-11850H."""
+    """Return `count` Raspberry Pi 3B, each on a link of its own from 5 to 100 Mbit/s, and an i7-11850H."""
     board = {"count": count, "profile": "raspberry-pi-3b", "link": "wifi"}
     tree = {
         "model": {"name": model},
@@ -42,7 +42,7 @@ def fleet_of(model: str, data: str, count: int, **settings: object) -> Fleet:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8])
-def test_a_group_is_as_slow_as_its_slowest_and_has_the_memory_of_who_has_least(most: int) -> None:
+def test_a_group_is_as_slow_as_its_slowest_device_and_has_the_least_memory_of_all(most: int) -> None:
     fleet = fleet_of("vgg5", "cifar10", 30)
     limited = tuple(replace(m, memory_bytes=(400 + n) * MIB) for n, m in enumerate(fleet.members))
     fleet = replace(fleet, members=limited)
@@ -62,7 +62,7 @@ def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_devices_that_were_given_different_things_are_of_no_group_together() -> None:
+def test_devices_with_different_configured_values_are_never_in_one_group() -> None:
     fleet = fleet_of("vgg5", "cifar10", 9)
     given = tuple(replace(m, split_point=1 + n % 3) for n, m in enumerate(fleet.members))
     kinds = merge_kinds(replace(fleet, members=given), 2).device_kinds()
@@ -86,7 +86,7 @@ def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(mod
 
 
 @pytest.mark.slow
-def test_they_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
+def test_plans_of_many_kinds_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
     fleet = fleet_of("resnet18", "cifar10", 6)
     in_groups, at_once = search_plans(fleet, simulate), search_kinds(fleet, simulate)
     assert in_groups.epoch_s <= at_once.epoch_s * 1.02
@@ -107,7 +107,7 @@ def test_every_device_may_have_the_plan_of_its_group() -> None:
     assert all(len(by_kind) == len(fleet.device_kinds()) for by_kind, _ in choice.runners_up)
 
 
-def test_who_has_too_little_memory_is_named() -> None:
+def test_a_device_with_too_little_memory_is_named() -> None:
     fleet = fleet_of("vgg5", "cifar10", 6)
     poor = fleet.members[4]
     members = tuple(replace(m, memory_bytes=(300 if m is poor else 800) * MIB) for m in fleet.members)

@@ -22,7 +22,7 @@ from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message
 from pipar.wire.messages import Kind, Message
 
-#: What they leave behind a ReLU, up and down, and about what they take.
+#: The shares that they leave after a ReLU, up and down, and roughly their times.
 SHARES = {"sparse": (0.55, 0.5), "planes": (0.8, 0.85), "sparse-planes": (0.45, 0.4)}
 CODING = {
     "sparse": CodingTimes(1e-5, 0.5e-9, 1e-5, 1.0e-9),
@@ -76,7 +76,7 @@ def test_every_chunk_of_a_large_tensor_costs_its_receiver_a_call() -> None:
         assert coded(of, 2) == (best, "raw")
 
 
-def test_a_device_that_codes_very_slowly_does_not() -> None:
+def test_a_device_that_codes_very_slowly_gets_raw() -> None:
     slow_coding = {
         name: replace(times, encode_s_per_byte=1e-5, decode_s_per_byte=1e-5) for name, times in CODING.items()
     }
@@ -84,7 +84,7 @@ def test_a_device_that_codes_very_slowly_does_not() -> None:
     assert coded(fleet(SLOW, speed=1e-4), 1) == ("raw", "raw")
 
 
-def test_what_nobody_has_measured_is_no_candidate() -> None:
+def test_an_encoding_that_was_not_measured_is_not_chosen() -> None:
     unmeasured = replace(PROFILE, coding={"planes": CODING["planes"]})
     assert coded(fleet(SLOW, device=unmeasured), 1) == ("planes", "planes")
     without_shares = replace(PROFILE, layers=tuple(replace(layer, shares={}) for layer in PROFILE.layers))
@@ -102,15 +102,13 @@ def test_what_nobody_has_measured_is_no_candidate() -> None:
         ("topk", "topk", "topk"),
     ],
 )
-def test_an_encoding_that_was_given_is_taken_as_far_as_it_is_exact(
-    given: str, behind_a_relu: str, elsewhere: str
-) -> None:
+def test_a_configured_encoding_is_used_where_it_is_exact(given: str, behind_a_relu: str, elsewhere: str) -> None:
     for link in (SLOW, UNLIMITED):
         assert coded(fleet(link, encoding=given), 1) == (behind_a_relu,) * 2
         assert coded(fleet(link, encoding=given), 2) == (elsewhere,) * 2
 
 
-def test_a_lossy_encoding_is_never_chosen_by_itself() -> None:
+def test_a_lossy_encoding_is_never_chosen_automatically() -> None:
     all_shares = {**SHARES, "int8": (0.1, 0.1)}
     layers = tuple(replace(layer, shares=all_shares) for layer in PROFILE.layers)
     assert coded(fleet(SLOW, device=replace(PROFILE, layers=layers)), 1)[0] in encodings.EXACT
@@ -150,7 +148,7 @@ def test_encoding_is_in_chunks_and_raw_in_one_piece() -> None:
     assert sum(PROFILE.chunk_bytes(1, 7, "planes")) == 700_000
 
 
-def test_a_chunk_that_shrinks_to_nothing_is_a_byte_all_the_same() -> None:
+def test_a_chunk_that_shrinks_to_nothing_counts_as_a_byte() -> None:
     """A frame of a coded tensor is never empty: the receiver would refuse it."""
     tiny = replace(RELU, output_bytes=4, shares={"planes": (0.01, 0.01)})
     profile = replace(PROFILE, layers=(tiny, LAST))
@@ -172,14 +170,14 @@ def test_costs_know_each_encoding_and_count_one_that_is_not_known_as_raw() -> No
 # --- when links change
 
 
-def test_encodings_are_decided_again_for_other_links_whatever_else_stays() -> None:
+def test_encodings_are_chosen_again_for_other_links() -> None:
     plans = {"pi": Plan(1, 2, 0, "raw", "raw")}
     assert reencoded(fleet(SLOW), plans) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}
     assert reencoded(fleet(UNLIMITED), reencoded(fleet(SLOW), plans)) == plans
     assert reencoded(fleet(UNLIMITED, encoding="planes"), plans) == {"pi": Plan(1, 2, 0, "planes", "planes")}
 
 
-def test_where_p_and_n_stay_a_changed_link_changes_the_encodings_alone() -> None:
+def test_where_p_and_n_stay_a_changed_link_changes_only_the_encodings() -> None:
     before = {"pi": Plan(1, 2, 0, "raw", "raw")}
     again = ReplanEncodings(fleet(UNLIMITED), before)
     assert asyncio.run(again({"pi": SLOW})) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}

@@ -62,7 +62,7 @@ def test_the_best_is_never_ruled_out(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=str)
-def test_what_is_given_up_on_the_way_changes_nothing_but_the_time_that_it_takes(seeds: range) -> None:
+def test_stopping_simulations_early_changes_only_the_time_of_the_search(seeds: range) -> None:
     for seed in seeds:
         fleet, world = fleet_of_two_kinds(seed), jittered_simulation(seed)
         quick = search_all(fleet, world, within=jittered_simulation_within(seed), micro_batches=SOME_N, slack=JITTER)
@@ -70,14 +70,14 @@ def test_what_is_given_up_on_the_way_changes_nothing_but_the_time_that_it_takes(
         assert quick.epoch_s == min(steady_epoch_s(world, fleet, plans) for plans in every_plan(fleet)), seed
 
 
-def test_the_best_is_the_plan_that_takes_so_long() -> None:
+def test_the_best_plan_takes_the_reported_seconds() -> None:
     fleet = fleet_of_two_kinds(1)
     best = search_all(fleet, whole_epochs)
     plans = {m.name: plan for kind, plan in zip(fleet.device_kinds(), best.by_kind, strict=True) for m in kind}
     assert simulate(fleet, plans).epoch_s == pytest.approx(best.epoch_s, rel=1e-12)
 
 
-def test_progress_goes_up_and_the_search_may_be_kept_to_some_n() -> None:
+def test_progress_grows_and_the_search_can_be_restricted_to_some_n() -> None:
     fleet, seen = fleet_of_two_kinds(2), list[tuple[int, int]]()
     best = search_all(fleet, whole_epochs, micro_batches=[3], progress=lambda *counts: seen.append(counts))
     assert {plan.micro_batches for plan in best.by_kind} == {3}

@@ -38,7 +38,7 @@ def test_changes_are_sent_below_the_rate_at_which_they_take_as_long_as_the_model
     assert not one.sends_changes(one.members[0], None)
 
 
-def test_the_server_decodes_what_many_devices_bring_back_at_once_only_as_fast_as_it_has_cores() -> None:
+def test_the_server_decodes_the_parts_of_many_devices_on_all_its_cores() -> None:
     few = fleet()
     (member,) = few.members
     many = replace(few, members=tuple(replace(member, name=f"pi-{n}") for n in range(8)))
@@ -47,7 +47,7 @@ def test_the_server_decodes_what_many_devices_bring_back_at_once_only_as_fast_as
     assert below_bps(replace(many, cores=16)) == pytest.approx(below_bps(few))
 
 
-def test_models_travel_whole_if_that_is_asked_for_or_nothing_else_was_measured() -> None:
+def test_models_are_sent_whole_if_configured_or_if_changes_were_not_measured() -> None:
     assert below_bps(fleet(encoding="raw")) == 0
     assert below_bps(fleet(method="sl")) == 0
     server = Costs(replace(PROFILE, coding={}))
@@ -55,7 +55,7 @@ def test_models_travel_whole_if_that_is_asked_for_or_nothing_else_was_measured()
     assert below_bps(replace(fleet(), server=Costs(replace(PROFILE, changes_share=1.0)))) == 0
 
 
-def test_behind_noise_models_travel_whole_and_the_last_one_is_kept_to_clip_against() -> None:
+def test_with_noise_models_are_sent_whole_and_the_last_one_is_kept_for_clipping() -> None:
     one = replace(fleet(FAST), protects=True)
     assert below_bps(replace(fleet(SLOW), protects=True)) == 0
     assert one.keeps_base(one.members[0])
@@ -77,10 +77,10 @@ def test_a_base_is_kept_where_any_of_the_rates_is_slow(link: Link, kept: bool) -
     one = fleet(link)
     assert one.keeps_base(one.members[0]) is kept
     real = replace(one, real_links=True)
-    assert real.keeps_base(real.members[0])  # nobody knows yet
+    assert real.keeps_base(real.members[0])  # its rate is unknown
 
 
-def test_the_memory_that_a_base_takes_is_planned_with() -> None:
+def test_plans_count_the_memory_of_a_kept_model() -> None:
     slow, fast = fleet(SLOW), fleet(FAST)
     plan = allowed_plans(fast, fast.members[0])[0]
     needed = needed_bytes(fast, fast.members[0], plan)

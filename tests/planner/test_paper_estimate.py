@@ -46,7 +46,7 @@ whole_times = st.builds(StageTimes, *[st.integers(0, 1000).map(float)] * 6)
         (StageTimes(0, 0, 0, 0, 0, 0), 9, 0, "nothing takes no time"),
     ],
 )
-def test_an_iteration_takes_what_a_hand_works_out(times: StageTimes, n: int, seconds: float, why: str) -> None:
+def test_an_iteration_takes_the_time_computed_by_hand(times: StageTimes, n: int, seconds: float, why: str) -> None:
     assert iteration_s(times, n) == seconds, why
     assert closed_form_s(times, n) == seconds, why
 
@@ -86,7 +86,7 @@ FAST = Link(up_bps=8e6, down_bps=8e6)
         pytest.param(Plan(2, 1), Link(up_bps=1e5, down_bps=2.5e5), (1.0, 1.0), 24.0, id="server sums P+1..Q"),
     ],
 )
-def test_an_iteration_of_a_profiled_network_takes_what_a_hand_works_out(
+def test_an_iteration_of_a_profiled_network_takes_the_time_computed_by_hand(
     make_profile: MakeProfile, plan: Plan, link: Link, speeds: tuple[float, float], seconds: float
 ) -> None:
     times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), plan, 100, link, speeds)
@@ -97,7 +97,7 @@ def test_an_iteration_of_a_profiled_network_takes_what_a_hand_works_out(
     assert max(ends.values()) == ends[Stage("bc", n)] == pytest.approx(seconds, rel=1e-12)
 
 
-def test_the_number_that_fills_idle_time_takes_the_servers_layers_behind_the_cut(make_profile: MakeProfile) -> None:
+def test_the_number_that_fills_idle_time_counts_the_servers_layers_after_the_cut(make_profile: MakeProfile) -> None:
     link = Link(up_bps=1e5, down_bps=2.5e5)
     times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), Plan(2, 1), 100, link)
     # (4 + 0.2 + 0.2 + 1.6) / min(6, 12) = 1. With f_s over layers 1..P, 0.6, it would be 6.4 / 6, and N = 3.

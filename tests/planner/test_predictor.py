@@ -44,7 +44,7 @@ def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, s
     assert errors[-1] < 0.01
 
 
-def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
+def test_contention_on_the_server_is_not_taken_for_a_slow_machine() -> None:
     crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.8, 1.3), crowd=1)
     here = fleet(8)
     here = Fleet(here.method, here.members, Costs(crowded), 2, 50)
@@ -55,7 +55,7 @@ def test_a_crowded_server_is_not_taken_for_a_slow_one() -> None:
     assert not predictor.has_learned()
 
 
-def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not_more_every_epoch() -> None:
+def test_a_device_that_is_a_little_slower_does_not_seem_slower_every_epoch() -> None:
     here = fleet()
     predictor, before = Predictor(here, plans(here)), compute_seconds(here, plans(here))
     slower = {name: seconds * (1.03 if name == "d01" else 1.0) for name, seconds in before[0].items()}
@@ -66,7 +66,7 @@ def test_one_device_that_is_a_little_slower_is_believed_as_slow_as_it_is_and_not
     assert predictor.predicted_s(13, plans(here)) == pytest.approx(predictor.predicted_s(1, plans(here)), rel=1e-6)
 
 
-def test_links_count_from_the_next_epoch_on() -> None:
+def test_measured_links_take_effect_in_the_next_epoch() -> None:
     here = fleet()
     predictor = Predictor(here, plans(here))
     predictor.measure_links(1, {member.name: measured(20e6, 40e6) for member in here.members})
@@ -74,7 +74,7 @@ def test_links_count_from_the_next_epoch_on() -> None:
     assert predictor.predicted_s(2, plans(here)) < 0.9 * predictor.predicted_s(1, plans(here))
 
 
-def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_stay_the_same() -> None:
+def test_forgetting_past_epochs_does_not_change_predictions() -> None:
     here = fleet()
     everything, pruned = Predictor(here, plans(here)), Predictor(here, plans(here))
     for epoch in range(1, 30):
@@ -89,7 +89,7 @@ def test_what_only_past_epochs_were_expected_by_is_forgotten_and_expectations_st
         assert max(len(pruned._plans), len(pruned._links), len(pruned._fits)) <= 3
 
 
-def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_is_due_when_they_stay_longer() -> None:
+def test_links_are_expected_to_stay_stable_as_long_as_so_far_and_a_search_is_due_when_they_stay_longer() -> None:
     here = fleet()
     predictor = Predictor(here, plans(here))
     epochs = iter(range(1, 100))
@@ -114,7 +114,7 @@ def test_links_are_expected_to_stay_for_as_long_as_they_did_so_far_and_a_choice_
     assert predictor.latest({}).stable_rounds == 9.0
 
 
-def test_a_choice_is_told_which_split_points_each_device_had() -> None:
+def test_a_search_knows_which_split_points_each_device_has_tried() -> None:
     here = fleet()
     predictor = Predictor(here, plans(here, Plan(2, 5)))
     predictor.replan(3, {"d00": Plan(1, 4)})
@@ -124,14 +124,14 @@ def test_a_choice_is_told_which_split_points_each_device_had() -> None:
 
 
 def devices_take_longer(of: Fleet, share: float, first: int = 0) -> Fleet:
-    """Return the fleet whose devices, from one of them on, need so much longer for the third layer."""
+    """Return the fleet whose devices, from one of them on, need this share longer for the third layer."""
     slower = of.members[0].costs.slower(1.0, [1.0, 1.0, 1 + share, 1.0])
     members = (replace(m, costs=slower) if number >= first else m for number, m in enumerate(of.members))
     return replace(of, members=tuple(members))
 
 
 @pytest.mark.parametrize(("share", "is_noticed"), [(0.001, False), (0.004, False), (0.01, True)])
-def test_a_cut_that_is_new_is_looked_at_closely(share: float, is_noticed: bool) -> None:
+def test_small_differences_are_noticed_for_a_new_cut(share: float, is_noticed: bool) -> None:
     """The third of three equal layers is a third of their work."""
     here = fleet()
     predictor = Predictor(here, plans(here, Plan(3, 1)))
@@ -153,7 +153,7 @@ def test_few_devices_with_a_new_cut_are_noticed_among_many_without() -> None:
 
 
 def seen(times: float) -> MachineHistory:
-    """Return a machine that was so many times slower than profiled, with all of its layers."""
+    """Return the history of a machine that was slower than profiled by this factor, with all of its layers."""
     return MachineHistory().learned((0.0, *[1 / len(LAYERS)] * len(LAYERS)), times)
 
 
@@ -216,7 +216,7 @@ def test_machines_that_differ_from_their_profiles_are_noticed() -> None:
 
 
 def off_by_layer(times: Sequence[float]) -> Fleet:
-    """Return a fleet whose devices take so many times as long as profiled for each layer."""
+    """Return a fleet whose devices take these factors as long as profiled for each layer."""
     here = fleet()
     costs = here.members[0].costs.slower(1.0, times)
     return replace(here, members=tuple(replace(member, costs=costs) for member in here.members))
@@ -228,7 +228,7 @@ def learned(predictor: Predictor, epoch: int, truth: Fleet, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(seed: int) -> None:
+def test_a_machine_is_expected_to_take_as_long_for_its_work_as_it_did(seed: int) -> None:
     here = fleet_of_two_kinds(seed)
     truth, tried = perturbed(here, seed).slower(devices=1.7, server=0.6), (Plan(1, 3), Plan(3, 1), Plan(2, 2))
     predictor = Predictor(here, plans(here, tried[0]))
@@ -243,7 +243,7 @@ def test_what_a_machine_took_for_its_work_is_what_it_is_expected_to_take_for_it(
                 assert server == pytest.approx(real_server, rel=0.02)
 
 
-def test_two_cuts_tell_of_the_layer_between_them_and_coming_back_nothing_is_new() -> None:
+def test_two_cuts_show_the_layers_between_them_and_returning_shows_nothing_new() -> None:
     here, truth = fleet(), off_by_layer((1.0, 1.0, 1.3, 1.0))
     predictor = Predictor(here, plans(here, Plan(2, 5)))
     learned(predictor, 1, truth, Plan(2, 5))
@@ -268,7 +268,7 @@ def after(*epochs: tuple[Shares, float]) -> MachineHistory:
     return machine
 
 
-def test_what_is_believed_hardly_depends_on_what_was_seen_first() -> None:
+def test_factors_hardly_depend_on_the_order_of_observations() -> None:
     one, other = after((FIRST, 1.0), (SECOND, 1.05)), after((SECOND, 1.05), (FIRST, 1.0))
     assert one.factors(4) == pytest.approx(other.factors(4), rel=0.01)
     assert one.times(FIRST) < 1.02 < 1.03 < one.times(SECOND)
@@ -281,7 +281,7 @@ def test_a_machine_that_gets_slower_is_slower_with_all_that_it_has_done() -> Non
 
 
 @pytest.mark.parametrize("times", [1.03, 1.1, 2.0])
-def test_a_first_epoch_of_a_cut_that_was_disturbed_is_forgotten_and_says_nothing_of_others(times: float) -> None:
+def test_a_disturbed_first_epoch_of_a_cut_is_forgotten_and_does_not_affect_other_cuts(times: float) -> None:
     machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times))
     assert machine.times(FIRST) <= machine.times(SECOND) <= times
     machine = after(*[(FIRST, 1.0)] * 3, (SECOND, times), *[(SECOND, 1.0)] * 10)
@@ -289,7 +289,7 @@ def test_a_first_epoch_of_a_cut_that_was_disturbed_is_forgotten_and_says_nothing
     assert machine.times(FIRST) == pytest.approx(1.0, rel=0.01)
 
 
-def test_of_one_disturbed_epoch_a_part_is_believed_and_soon_forgotten() -> None:
+def test_one_disturbed_epoch_counts_in_part_and_is_soon_forgotten() -> None:
     machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0))
     assert 1.4 < machine.latest < 1.7
     machine = after(*[(FIRST, 1.0)] * 3, (FIRST, 4.0), *[(FIRST, 1.0)] * 10)
@@ -306,32 +306,32 @@ def test_epochs_that_scatter_make_a_cut_look_better_than_another_by_less_than_th
     assert math.sqrt(sum(one**2 for one in off) / len(off)) < 0.015
 
 
-def test_models_that_take_longer_say_nothing_of_layers() -> None:
+def test_slower_exchanges_of_models_do_not_affect_the_layers() -> None:
     only_models = (1.0, 0.0, 0.0, 0.0)
     machine = after((FIRST, 1.0), (only_models, 2.5))
     assert machine.times(only_models) == pytest.approx(2.5, rel=0.01)
     assert machine.times(SECOND) == pytest.approx(1.0, rel=0.01)
 
 
-def test_a_machine_remembers_the_cuts_that_it_had_last() -> None:
+def test_a_machine_remembers_its_latest_cuts() -> None:
     works = [(0.0, *[1 / cut] * cut, *[0.0] * (20 - cut)) for cut in range(1, 21)]
     machine = after(*[(work, 1 + cut / 100) for cut, work in enumerate(works, start=1)])
     assert [seen.shares for seen in machine.seen.values()] == works[-6:]
     assert machine.latest == pytest.approx(1.2, rel=0.02)
 
 
-def test_of_machines_that_are_alike_the_median_counts_work_by_work() -> None:
+def test_equal_machines_are_pooled_by_the_median_of_each_kind_of_work() -> None:
     together = pooled([after((FIRST, times), (SECOND, 2 * times)) for times in (0.9, 1.0, 5.0)] + [MachineHistory()])
     assert [math.exp(seen.log_times) for seen in together.seen.values()] == pytest.approx([1.0, 2.0])
 
 
-def test_a_device_that_nobody_has_seen_at_work_is_as_fast_as_others_of_its_kind() -> None:
+def test_a_device_without_measurements_is_as_fast_as_others_of_its_kind() -> None:
     here = fleet(3)
     (kind,) = calibrated(here, Calibration(devices={"d00": seen(1.5), "d01": seen(1.5)})).device_kinds()
     assert len(kind) == 3
 
 
-def test_a_crowded_server_that_is_slower_is_expected_to_take_what_it_took() -> None:
+def test_a_slower_server_with_contention_is_expected_to_take_as_long_as_it_did() -> None:
     crowded = Profile("any", "float32", (1, 50), LAYERS, crowded=(1.5, 1.5), crowd=1)
     here = replace(fleet(8), server=Costs(crowded))
     truth, predictor = here.slower(server=2.0), Predictor(here, plans(here))
@@ -344,7 +344,7 @@ def test_a_crowded_server_that_is_slower_is_expected_to_take_what_it_took() -> N
 
 @given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
-def test_shares_are_all_of_the_work(seed: int, p: int, n: int) -> None:
+def test_shares_sum_to_all_of_the_work(seed: int, p: int, n: int) -> None:
     here = fleet_of_two_kinds(seed)
     devices, server = compute_loads(here, plans(here, Plan(p, n)))
     factors = [random.Random(seed + place).uniform(0.5, 2.0) for place in range(4)]

@@ -97,7 +97,7 @@ def every_case() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize(("script", "rules"), list(every_case()))
-def test_weights_are_those_of_the_definition_whatever_plans_come(script: str, rules: dict[str, Any]) -> None:
+def test_weights_are_those_of_the_definition_whatever_the_plans_are(script: str, rules: dict[str, Any]) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, **rules)
     trained, seen = train(case, SCRIPTS[script])
     assert [event.epoch for event in seen] == [2, 3]
@@ -211,7 +211,7 @@ def test_each_epoch_is_trained_by_the_plan_in_force() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
-def test_the_same_choices_give_the_same_spans(momentum: str) -> None:
+def test_the_same_plans_give_the_same_spans(momentum: str) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, momentum=momentum)
     one, other = (train(case, SCRIPTS["to the whole network and back"])[0] for _ in range(2))
     assert one.spans == other.spans
@@ -229,7 +229,7 @@ def test_methods_with_one_model_for_all_are_never_planned_again(method: str) -> 
 
 
 @pytest.mark.usefixtures("every_round")
-def test_who_asks_for_it_keeps_the_first_plans() -> None:
+def test_without_replanning_the_first_plans_stay() -> None:
     tree = Case("pipar", (2,), (3,)).tree()
     tree["plan"]["replan"] = False
     assert timed(tree, scripted(NAMES, [])).replanned == []
@@ -272,7 +272,7 @@ def timed(tree: dict[str, Any], replan: Replan) -> Timed:
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_without_the_mathematics_takes_as_long_whatever_plans_come(script: str, momentum: str) -> None:
+def test_a_run_without_the_mathematics_takes_as_long_whatever_the_plans_are(script: str, momentum: str) -> None:
     # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
     case = Case("pipar", (2,), (7,), shape=(1, 16, 16), sizes=(60, 40, 20), epochs=3, momentum=momentum, encoding="raw")
     trained, seen = train(case, SCRIPTS[script])
@@ -325,13 +325,13 @@ def test_a_link_that_changes_every_minute_is_noticed_within_a_round() -> None:
 
 
 @pytest.mark.parametrize("link", ["4g", "unlimited", {"cycle": ["wifi", "wifi"], "every": "5s"}], ids=str)
-def test_a_link_that_stays_as_it_is_is_not_noticed(link: object) -> None:
+def test_a_link_that_does_not_change_is_not_noticed(link: object) -> None:
     watched = Watched()
     timed(on_a_link(link, epochs=5), watched)
     assert watched.made == []
 
 
-def test_a_choice_that_fails_does_not_end_the_training() -> None:
+def test_a_search_that_fails_does_not_end_the_training() -> None:
     async def replan(_: Mapping[str, Link]) -> Mapping[str, Plan]:
         raise PlanError("nothing fits")
 
@@ -340,7 +340,7 @@ def test_a_choice_that_fails_does_not_end_the_training() -> None:
     assert run.failed[0] == ReplanFailed("Planning again failed: nothing fits")
 
 
-def test_a_choice_that_takes_long_delays_no_round_and_is_taken_when_it_is_there() -> None:
+def test_a_long_search_delays_no_round_and_its_plans_are_taken_when_it_ends() -> None:
     tree = on_a_link({"cycle": ["4g", "wifi"], "every": "8s"}, epochs=14)
 
     async def slow(_: Mapping[str, Link]) -> Mapping[str, Plan]:
@@ -357,7 +357,7 @@ def test_a_choice_that_takes_long_delays_no_round_and_is_taken_when_it_is_there(
 # --- when a choice is made, and for what
 
 
-def test_a_direction_that_says_too_little_keeps_the_rate_that_was_known() -> None:
+def test_a_direction_with_too_little_traffic_keeps_its_known_rate() -> None:
     link = Link(up_bps=1e6, down_bps=2e6, latency_s=0.5)
     little, much = Traffic(63_999, 1.0), Traffic(1_000_000, 2.0)
     assert MeasuredLink(little, little).over(link) == link
@@ -393,7 +393,7 @@ def run_replanner(scenario: Callable[[Replanner, list[float]], Awaitable[None]],
 
 
 @pytest.mark.parametrize(("up_bps", "is_noticed"), [(0.81e6, False), (1.19e6, False), (0.79e6, True), (1.21e6, True)])
-def test_a_fifth_more_or_less_is_another_link(up_bps: float, is_noticed: bool) -> None:
+def test_a_link_has_changed_if_its_rate_differs_by_a_fifth(up_bps: float, is_noticed: bool) -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         replanner.observe_round(measured(up_bps))
         await asyncio.sleep(1.0)
@@ -403,7 +403,7 @@ def test_a_fifth_more_or_less_is_another_link(up_bps: float, is_noticed: bool) -
     assert len(run_replanner(scenario)) == is_noticed
 
 
-def test_devices_that_were_not_known_before_they_came_are_measured_too() -> None:
+def test_devices_that_were_unknown_before_they_joined_are_measured_too() -> None:
     made: list[dict[str, float | None]] = []
 
     async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
@@ -436,7 +436,7 @@ def test_a_slow_drift_is_noticed_when_it_adds_up() -> None:
     assert run_replanner(scenario) == pytest.approx([1.25e6])
 
 
-def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
+def test_one_search_runs_at_a_time_and_the_newest_measurement_wins() -> None:
     async def scenario(replanner: Replanner, made: list[float]) -> None:
         for up_bps in (2e6, 4e6, 8e6):
             replanner.observe_round(measured(up_bps))
@@ -450,7 +450,7 @@ def test_one_choice_is_made_at_a_time_and_the_newest_measurement_wins() -> None:
     assert run_replanner(scenario, choice_s=10.0) == [2e6, 8e6]
 
 
-def test_new_plans_say_what_has_changed() -> None:
+def test_new_plans_come_with_what_has_changed() -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         replanner.observe_round(measured(4.2e6))
         await asyncio.sleep(1.0)
@@ -464,7 +464,7 @@ def test_new_plans_say_what_has_changed() -> None:
     run_replanner(scenario)
 
 
-def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
+def test_some_of_many_changes_are_named_and_the_others_counted() -> None:
     before = {name: Link(up_bps=1e6, down_bps=5e6) for name in "bcdef"}
     now = {name: Link(up_bps=2e6, down_bps=None) for name in "abcd"}
     assert replanner.what_changed(before, before) == ""
@@ -474,7 +474,7 @@ def test_of_many_changes_some_are_named_and_the_others_counted() -> None:
     assert replanner.what_changed({"b": before["b"]}, few) == said
 
 
-def test_a_link_that_is_back_when_a_choice_ends_is_chosen_for_again() -> None:
+def test_a_link_that_has_recovered_when_a_search_ends_is_searched_for_again() -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         replanner.observe_round(measured(2e6))
         await asyncio.sleep(1.0)
@@ -506,7 +506,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
 
 
 @pytest.mark.parametrize("method", ["sl", "sfl", "sfl2", "pipar"])
-def test_where_p_and_n_are_given_changed_links_change_the_encodings_alone(method: str) -> None:
+def test_where_p_and_n_are_configured_changed_links_change_only_the_encodings(method: str) -> None:
     config = config_from(
         {
             "run": {"method": method, "epochs": 16, "batch_size": 20},
@@ -538,7 +538,7 @@ def test_where_p_and_n_are_given_changed_links_change_the_encodings_alone(method
     assert {(plan.split_point, plan.micro_batches) for plan in seen} == {(1, 4 if method == "pipar" else 1)}
 
 
-def test_an_encoding_that_was_given_stays_whatever_links_do() -> None:
+def test_a_configured_encoding_stays_when_links_change() -> None:
     tree = {
         "run": {"method": "sfl", "epochs": 6, "batch_size": 20},
         "model": {"name": "vgg5"},

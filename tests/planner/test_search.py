@@ -105,7 +105,7 @@ def search_every_plan(
 
 @settings(max_examples=50, deadline=None)
 @given(two_profiles(), links, st.sampled_from(sorted(METHODS)), st.data())
-def test_the_papers_choice_is_that_of_a_search_of_every_plan(
+def test_plans_by_the_papers_estimate_are_those_of_a_search_of_every_plan(
     profiles: tuple[Profile, Profile], link: Link, method: str, data: st.DataObject
 ) -> None:
     device, server = profiles
@@ -130,7 +130,7 @@ def test_a_slow_link_keeps_the_whole_network_on_the_device(make_profile: MakePro
 def test_a_fast_server_behind_a_fast_link_gets_all_it_can(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
     plan, seconds = estimated(one_device(profile, WIFI, speeds=(0.01, 1.0)))
-    # 200 s on the device; 0.016 s up and down and 4 s on the server hide behind it from N = 2 on:
+    # 200 s on the device; 0.016 s up and down and 4 s on the server overlap with it from N = 2 on:
     # (200 + 4.032 + 100) / 2 < 200.
     assert plan == Plan(1, 2)
     assert seconds == pytest.approx(200.0)
@@ -207,7 +207,7 @@ def test_a_given_value_outside_its_range_is_refused(
     assert "\n" not in str(raised.value)
 
 
-def test_a_given_value_that_does_not_count_for_the_method_is_not_refused() -> None:
+def test_a_given_value_that_the_method_does_not_use_is_not_refused() -> None:
     check_given(METHODS["fl"], 99, 999, layers=3, batch_size=100, model="hand")
     check_given(METHODS["sfl"], 2, 999, layers=3, batch_size=100, model="hand")
 
@@ -226,7 +226,7 @@ def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_the
     assert search_kinds(fleet, simulate).by_kind[0].split_point <= 2
 
 
-def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
+def test_plans_by_the_papers_estimate_take_milliseconds_for_a_deep_network(
     make_profile: MakeProfile,
 ) -> None:
     profile = make_profile([(0.01 * q, 0.02 * q, 65536 // q, 0) for q in range(1, 36)])
@@ -237,7 +237,7 @@ def test_choosing_by_the_papers_estimate_for_a_deep_network_takes_milliseconds(
         return time.thread_time() - began
 
     # About 10 ms here: changing bandwidth calls for a choice in the middle of training. The quickest of three, because
-    # whatever other tests have left behind may be collected meanwhile.
+    # garbage of other tests may be collected meanwhile.
     assert min(used_s() for _ in range(3)) < 0.2
 
 
@@ -280,19 +280,19 @@ def over_the_best(seed: int) -> float:
 
 
 @pytest.mark.slow
-def test_the_joint_choice_is_near_the_best_of_all_plans() -> None:
+def test_the_plans_found_are_near_the_best_of_all() -> None:
     over = sorted(over_the_best(seed) for seed in range(100))
     # A choice may give up to 5 % for plans that bear slower machines better; the search itself misses up to 6 %.
     assert sum(each <= 0.02 for each in over) >= 95
     assert over[-1] <= 0.07
 
 
-def test_the_joint_choice_is_near_the_best_of_all_plans_of_some_fleets() -> None:
+def test_the_plans_found_are_near_the_best_of_all_for_some_fleets() -> None:
     assert max(over_the_best(seed) for seed in range(2)) <= 0.02
 
 
 @pytest.mark.slow
-def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> None:
+def test_plans_of_whole_batches_are_no_slower_than_federated_learning() -> None:
     link = {"up": "400Mbit/s", "down": "400Mbit/s", "latency": "3ms"}
     tree = {
         "run": {"batch_size": 100},
@@ -312,7 +312,7 @@ def test_a_choice_of_whole_batches_is_no_slower_than_federated_learning() -> Non
 
 
 @pytest.mark.slow
-def test_what_is_far_from_the_best_changes_no_choice_if_it_is_not_simulated_to_its_end() -> None:
+def test_not_simulating_far_plans_to_their_end_does_not_change_the_plans_found() -> None:
     for seed in range(4):
         fleet = small_fleet(seed)
         whole, cut_off = search_kinds(fleet, simulate), search_kinds(fleet, simulate, within=simulate_within)
@@ -338,7 +338,7 @@ def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> N
     alone = {m.name: search_kinds(replace(fleet, members=(m,)), simulate).plans[m.name] for m in fleet.members}
     together = search_kinds(fleet, simulate)
     assert any(together.plans[name].split_point > plan.split_point for name, plan in alone.items())
-    # Everybody's own best leaves the core far behind: it is more than a fifth slower than the joint choice.
+    # Each device's own best overloads the core: it is more than a fifth slower than the plans found together.
     assert simulate(fleet, alone, None).epoch_s > 1.2 * simulate(fleet, together.plans, None).epoch_s
 
 
@@ -362,13 +362,13 @@ def test_a_tie_goes_to_the_smaller_n_of_each_kind() -> None:
 
 
 class Counted:
-    """A simulation that counts how often it is asked."""
+    """A simulation that counts its calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.calls = 0
 
     def __call__(self, fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
-        self.asked += 1
+        self.calls += 1
         return simulate(fleet, plans, iterations)
 
 
@@ -405,19 +405,19 @@ def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
         members = tuple(Member(f"d{n:02}", costs, WIFI, 24) for n in range(count))
         counting = Counted()
         choice = search_kinds(Fleet(METHODS["pipar"], members, Costs(profile), count, 12), counting)
-        asked.append(counting.asked)
+        asked.append(counting.calls)
         assert len(set(choice.plans.values())) == 1
         assert len(choice.plans) == count
     assert called == ["d00"] * 3
     assert len(set(asked)) == 1
 
 
-def test_the_same_fleet_is_given_the_same_plans_again() -> None:
+def test_the_same_fleet_gets_the_same_plans_again() -> None:
     assert search_kinds(small_fleet(7), simulate) == search_kinds(small_fleet(7), simulate)
 
 
 @pytest.mark.slow
-def test_what_is_given_to_one_device_is_kept_while_the_others_plan_is_chosen() -> None:
+def test_the_values_given_for_one_device_are_kept_while_the_others_are_planned() -> None:
     fleet = small_fleet(5)
     first, *others = fleet.members
     free = search_kinds(fleet, simulate).plans
@@ -466,20 +466,20 @@ def test_with_batch_statistics_a_micro_batch_has_two_samples(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fl", "sfl"])
-def test_methods_get_nothing_that_they_may_not_have(name: str) -> None:
+def test_methods_get_only_plans_that_they_may_have(name: str) -> None:
     fleet = replace(small_fleet(3), method=METHODS[name])
     plans = search_kinds(fleet, simulate).plans.values()
     assert {plan.micro_batches for plan in plans} == {1}
     assert {plan.split_point for plan in plans} <= ({3} if name == "fl" else {1, 2})
 
 
-def test_runners_up_are_other_plans_and_never_better_than_what_they_follow() -> None:
+def test_runners_up_are_other_plans_and_never_better_than_the_one_before() -> None:
     choice = search_kinds(small_fleet(2), simulate)
     assert choice.by_kind not in [by_kind for by_kind, _ in choice.runners_up]
     seconds = [s for _, s in choice.runners_up]
     assert seconds == sorted(seconds)
 
 
-def test_plans_in_force_that_are_no_longer_allowed_are_no_hindrance() -> None:
+def test_plans_in_force_that_are_no_longer_allowed_do_not_stop_a_search() -> None:
     fleet = small_fleet(4)
     assert search_kinds(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == search_kinds(fleet, simulate).plans

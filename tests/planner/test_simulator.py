@@ -120,7 +120,7 @@ class Run:
 
     @property
     def ends(self) -> dict[str, tuple[float, ...]]:
-        """When each device had ended each of its iterations."""
+        """The ends of each device's iterations."""
         steps = [span for span in self.spans if span.kind == "step" and span.lane == COMPUTE]
         return {name: tuple(sorted(s.end for s in steps if s.owner == name)) for name in self.job.sizes}
 
@@ -200,7 +200,7 @@ def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() 
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
-def test_noise_on_inputs_costs_what_the_first_batch_waits_for_it_whatever_the_method(method: str) -> None:
+def test_noise_on_inputs_only_delays_the_first_batch_whatever_the_method(method: str) -> None:
     """Nothing that a batch sends or gets waits for the noise of the next one."""
     job = steady_job(count=1, cores=1, samples=60)
     plain, noisy = (private_job(job, method, privacy) for privacy in ({}, PIXEL))
@@ -214,7 +214,7 @@ def test_noise_on_inputs_costs_what_the_first_batch_waits_for_it_whatever_the_me
     assert ran.result.seconds == pytest.approx(simulate(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
 
 
-def test_models_behind_noise_travel_whole_also_where_their_changes_would_be_quicker() -> None:
+def test_models_with_noise_are_sent_whole_even_where_changes_would_be_quicker() -> None:
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
     times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
@@ -271,7 +271,7 @@ def coded_job(seed: int) -> Job:
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)], ids=str)
 def test_a_simulation_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
-    # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels behind the last cost.
+    # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels after the last cost.
     for seed in seeds:
         job = coded_job(seed)
         ran, timing = run(job), simulate(job.fleet(), job.plans)
@@ -279,7 +279,7 @@ def test_a_simulation_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_o
         assert dict(timing.ends) == {name: pytest.approx(ends, rel=5e-4) for name, ends in ran.ends.items()}, seed
 
 
-def test_micro_batches_of_one_chunk_behind_those_of_two_are_all_sent() -> None:
+def test_micro_batches_of_one_chunk_after_those_of_two_are_all_sent() -> None:
     # 17 samples take two chunks, 16 fit into one: when the last of two has left, both others wait to be encoded.
     tree = {
         "model": {"name": "mobilenetv3_small"},
@@ -290,9 +290,9 @@ def test_micro_batches_of_one_chunk_behind_those_of_two_are_all_sent() -> None:
     job = unplanned_timing_only_job(config_from(tree))
     assert job is not None
     plans = {name: Plan(1, 6, 0, "planes", "planes") for name in job.sizes}
-    foretold = simulate(job.fleet(), plans)
-    assert all(len(ends) == 3 for ends in foretold.ends.values())
-    assert foretold.epoch_s == pytest.approx(rehearse(replace(job, plans=plans), None).epoch_s, rel=1e-3)
+    predicted = simulate(job.fleet(), plans)
+    assert all(len(ends) == 3 for ends in predicted.ends.values())
+    assert predicted.epoch_s == pytest.approx(rehearse(replace(job, plans=plans), None).epoch_s, rel=1e-3)
 
 
 def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> None:
@@ -312,7 +312,7 @@ def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> N
 
 
 def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> None:
-    """The first model comes whole; behind it each direction decides for itself, as the simulator does."""
+    """The first model is sent whole; after it each direction decides for itself, as in the simulator."""
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
     times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
@@ -333,7 +333,7 @@ def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> 
     assert (whole[0] - down[0], whole[1] - down[1]) == (few, saved)
 
 
-def test_changes_that_devices_bring_back_are_decoded_as_they_come_on_all_cores() -> None:
+def test_returned_changes_are_decoded_as_they_arrive_on_all_cores() -> None:
     job = steady_job(count=5, cores=2, samples=24)
     size = job.server_profile.parameter_bytes(1, 2)
     times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=0.1 / size)}  # a tenth of a second each
@@ -349,13 +349,13 @@ def test_changes_that_devices_bring_back_are_decoded_as_they_come_on_all_cores()
     assert {span.lane for span in decoded} == {"core 0", "core 1"}
     (aggregate,) = (span for span in ran.spans if span.kind == "aggregate")
     early = [span.end for span in decoded if span.device != late.name]
-    assert max(early) < aggregate.start - 1.0  # before the last device's model had come
+    assert max(early) < aggregate.start - 1.0  # before the last device's model has arrived
     # What the server is expected to do is what it does, so that changes do not make it look slower than it is.
     kinds = {"decode", "fs", "bs", "encode", "step", "aggregate", "pack"}
     assert server_s == pytest.approx(ran.busy_s(SERVER, "", kinds), rel=SAME)
 
 
-def test_these_fleets_have_everything_that_a_simulation_has_to_know() -> None:
+def test_these_fleets_cover_everything_that_a_simulation_models() -> None:
     jobs = [random_job(seed) for seed in range(12)]
     plans = [plan for job in jobs for plan in job.plans.values()]
     assert {plan.split_point for plan in plans} == {1, 2, 3, 4}
@@ -433,7 +433,7 @@ def steady_job(count: int, cores: int, samples: int) -> Job:
     )
     specs = device_specs(config)
     names = [spec.name for spec in specs]
-    profile = replace(job.server_profile, crowded=(), crowd=0)  # otherwise who computes beside slows the others
+    profile = replace(job.server_profile, crowded=(), crowd=0)  # otherwise busy cores slow each other down
     return replace(
         job,
         config=config,
@@ -446,7 +446,7 @@ def steady_job(count: int, cores: int, samples: int) -> Job:
     )
 
 
-def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_foretell_all_others() -> None:
+def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_predict_all_others() -> None:
     job = steady_job(count=4, cores=4, samples=120)
     fleet = job.fleet()
     first = simulate(fleet, job.plans, iterations=2)
@@ -454,16 +454,16 @@ def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_foretel
     assert first.extrapolated_epoch_s(fleet) == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=SAME)
 
 
-def test_a_slow_device_with_little_data_does_not_lengthen_what_is_foretold_of_the_others() -> None:
+def test_a_slow_device_with_little_data_does_not_lengthen_the_prediction_for_the_others() -> None:
     job = steady_job(count=2, cores=2, samples=120)
     specs = (replace(job.specs[0], speed=0.01), job.specs[1])
     job = replace(job, specs=specs, sizes={specs[0].name: 12, specs[1].name: 120})
     fleet = job.fleet()
-    foretold = simulate(fleet, job.plans, iterations=2).extrapolated_epoch_s(fleet)
-    assert foretold == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=0.05)
+    predicted = simulate(fleet, job.plans, iterations=2).extrapolated_epoch_s(fleet)
+    assert predicted == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=0.05)
 
 
-def test_a_long_epoch_is_foretold_with_every_devices_end_and_how_busy_its_lanes_are() -> None:
+def test_a_long_epoch_is_extrapolated_with_every_devices_end_and_busy_lanes() -> None:
     job = steady_job(count=3, cores=2, samples=120)
     first, second, third = job.specs
     specs = (replace(first, speed=0.3), replace(second, link=Link(up_bps=2e5, down_bps=1e6)), third)
@@ -475,17 +475,17 @@ def test_a_long_epoch_is_foretold_with_every_devices_end_and_how_busy_its_lanes_
         asked.append(iterations)
         return simulate(fleet, plans, iterations)
 
-    foretold, whole = epoch_timing(counting, fleet, job.plans), simulate(fleet, job.plans)
+    predicted, whole = epoch_timing(counting, fleet, job.plans), simulate(fleet, job.plans)
     assert sorted(asked) == [STEADY_ITERATIONS - 1, STEADY_ITERATIONS]
-    assert foretold.epoch_s == pytest.approx(whole.epoch_s, rel=0.02)
-    assert foretold.busy_s == pytest.approx(dict(whole.busy_s), rel=0.02)
-    assert foretold.device_s == pytest.approx(
+    assert predicted.epoch_s == pytest.approx(whole.epoch_s, rel=0.02)
+    assert predicted.busy_s == pytest.approx(dict(whole.busy_s), rel=0.02)
+    assert predicted.device_s == pytest.approx(
         whole.device_s, rel=0.05
-    )  # who shares a core with the third ends it later
-    assert foretold.bottleneck == whole.bottleneck
+    )  # the device that shares a core with the third ends later
+    assert predicted.bottleneck == whole.bottleneck
 
 
-def test_bounds_ask_for_each_size_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_compute_each_size_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     job = steady_job(count=2, cores=1, samples=12 * 3 + 5)
     sizes = [12, 12, 12, 5]
     asked: list[int] = []
@@ -506,7 +506,7 @@ def test_bounds_ask_for_each_size_of_a_micro_batch_once(monkeypatch: pytest.Monk
     assert len(asked) <= 2 * 2 * 3
 
 
-def test_a_disturbance_changes_the_iteration_that_it_is_asked_for_and_no_earlier_one() -> None:
+def test_a_disturbance_changes_its_iteration_and_no_earlier_one() -> None:
     job = steady_job(count=2, cores=2, samples=48)
     fleet = job.fleet()
     calm = simulate(fleet, job.plans)
@@ -535,7 +535,7 @@ def test_a_rehearsal_in_the_virtual_world_and_the_simulator_agree(seed: int, ite
 
 
 @pytest.mark.slow
-def test_the_planner_chooses_the_same_by_either() -> None:
+def test_the_planner_finds_the_same_plans_by_either() -> None:
     job = steady_job(count=2, cores=1, samples=24)
     fleet = replace(job.fleet(), batch_size=12)
 

@@ -20,7 +20,7 @@ def _files(folder: Path) -> Sequence[Path]:
     return sorted(folder.iterdir())
 
 
-def test_a_kept_profile_is_found_again_and_is_one_file(tmp_path: Path) -> None:
+def test_a_kept_profile_is_found_again_in_one_file(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "down"
     assert find_profile(KEY, folder) is None
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_another_machine_measures_for_itself(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format": 0}', b"\xff\xfe"])
-def test_a_damaged_file_is_a_miss_and_is_mended_by_the_next_profile(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_a_miss_and_is_replaced_by_the_next_profile(tmp_path: Path, damage: bytes) -> None:
     keep_profile(KEY, KEPT, tmp_path)
     _files(tmp_path)[0].write_bytes(damage)
     assert find_profile(KEY, tmp_path) is None
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_a_miss_and_is_mended_by_the_next_profile(tmp_path: Pa
     assert find_profile(KEY, tmp_path) == KEPT
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_keeps_nothing_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", "utf-8")
     keep_profile(KEY, KEPT, tmp_path / "file" / "profiles")
     assert find_profile(KEY, tmp_path / "file" / "profiles") is None

@@ -40,7 +40,7 @@ def test_a_named_machine_has_a_profile_of_every_layer_at_the_sizes_that_are_meas
     assert "Scaled, not measured" in profile.how
 
 
-def test_a_named_machine_knows_what_encodings_take_and_leave_of_a_known_network() -> None:
+def test_a_named_machine_has_the_times_and_shares_of_encodings_of_a_known_network() -> None:
     profile, quick = profile_of(PI.name, "resnet18"), profile_of(I7.name, "resnet18")
     assert [layer.rectified for layer in profile.layers] == [True] * 8 + [False] * 2
     for layer in profile.layers[:8]:
@@ -62,7 +62,7 @@ def test_a_named_machine_draws_noise_by_value_and_as_much_slower_as_it_copies() 
     assert profile_of(PI.name, dtype="float64").noise_s_per_byte == pytest.approx(pi.noise_s_per_byte / 2)
 
 
-def test_no_cut_of_a_mobilenet_lies_behind_a_relu() -> None:
+def test_no_cut_of_a_mobilenet_is_after_a_relu() -> None:
     assert not any(layer.rectified for layer in profile_of(PI.name, "mobilenetv3_small").layers)
 
 
@@ -104,7 +104,7 @@ def test_only_the_last_layer_depends_on_the_classes() -> None:
     assert many[-1].parameters == 200 * (128 + 1)
 
 
-def test_a_shape_that_nobody_counted_is_not_known() -> None:
+def test_a_shape_that_was_not_counted_is_not_known() -> None:
     assert known_counts("vgg5", "group", (3, 48, 48), 10) is None
     assert known_counts("vgg16", "group", (1, 28, 28), 10) is None
 
@@ -127,7 +127,7 @@ def test_machines_are_named_as_they_are_looked_up() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 @pytest.mark.parametrize("model", MODELS)
-def test_it_is_known_of_every_network_what_a_round_changes_in_it(model: str, norm: str, dtype: str) -> None:
+def test_every_network_has_its_share_of_changes_in_a_round(model: str, norm: str, dtype: str) -> None:
     assert 0.05 < known_changes_share(model, norm, dtype) < 0.95
     assert known_changes_share("my own", norm, dtype) == 1.0
 

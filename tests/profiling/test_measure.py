@@ -134,7 +134,7 @@ def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> None:
+def test_the_cuts_after_a_relu_are_found_with_the_shares_that_encodings_leave() -> None:
     profile = measure(small_network())
     assert [layer.rectified for layer in profile.layers] == [True, True, False]
     first, second, last = (layer.shares for layer in profile.layers)
@@ -150,7 +150,7 @@ def test_the_cuts_behind_a_relu_are_found_and_what_encodings_leave_at_each() -> 
 
 
 @pytest.mark.slow
-def test_shares_are_those_of_the_samples_that_are_loaded() -> None:
+def test_shares_are_those_of_the_loaded_samples() -> None:
     model = nn.Sequential(
         nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 512, bias=False), nn.ReLU()), nn.Linear(512, 5)
     )
@@ -159,7 +159,7 @@ def test_shares_are_those_of_the_samples_that_are_loaded() -> None:
         return -torch.ones(samples, *SHAPE), torch.zeros(samples, dtype=torch.int64)
 
     (up, down) = measure(model, 32, load=dark).layers[0].shares["sparse"]
-    assert max(up, down) < 0.05  # all zeros, which nobody sends
+    assert max(up, down) < 0.05  # all zeros, which are not sent
     assert measure(model, 32).layers[0].shares["sparse"][0] > 0.3
 
 
@@ -203,7 +203,7 @@ def test_threads_are_restored_even_if_the_network_fails() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_layers_in_front_of_the_first_parameters_have_no_backward() -> None:
+def test_layers_before_the_first_parameters_have_no_backward() -> None:
     profile = measure(nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 8), nn.Identity(), nn.Linear(8, 5)))
     assert [layer.backward_s for layer in profile.layers[:2]] == [(0.0,) * 4] * 2
     assert min(profile.layers[2].backward_s) > 0
@@ -219,7 +219,7 @@ def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
     assert measure(small_network(norm=True)).batch_sizes == (2, 4, 8)
 
 
-def test_a_budget_that_is_gone_at_once_still_gives_one_pass_of_everything() -> None:
+def test_a_budget_that_is_spent_at_once_still_gives_one_pass_of_everything() -> None:
     profile = measure_profile(
         small_network(), model_name="small", input_shape=SHAPE, classes=5, batch_size=8, budget_s=0.0
     )
@@ -227,7 +227,7 @@ def test_a_budget_that_is_gone_at_once_still_gives_one_pass_of_everything() -> N
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
 
-def test_progress_grows_and_ends_at_one_in_the_thread_that_asked() -> None:
+def test_progress_grows_and_ends_at_one_in_the_callers_thread() -> None:
     shares: list[float] = []
     threads: set[int] = set()
 
@@ -285,7 +285,7 @@ def test_saved_and_working_bytes_are_measured_and_predict_what_a_plan_needs() ->
 
 
 @pytest.mark.slow
-def test_a_network_that_does_not_fit_is_measured_as_far_as_it_does() -> None:
+def test_a_network_that_does_not_fit_is_measured_up_to_the_layer_that_does() -> None:
     whole = measure(wide_network(), batch_size=64)
     enough = training_bytes(whole, Plan(4, 1), 64)
     assert measure(wide_network(), batch_size=64, memory_bytes=enough).whole
@@ -311,7 +311,7 @@ def test_batches_that_do_not_fit_have_times_in_proportion_to_the_largest_that_do
         assert layer.backward_s[-1] == 2 * layer.backward_s[-2]
 
 
-def test_a_machine_too_small_for_the_first_layer_is_told_so_in_one_sentence() -> None:
+def test_a_machine_too_small_for_the_first_layer_gets_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"Not even the first layer of small fits into 1\.0 MB: give more memory"):
         measure(wide_network(), memory_bytes=1_000_000)
 

@@ -41,7 +41,7 @@ def test_a_plan_needs_weights_three_times_a_gradient_what_is_in_flight_and_one_t
     assert training_bytes(PROFILE, plan, 100) == BASE_BYTES + expected
 
 
-def test_the_model_that_changes_are_told_from_is_there_once_more() -> None:
+def test_the_model_that_changes_are_relative_to_counts_once_more() -> None:
     assert training_bytes(PROFILE, Plan(2, 4), 100, keeps_base=True) == training_bytes(PROFILE, Plan(2, 4), 100) + 5000
     enough = training_bytes(PROFILE, Plan(1, 4), 100)
     assert fitting_window(PROFILE, 1, 4, 100, enough) == 0
@@ -65,7 +65,7 @@ def test_the_window_is_the_largest_that_fits_and_none_is_needed_if_all_does() ->
     assert window(needs[1] - 1) is None
 
 
-def test_the_whole_network_needs_the_whole_batch_whatever_is_asked() -> None:
+def test_the_whole_network_needs_the_whole_batch_whatever_n_is() -> None:
     needs = training_bytes(PROFILE, Plan(3, 1), 100)
     assert fitting_window(PROFILE, 3, 1, 100, needs) == 0
     assert fitting_window(PROFILE, 3, 1, 100, needs - 1) is None
@@ -80,6 +80,6 @@ def test_the_largest_prefix_is_the_most_layers_of_which_a_single_small_micro_bat
     assert (prefix(whole), prefix(whole - 1)) == (3, 2)
     assert (prefix(two), prefix(two - 1)) == (2, 1)
     assert (prefix(one), prefix(one - 1)) == (1, 0)
-    # The last layer of a prefix is cut behind, and so it may be cut into micro-batches.
+    # A prefix is cut after its last layer, so its batch may be split into micro-batches.
     longer = replace(PROFILE, total_layers=9)
     assert prefix(whole - 1, longer) == 3

@@ -45,7 +45,7 @@ def test_saved_is_the_input_of_the_first_layer_what_autograd_keeps_and_the_outpu
     assert last.other_saved_bytes == 8  # the label
 
 
-def test_working_is_what_a_backward_holds_at_once_beside_it() -> None:
+def test_working_is_what_a_backward_holds_in_addition() -> None:
     first, second, _ = count_layers(network(), SHAPE, run=True)
     # The gradient of pooling's input and that of ReLU's, less what pooling has let go of.
     assert 256 <= first.working <= 3 * 256
@@ -54,7 +54,7 @@ def test_working_is_what_a_backward_holds_at_once_beside_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_running_on_few_samples_counts_the_same_but_for_the_most_memory(norm: str) -> None:
+def test_running_on_few_samples_counts_the_same_except_peak_memory(norm: str) -> None:
     model = build_model("vgg5", input_shape=(1, 28, 28), classes=10, norm=norm)
     hollow, real = count_layers(model, (1, 28, 28)), count_layers(model, (1, 28, 28), run=True)
     for counted, ran in zip(hollow, real, strict=True):
@@ -93,7 +93,7 @@ class Peeking(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_layer_that_looks_at_its_numbers_is_counted_all_the_same() -> None:
+def test_a_layer_that_inspects_its_values_is_counted_too() -> None:
     counts = count_layers(nn.Sequential(Peeking(), nn.Flatten(), nn.Linear(192, 5)), SHAPE)
     assert [layer.outputs for layer in counts] == [192, 192, 5]
     assert counts[0].parameters == 0

@@ -42,7 +42,7 @@ def test_the_file_holds_what_torch_counts(case: Any) -> None:
     assert counted(case) == KEPT[counts_key(*case)]
 
 
-def test_every_network_has_shares_for_each_of_its_cuts_the_sparse_ones_behind_a_relu() -> None:
+def test_every_network_has_shares_for_each_cut_and_sparse_ones_only_after_a_relu() -> None:
     for model, norm, shape in ALL:
         counts = known_counts(model, norm, shape, 10)
         assert counts is not None

@@ -77,7 +77,7 @@ def test_layers_are_counted_from_one() -> None:
     assert PROFILE.parameter_bytes(3, 2) == 0
 
 
-def test_a_share_is_what_was_measured_and_else_what_the_encoding_says_of_itself() -> None:
+def test_a_share_is_measured_or_else_follows_from_the_encodings_format() -> None:
     conv = replace(PROFILE.layers[0], shares={"planes": (0.8, 0.9)})
     profile = replace(PROFILE, layers=(conv, PROFILE.layers[1]))
     assert (profile.share(1, "up", "planes"), profile.share(1, "down", "planes")) == (0.8, 0.9)
@@ -173,7 +173,7 @@ def test_a_broken_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, 
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_not_there_or_not_text_is_one_sentence_too(tmp_path: Path) -> None:
+def test_a_missing_file_or_one_without_text_is_one_sentence_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read the profile .*gone\.json: No such file"):
         Profile.load(tmp_path / "gone.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
@@ -189,7 +189,7 @@ def test_a_profile_made_in_code_is_held_to_the_same_rules() -> None:
 # --- the first layers only, and other networks
 
 
-def test_a_profile_of_the_first_layers_says_how_many_there_are_in_all() -> None:
+def test_a_profile_of_the_first_layers_has_the_number_of_all_layers() -> None:
     assert (PROFILE.whole, PROFILE.network_layers) == (True, 2)
     assert replace(PROFILE, total_layers=2).whole
     first = replace(PROFILE, layers=PROFILE.layers[:1], total_layers=2)
@@ -205,7 +205,7 @@ def _with_layer(number: int, **change: Any) -> Profile:
     return replace(PROFILE, layers=tuple(layers))
 
 
-def test_a_profile_of_the_network_or_of_its_first_layers_is_taken() -> None:
+def test_a_profile_of_the_network_or_of_its_first_layers_is_accepted() -> None:
     first = replace(PROFILE, layers=PROFILE.layers[:1], total_layers=2)
     assert check_network(PROFILE, NETWORK, "here") is PROFILE
     assert check_network(first, NETWORK, "here") is first
