@@ -389,22 +389,22 @@ def test_a_fault_ends_the_device_with_the_servers_reason(said: list[Message], se
 
 
 BREACHES: dict[str, tuple[list[Message], str]] = {
-    "no welcome": ([MODEL], "where a welcome belongs"),
+    "no welcome": ([MODEL], "not with a welcome"),
     "a welcome without orders": ([Message(Kind.WELCOME, body=json_body({}))], "not what this version"),
     "a gradient that nobody waits for": (
         [welcome(), MODEL, Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(16, dtype="float32"))],
-        "nothing waits for it",
+        "no micro-batch waits for it",
     ),
     "changes of no model": (
         [welcome(), Message(Kind.MODEL, 0, body=Body(16, encoding="changes"))],
         "changes of a model that it has not sent",
     ),
-    "a round before any model": ([welcome(), Message(Kind.ROUND, 1)], "before there is a model to train"),
+    "a round before any model": ([welcome(), Message(Kind.ROUND, 1)], "before any model to train"),
     "a round before the model of a new plan": (
         [welcome(), MODEL, Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))), Message(Kind.ROUND, 2)],
-        "before there is a model to train",
+        "before any model to train",
     ),
-    "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which a device does not take"),
+    "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which devices do not accept"),
     "a plan without numbers": ([welcome(), Message(Kind.PLAN, 1, body=json_body({}))], "is not a plan"),
     "a plan behind the last layer": ([welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))], "says P=3"),
     "momentum that nobody waits for": ([welcome(), Message(Kind.STATE, 1)], "no layers have moved"),
@@ -440,7 +440,7 @@ def test_a_device_tells_the_server_why_it_gives_up() -> None:
     live(script)
     (message,) = script.faults  # type: ignore[attr-defined]
     assert message.kind is Kind.FAULT
-    assert "which a device does not take" in read_json(message)["reason"]
+    assert "which devices do not accept" in read_json(message)["reason"]
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 3])

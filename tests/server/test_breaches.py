@@ -36,30 +36,30 @@ from pipar.wire.orders import TrainedPart
 
 BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
-    "another epoch": ((activation(epoch=2),), "where micro-batch 1 of iteration 1 of epoch 1 belongs"),
-    "a later iteration": ((activation(iteration=2),), "where micro-batch 1 of iteration 1"),
-    "a later micro-batch": ((activation(n=2),), "where micro-batch 1 of iteration 1"),
+    "another epoch": ((activation(epoch=2),), "instead of micro-batch 1 of iteration 1 of epoch 1,"),
+    "a later iteration": ((activation(iteration=2),), "instead of micro-batch 1 of iteration 1"),
+    "a later micro-batch": ((activation(n=2),), "instead of micro-batch 1 of iteration 1"),
     "no samples": ((activation(samples=0),), "with 0 of 10 samples"),
     "an empty batch": ((activation(samples=0, batch=0),), "with 0 of 0 samples"),
     "more samples than the batch": ((activation(samples=6, batch=5),), "with 6 of 5 samples"),
     "more bytes than its plan needs": ((activation(samples=11),), "announces 132 bytes; at most 72 are allowed"),
-    "pieces longer than the batch": ((activation(), activation(n=2, samples=6)), "behind 5 of 10 samples"),
+    "pieces longer than the batch": ((activation(), activation(n=2, samples=6)), "after 5 of 10 samples"),
     "another batch in between": ((activation(), activation(n=2, batch=11)), "with 5 of 11 samples"),
-    "the next batch too early": ((activation(), activation(iteration=2)), "where micro-batch 2 of iteration 1"),
+    "the next batch too early": ((activation(), activation(iteration=2)), "instead of micro-batch 2 of iteration 1"),
     "too many pieces": (
         (activation(samples=3), activation(n=2, samples=3), Kind.GRADIENT, activation(n=3, samples=4)),
-        "at most 2 make a batch",
+        "a batch has at most 2 micro-batches",
     ),
     "too many outstanding": (
         (activation(n=1), activation(n=2), activation(iteration=2, n=1)),
-        "came with 2 micro-batches outstanding",
+        "arrived with 2 micro-batches outstanding",
     ),
-    "the end within a batch": ((activation(), Kind.GRADIENT, end_epoch(samples=5)), "says 5 samples, but 5 came"),
+    "the end within a batch": ((activation(), Kind.GRADIENT, end_epoch(samples=5)), "reports 5 samples, but 5 arrived"),
     "another number of samples": (
         (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(samples=11)),
-        "says 11 samples, but 10 came",
+        "reports 11 samples, but 10 arrived",
     ),
-    "nothing trained": ((end_epoch(),), "says 10 samples, but 0 came"),
+    "nothing trained": ((end_epoch(),), "reports 10 samples, but 0 arrived"),
     "no number of samples": ((end_epoch(samples=None),), "carries None samples"),
     "a negative number of samples": ((end_epoch(samples=-1),), "carries -1 samples"),
     "samples as text": ((end_epoch(samples="10"),), "carries '10' samples"),
@@ -73,30 +73,30 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "a time that is no number": ((end_epoch(up_bytes=1, up_s=float("nan")),), "sent in nan s"),
     "a time without end": ((end_epoch(up_bytes=1, up_s=float("inf")),), "sent in inf s"),
     "no time": ((end_epoch(up_bytes=1, up_s=None),), "sent in None s"),
-    "moments of frames as text": ((end_epoch(ready="soon"),), "where the moments of frames belong"),
-    "a moment without a time": ((end_epoch(came=[[1, 0, None]]),), "where the moments of frames belong"),
-    "an end of another epoch": ((end_epoch(epoch=2),), "where END_EPOCH of epoch 1 belongs"),
+    "moments of frames as text": ((end_epoch(ready="soon"),), "carries times of frames that cannot be read"),
+    "a moment without a time": ((end_epoch(came=[[1, 0, None]]),), "carries times of frames that cannot be read"),
+    "an end of another epoch": ((end_epoch(epoch=2),), "instead of END_EPOCH of epoch 1."),
     "an end without json": ((Message(Kind.END_EPOCH, 1),), "does not carry valid JSON"),
-    "a model too early": ((model(),), "where END_EPOCH of epoch 1 belongs"),
-    "a gradient": ((activation(kind=Kind.GRADIENT),), "where END_EPOCH of epoch 1 belongs"),
-    "two models at once": ((activation(), model(), model()), "came with 1 of its kind waiting"),
+    "a model too early": ((model(),), "instead of END_EPOCH of epoch 1."),
+    "a gradient": ((activation(kind=Kind.GRADIENT),), "instead of END_EPOCH of epoch 1."),
+    "two models at once": ((activation(), model(), model()), "arrived while 1 of its kind is unread"),
     "momentum that nobody keeps": (
         (Message(Kind.STATE, 1, body=Body(1_000_020, encoding="safetensors")),),
         "announces 1000020 bytes; at most 1000000 are allowed",
     ),
-    "hello again": ((hello("b"),), "came in the middle of a session"),
+    "hello again": ((hello("b"),), "arrived in the middle of a session"),
     "no model": (
         (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), 3.0, end_epoch()),
-        "where MODEL of epoch 1 belongs",
+        "instead of MODEL of epoch 1.",
     ),
     "a model of another epoch": (
         (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), model(2)),
-        "where MODEL of epoch 1 belongs",
+        "instead of MODEL of epoch 1.",
     ),
-    "a trace that nobody asked for": ((trace(),), "which was not asked for"),
+    "a trace that nobody asked for": ((trace(),), "which was not requested"),
     "a trace that cannot be read": ((Message(Kind.TRACE, 1, body=Body.of(b"?")),), "a trace that cannot be read"),
-    "a trace of another epoch": ((*EPOCH_BY_HAND[1:-1], trace(1, says=2)), "epoch 2, which was not asked for"),
-    "a trace twice": ((*EPOCH_BY_HAND[1:], trace()), "which was not asked for"),
+    "a trace of another epoch": ((*EPOCH_BY_HAND[1:-1], trace(1, says=2)), "epoch 2, which was not requested"),
+    "a trace twice": ((*EPOCH_BY_HAND[1:], trace()), "which was not requested"),
     "a trace without lanes": ((*EPOCH_BY_HAND[1:-1], trace(1, "uplink")), "without the device's own lanes"),
 }
 
@@ -149,7 +149,7 @@ def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
     outcome = train([honest("a"), ("b", live)], epochs=2)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20}, {"a": 20}]
-    assert "messages unacknowledged, which is more than there can be" in str(outcome.lives[1])
+    assert "messages unacknowledged, which is too many" in str(outcome.lives[1])
 
 
 def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

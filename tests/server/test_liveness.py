@@ -11,7 +11,7 @@ from support.server_world import LINK, Named, World, _equipment, honest, train
 
 from pipar.events import Event, Heard, Silent, ignore
 from pipar.launch.assemble import run_device
-from pipar.server.liveness import PATIENCE_S, LivenessMonitor
+from pipar.server.liveness import SILENT_AFTER_S, LivenessMonitor
 from pipar.transport.interface import Transport
 from pipar.wire.frames import Frame
 
@@ -62,10 +62,10 @@ def watched(seen: Seen, for_s: float = 500.0) -> Named:
             assert isinstance(event, Silent | Heard)
             seen.append((clock(), event))
 
-        silence = LivenessMonitor(lambda: world.server.sessions, observe)
+        liveness = LivenessMonitor(lambda: world.server.sessions, observe)
         with suppress(TimeoutError):
             async with asyncio.timeout(for_s):
-                await silence.watch()
+                await liveness.watch()
 
     return "the watch", live
 
@@ -77,8 +77,8 @@ def test_a_device_whose_network_is_gone_is_silent_within_two_seconds_and_heard_w
     # Its trace is on this slow link for seconds, in one frame: until then nothing else is to be seen of it.
     (silent_at, silent), (heard_at, heard), *_ = [(at, event) for at, event in seen if event.device == "a"]
     assert (type(silent), type(heard)) == (Silent, Heard)
-    assert 10.0 + PATIENCE_S <= silent_at <= 12.0
-    assert silent.seconds == pytest.approx(PATIENCE_S, abs=0.25)
+    assert 10.0 + SILENT_AFTER_S <= silent_at <= 12.0
+    assert silent.seconds == pytest.approx(SILENT_AFTER_S, abs=0.25)
     assert 25.0 <= heard_at <= 25.5
 
 

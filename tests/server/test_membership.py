@@ -73,12 +73,12 @@ def lost(outcome: Outcome) -> list[str]:
         (hello("c"), "'c' is not a device of this training"),
         (hello("a"), "A device called 'a' has joined already"),
         (Message(Kind.HELLO, body=Body.of(b"{", encoding="json")), "does not carry valid JSON"),
-        (Message(Kind.HELLO, body=json_body({})), "A device said 'None' where its name belongs"),
-        (hello("x" * 65), "where its name belongs"),
-        (hello("b", samples=0), "'b' says that it has 0 samples"),
-        (hello("b", samples="many"), "'b' says that it has 'many' samples"),
-        (activation(), "The first message is to be HELLO"),
-        (None, "No hello came within 10 s"),
+        (Message(Kind.HELLO, body=json_body({})), "HELLO gives the name 'None'; a name has 1 to 64 characters"),
+        (hello("x" * 65), "; a name has 1 to 64 characters"),
+        (hello("b", samples=0), "'b' reports 0 samples"),
+        (hello("b", samples="many"), "'b' reports 'many' samples"),
+        (activation(), "The first message has to be HELLO"),
+        (None, "No HELLO arrived within 10 s"),
     ],
     ids=["unknown", "twice", "no json", "no name", "long name", "no samples", "text", "no hello", "silent"],
 )
@@ -104,7 +104,7 @@ def test_who_says_another_name_than_its_credential_may_not_join() -> None:
 
     outcome = train([honest("a"), scripted(liar, peer="c"), honest("b", starts_s=1.0)])
     assert outcome.failure is None
-    assert "with the credential of 'c' says that it is 'b'" in str(outcome.lives[1])
+    assert "The credential is that of 'c', but the device calls itself 'b'" in str(outcome.lives[1])
 
 
 def test_a_connection_that_ends_before_its_hello_disturbs_nobody() -> None:
@@ -401,7 +401,7 @@ def test_who_comes_anew_while_its_old_connection_is_still_there_replaces_it_if_i
     )
     assert outcome.failure is None
     assert isinstance(outcome.lives[1], LinkError)
-    assert [event.reason for event in outcome.of(Lost)] == ["it has joined anew"]
+    assert [event.reason for event in outcome.of(Lost)] == ["it joined again"]
     assert outcome.counted == [{"a": 100}, {"a": 100, "b": 20}]
     assert outcome.left_running == 0
 
@@ -468,7 +468,7 @@ def test_a_straggler_is_abandoned_and_takes_part_in_the_next_round() -> None:
     outcome = train([honest("a"), scripted(straggler)], epochs=2, round_deadline_s=30.0)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20}, {"a": 20, "b": 10}]
-    assert [event.reason for event in outcome.of(Dropped)] == ["it was not ready within 30 s"]
+    assert [event.reason for event in outcome.of(Dropped)] == ["it missed the deadline of 30 s"]
     assert not outcome.of(Lost)
     assert outcome.lives == [None, None]
     assert outcome.left_running == 0
@@ -651,7 +651,7 @@ def test_a_trace_that_never_comes_is_not_waited_for_for_ever() -> None:
 def test_a_device_that_keeps_its_trace_to_itself_is_dismissed_in_the_next_round() -> None:
     second = (Kind.ROUND, *(replace(m, epoch=2) if isinstance(m, Message) else m for m in EPOCH_BY_HAND[1:7]))
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND[:-1], *second)], epochs=2)
-    assert "came before the trace of epoch 1" in str(outcome.lives[1])
+    assert "arrived before the trace of epoch 1" in str(outcome.lives[1])
     assert [result.epoch for result in outcome.results] == [1, 2]
 
 
@@ -667,5 +667,5 @@ def test_for_who_is_away_for_many_rounds_no_model_of_each_is_kept() -> None:
     outcome = train([honest("a"), away], method="fl", epochs=40, round_deadline_s=10.0, resume_window_s=900.0)
     assert outcome.failure is None
     assert max(outcome.unacknowledged) <= 27
-    assert [event.reason for event in outcome.of(Lost)] == ["it has not taken the messages of several rounds"]
+    assert [event.reason for event in outcome.of(Lost)] == ["it has not acknowledged the messages of several rounds"]
     assert len(outcome.counted) == 40

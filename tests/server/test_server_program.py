@@ -210,7 +210,7 @@ def test_devices_that_no_plan_fits_are_told_so() -> None:
 def test_one_device_whose_profile_cannot_be_planned_with_is_dismissed_alone() -> None:
     def plan(profiles: Mapping[str, Profile]) -> Mapping[str, Plan]:
         if profiles["b"].machine == "wild":
-            raise UnusableProfileError("b", "Nothing can be planned with the profile of 'b'.")
+            raise UnusableProfileError("b", "No plan can be made from the profile of 'b'.")
         return dict.fromkeys("ab", Plan(1, 2))
 
     wild = honest("b", profile=replace(PROFILE, machine="wild"))
@@ -218,7 +218,7 @@ def test_one_device_whose_profile_cannot_be_planned_with_is_dismissed_alone() ->
     outcome = train([honest("a"), wild, again], plan_joined=plan, min_devices=2)
     assert outcome.failure is None
     assert [str(life) for life in outcome.lives] == [
-        "None", "The server refused this device: Nothing can be planned with the profile of 'b'.", "None"
+        "None", "The server refused this device: No plan can be made from the profile of 'b'.", "None"
     ]  # fmt: skip
     assert outcome.counted == [{"a": 20, "b": 20}]
 
@@ -255,12 +255,12 @@ def test_a_device_that_answers_a_plan_is_trained_with_by_it() -> None:
 @pytest.mark.parametrize(
     ("keep", "said", "reason"),
     [
-        (True, (end_epoch(2, loss_sum=1.0),), "where STATE of epoch 1 belongs"),
-        (True, (activation(epoch=2),), "where STATE of epoch 1 belongs"),
-        (True, (replace(STATE, epoch=2),), "where STATE of epoch 1 belongs"),
-        (True, (STATE, STATE), "where END_EPOCH of epoch 2 belongs"),
-        (False, (STATE,), "where END_EPOCH of epoch 2 belongs"),
-        (False, (activation(n=1, epoch=2), activation(n=2, epoch=2)), "at most 0 make a batch"),
+        (True, (end_epoch(2, loss_sum=1.0),), "instead of STATE of epoch 1."),
+        (True, (activation(epoch=2),), "instead of STATE of epoch 1."),
+        (True, (replace(STATE, epoch=2),), "instead of STATE of epoch 1."),
+        (True, (STATE, STATE), "instead of END_EPOCH of epoch 2."),
+        (False, (STATE,), "instead of END_EPOCH of epoch 2."),
+        (False, (activation(n=1, epoch=2), activation(n=2, epoch=2)), "a batch has at most 0 micro-batches"),
     ],
     ids=["no answer", "an activation instead", "of another epoch", "twice", "not asked for", "by the plan before"],
 )

@@ -61,7 +61,7 @@ def test_every_invariant_holds_when_one_kind_of_fault_comes_again_and_again(kind
 @pytest.mark.slow
 def test_worlds_contain_every_kind_of_event() -> None:
     names = ("Away", "Back", "Lost", "Dropped", "Resumed", "SaveFailed", "Reconnecting", "Waiting", "Replanned")
-    reasons = ("joined anew", "link was lost for more than", "was not ready within", "stops for now", "was damaged")
+    reasons = ("it joined again", "link was lost for more than", "missed the deadline", "stops for now", "was damaged")
     missing = {*(f": {name}(" for name in names), *reasons}
     for seed in range(25):
         events = "\n".join(simulate(draw_scenario(seed)).events)
@@ -151,7 +151,7 @@ def test_a_device_whose_hello_comes_too_late_may_try_again() -> None:
     late = tuple(Fault(0.0, "delay", name, 15.0, 0) for name in scenario.names)
     outcome = simulate(replace(scenario, faults=late))
     assert outcome.violation is None, failure(outcome)
-    assert any("No hello came within 10 s." in event for event in outcome.events)
+    assert any("No HELLO arrived within 10 s." in event for event in outcome.events)
 
 
 @pytest.mark.parametrize("seed", [279, 281])

@@ -50,7 +50,7 @@ PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
 class ScriptedLearner(SizesOnlyLearner):
-    """A hollow model whose validation losses are written down beforehand; remembers who was averaged and forgotten."""
+    """A model of sizes only, with given validation losses; remembers which devices were averaged and discarded."""
 
     def __init__(self, split_points: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(PROFILE, split_points)
@@ -73,7 +73,7 @@ class ScriptedLearner(SizesOnlyLearner):
 
 
 class Enrolled:
-    """Some devices, by orders that are given or made when they have come."""
+    """Some devices, with orders that are given or made when they have joined."""
 
     def __init__(self, orders: dict[str, Orders], plan_joined: PlanJoined | None) -> None:
         self._orders = orders
@@ -100,7 +100,7 @@ class Enrolled:
 
 @dataclass
 class Outcome:
-    """What came of a training: of the server's program, and of each device in the order they were given."""
+    """The outcome of a training: of the server's program, and of each device in the order they were given."""
 
     failure: BaseException | None = None
     lives: list[BaseException | None] = field(default_factory=list)
@@ -167,7 +167,7 @@ def train(
 ) -> Outcome:
     """Run the server with these devices in virtual time; it begins when `begin_with` (or all) have joined.
 
-    `done` are the validation losses of the rounds that were trained before. Behind `stops_at_s` of training it is
+    `done` are the validation losses of the rounds that were trained before. After `stops_at_s` of training it is
     asked to stop.
     """
     outcome = Outcome(accountant=PrivacyAccountant(terms))
@@ -275,7 +275,7 @@ def honest(
     guard: PrivacyGuard | None = None,
     observe: Observer = ignore,
 ) -> Named:
-    """The program that devices really run, over one connection."""
+    """The real device program, over one connection."""
 
     async def live(world: World) -> None:
         await asyncio.sleep(starts_s)
@@ -297,7 +297,7 @@ def roaming(
     guard: PrivacyGuard | None = None,
     observe: Observer = ignore,
 ) -> Named:
-    """The program that devices really run, over links that are lost behind so many frames each; the last one holds.
+    """The real device program, over links that are lost after the given numbers of frames; the last one holds.
 
     The device comes back after `pause_s`.
     """
@@ -325,7 +325,7 @@ def roaming(
 
 
 def scripted(script: Callable[[Channel], Awaitable[None]], name: str = "stranger", peer: str | None = None) -> Named:
-    """Somebody who has one connection and does this with it."""
+    """A peer that has one connection and runs this script on it."""
 
     async def live(world: World) -> None:
         channel = Channel(world.dial(peer=peer), Recorder("x"), UPLINK)

@@ -121,7 +121,7 @@ class MicroBatchExchange:
             return
         waiting = self._gradients.get(place)
         if waiting is None or waiting.done():
-            raise ProtocolError(f"The server sent {message}, but nothing waits for it.")
+            raise ProtocolError(f"The server sent {message}, but no micro-batch waits for it.")
         waiting.set_result(gradient)
 
 

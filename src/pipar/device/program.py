@@ -108,7 +108,7 @@ class Device:
         if message.kind is Kind.FAULT:
             raise _fault(message, "refused this device")
         if message.kind not in (Kind.WELCOME, Kind.STOP):
-            raise ProtocolError(f"The server answered with {message} where a welcome belongs.")
+            raise ProtocolError(f"The server answered HELLO with {message}, not with a welcome.")
         return message
 
     def _build(self, orders: Orders) -> None:
@@ -169,7 +169,7 @@ class Device:
                 case Kind.STATE:
                     await self._model.receive_momentum(command)
                 case Kind.ROUND if not self._model.is_installed:
-                    raise ProtocolError(f"The server sent {command} before there is a model to train.")
+                    raise ProtocolError(f"The server sent {command} before any model to train.")
                 case Kind.ROUND:
                     self._note_uplink(command)
                     self._guard.check(self._model.orders.noise_multiplier)
@@ -179,7 +179,7 @@ class Device:
                 case Kind.REPORT:
                     self._report_trace(command.epoch)
                 case _:
-                    raise ProtocolError(f"The server sent {command}, which a device does not take.")
+                    raise ProtocolError(f"The server sent {command}, which devices do not accept.")
         # Line 20. A device that leaves without it may have lost its link.
         self._channel.post(Message(Kind.STOP, command.epoch))
 

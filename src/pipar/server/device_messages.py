@@ -43,18 +43,18 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
     content = read_json(message)
     name, samples = content.get("name"), content.get("samples")
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise ProtocolError(f"A device said {str(name)[:80]!r} where its name belongs.")
+        raise ProtocolError(f"HELLO gives the name {str(name)[:80]!r}; a name has 1 to {_LONGEST_NAME} characters.")
     if peer is not None and name != peer:
-        raise ProtocolError(f"A device with the credential of '{peer}' says that it is '{name}'.")
+        raise ProtocolError(f"The credential is that of '{peer}', but the device calls itself '{name}'.")
     if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
-        raise ProtocolError(f"'{name}' says that it has {samples!r} samples; there may be 1 to {_MOST_SAMPLES}.")
+        raise ProtocolError(f"'{name}' reports {samples!r} samples; 1 to {_MOST_SAMPLES} are allowed.")
     return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
 
 
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
     releases, spent = content.get("releases", 0), content.get("spent", 0.0)
     if type(releases) is not int or type(spent) is not float or releases < 0 or not 0 <= spent < math.inf:
-        raise ProtocolError(f"'{name}' says that it has sent {releases!r} updates, which have cost {spent!r}.")
+        raise ProtocolError(f"'{name}' reports {releases!r} updates at a cost of {spent!r}; neither may be negative.")
     return BudgetUse(releases, spent)
 
 
@@ -77,7 +77,7 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
 def expect(message: Message, kind: Kind, epoch: int) -> None:
     """Raise if a message has another kind or another epoch."""
     if message.kind is not kind or message.epoch != epoch:
-        raise ProtocolError(f"{message} came where {kind.name} of epoch {epoch} belongs.")
+        raise ProtocolError(f"{message} arrived instead of {kind.name} of epoch {epoch}.")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def read_end(message: Message, epoch: int) -> EndOfEpoch:
         raise ProtocolError(f"{message} carries {content.get('up_bytes')!r} bytes sent in {content.get('up_s')!r} s.")
     ready, came = (read_frame_times(content.get(key, [])) for key in ("ready", "came"))
     if ready is None or came is None:
-        raise ProtocolError(f"{message} carries something else where the moments of frames belong.")
+        raise ProtocolError(f"{message} carries times of frames that cannot be read.")
     return EndOfEpoch(samples, loss, uplink, _read_error(message, content.get("error")), ready, came)
 
 
@@ -113,5 +113,5 @@ def _read_error(message: Message, said: Any) -> SquaredError:
         return None
     are_sums = isinstance(said, list) and all(type(one) is float and math.isfinite(one) and one >= 0 for one in said)
     if not are_sums or len(said) != 2:
-        raise ProtocolError(f"{message} carries {str(said)[:80]!r} where the error of a lossy encoding belongs.")
+        raise ProtocolError(f"{message} carries {str(said)[:80]!r}, not two sums, as the error of a lossy encoding.")
     return said[0], said[1]

@@ -1,4 +1,4 @@
-"""Who may take part in a job, and by which orders: its own devices, or anybody who has a credential."""
+"""Which devices may join a job, and their first orders: the devices of its configuration, or any with a credential."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipar.wire.orders import Orders
 
 #: Is called with the job when it has changed.
 Listener = Callable[[Job], None]
-#: Returns every device's plan for the profiles that the devices brought with them.
+#: Returns every device's plan for the profiles that the devices sent.
 PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
 class ClosedEnrolment:
-    """The devices of a job, and nobody else."""
+    """Only the devices of a job may join."""
 
     def __init__(self, job: Job, plan_joined: PlanJoined | None = None) -> None:
         self.job = job
@@ -43,7 +43,7 @@ class ClosedEnrolment:
         return self.job.links[name]
 
     async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
-        """Return the orders of all devices of the job, with plans for the profiles that were brought."""
+        """Return the orders of all devices of the job, with plans for the profiles that they sent."""
         if self._plan_joined is not None:
             brought = {
                 introduction.name: introduction.profile
@@ -60,7 +60,7 @@ class ClosedEnrolment:
 
 
 class OpenEnrolment:
-    """Everybody who comes; a device that is not in the configuration is a machine of its own on a link of its own."""
+    """Every device may join; one that is not in the configuration is planned for as a machine and a link of its own."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OpenEnrolment:
         unlisted: Callable[[str], DeviceSpec],
         make_plans: Callable[[Job], Mapping[str, Plan]],
     ) -> None:
-        self.job = replace(job, real_links=True)  # of those who have come
+        self.job = replace(job, real_links=True)  # of the devices that have joined
         self._listeners: list[Listener] = []
         self._kept: Mapping[str, Plan] = {}
         self._specs = specs
@@ -77,7 +77,7 @@ class OpenEnrolment:
         self._make_plans = make_plans
 
     def keep_plans(self, plans: Mapping[str, Plan]) -> None:
-        """Let devices go on by the plans that they had before this server was started."""
+        """Let devices continue by the plans that they had before this server was started."""
         self._kept = dict(plans)
 
     def add_listener(self, listener: Listener) -> None:
@@ -86,11 +86,11 @@ class OpenEnrolment:
 
     def check(self, introduction: Introduction) -> None:
         if introduction.profile is None:
-            raise ProtocolError(f"'{introduction.name}' brings no profile of itself, so nothing can be planned for it.")
+            raise ProtocolError(f"'{introduction.name}' sent no profile of its machine, so no plan can be made for it.")
         known = self.job.sizes.get(introduction.name)
         if known is not None and known != introduction.samples:
             raise ProtocolError(
-                f"'{introduction.name}' had {known} samples before and says {introduction.samples} now."
+                f"'{introduction.name}' had {known} samples before and reports {introduction.samples} now."
             )
         if known is None:
             fleet = self._with(self._empty_job, introduction).fleet()
@@ -113,7 +113,7 @@ class OpenEnrolment:
         try:
             plans = await self._first_plans(job)
         except (ArithmeticError, ValueError):
-            await self._blame(introductions)
+            await self._find_unusable(introductions)
             raise
         self._change(replace(job, plans={**job.plans, **plans}))
         return self.job.orders()
@@ -122,11 +122,11 @@ class OpenEnrolment:
         kept = {name: plan for name in job.sizes if (plan := self._kept_plan(job, name)) is not None}
         if len(kept) == len(job.sizes):
             return reencoded(job.fleet(), kept)
-        # Seconds for a large fleet: beside the event loop, which has connections to keep alive.
+        # Off the event loop, which keeps connections alive: a large fleet takes seconds.
         return await asyncio.to_thread(self._make_plans, job)
 
-    async def _blame(self, introductions: Sequence[Introduction]) -> None:
-        """Raise if there is somebody for whom nothing can be planned, even alone."""
+    async def _find_unusable(self, introductions: Sequence[Introduction]) -> None:
+        """Raise if there is a device for which no plan can be made, even alone."""
         for introduction in introductions:
             try:
                 await self._first_plans(self._with(self._empty_job, introduction))
@@ -134,7 +134,7 @@ class OpenEnrolment:
                 raise _unusable(introduction.name, error) from None
 
     def join(self, introduction: Introduction) -> Orders:
-        """Return orders with a first plan, by the paper's estimate or that of an equal device; all are chosen later."""
+        """Return orders with a first plan: that of an equal device, or the paper's estimate."""
         job = self._with(self.job, introduction)
         try:
             plan = self._first_plan(job, introduction)
@@ -154,19 +154,19 @@ class OpenEnrolment:
 
     @property
     def _empty_job(self) -> Job:
-        """Return the job without any device, to see what can be planned for one alone."""
+        """Return the job without any device, to plan for one alone."""
         return replace(self.job, specs=(), sizes={}, device_profiles={})
 
     @property
     def _common_plan(self) -> Plan | None:
-        """Return a plan with the cut that everybody has, if there is one model for all that is cut already."""
+        """Return a plan with the cut of a server-side model that all devices share; None if there is none yet."""
         plans = self.job.plans or self._kept
         return next(iter(plans.values()), None) if self.job.method.shares_server_model else None
 
     def _kept_plan(self, job: Job, name: str) -> Plan | None:
-        """Return the plan that a device goes on by; its encodings are to be chosen anew, as configured now."""
+        """Return the plan that a device continues by; its encodings are chosen again, by the current configuration."""
         plan = self._kept.get(name) or self._common_plan
-        # It may have come back as a machine that holds less of the network, or to a server that allows fewer cuts.
+        # The device may have come back as a machine that holds fewer layers, or to a server that allows fewer cuts.
         is_allowed = (
             plan is not None
             and plan.split_point <= len(job.device_profiles[name].layers)
@@ -199,12 +199,12 @@ def _tell(listeners: Sequence[Listener], job: Job) -> None:
         listener(job)
 
 
-#: What planning raises if one device allows no plan, or if its numbers are none to compute with.
+#: Planning raises these if a device allows no plan, or if its profile has numbers that cannot be computed with.
 _UNUSABLE = (PlanError, ArithmeticError, ValueError)
 
 
 def _unusable(device: str, error: Exception) -> UnusableProfileError:
-    """Return why a device does not take part: that is its own end, and nobody else's."""
+    """Return the error that ends the session of one device, and of no other."""
     if isinstance(error, PlanError):
         return UnusableProfileError(device, str(error))
-    return UnusableProfileError(device, f"Nothing can be planned with the profile of '{device}': {error}.")
+    return UnusableProfileError(device, f"No plan can be made from the profile of '{device}': {error}.")

@@ -1,4 +1,4 @@
-"""What is known of each epoch; when all of it has come in, the epoch's result goes out, in order."""
+"""Collects the numbers of each epoch, and emits its result when they are complete, in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Epoch:
     bytes_up: dict[str, int] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     server: EpochTrace | None = None
-    awaited: set[str] = field(default_factory=set)  # devices whose traces are still to come
+    awaited: set[str] = field(default_factory=set)  # devices whose traces are missing
     round: RoundSummary | None = None
     validated: bool = False
     val_loss: float | None = None
@@ -128,7 +128,7 @@ class ResultCollector:
         epoch.downlinks.append(downlink)
         epoch.bytes_up[trace.owner] = bytes_up
         epoch.bytes_down[trace.owner] = bytes_down
-        self._settle()
+        self._emit_complete()
 
     def add_round(self, number: int, summary: RoundSummary, reporting: Iterable[str]) -> None:
         """Take what the server knows of a round; the traces of the `reporting` devices will follow."""
@@ -137,17 +137,17 @@ class ResultCollector:
         epoch.awaited |= set(reporting)
         epoch.server = self._recorder.take(number)
         self._last_round_s = summary.seconds
-        self._settle()
+        self._emit_complete()
 
     def join(self, device: str, link: Link) -> None:
         """Add a device that joins later."""
         self._bounds.join(device, link)
 
-    def lose(self, device: str) -> None:
-        """Nothing more will come of a device's traces."""
+    def forget_device(self, device: str) -> None:
+        """Wait for no more traces of a device."""
         for epoch in self._epochs.values():
             epoch.awaited.discard(device)
-        self._settle()
+        self._emit_complete()
 
     def add_validation(self, number: int, loss: float | None, accuracy: float | None) -> None:
         """Take the validation of the global model that an epoch ended with."""
@@ -155,25 +155,25 @@ class ResultCollector:
         epoch.validated, epoch.val_loss, epoch.val_accuracy = True, loss, accuracy
         epoch.validation = self._background.take(number)
         self._losses.append(loss)
-        self._settle()
+        self._emit_complete()
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
-        """From this epoch on the devices train by other plans, which have another compute."""
+        """From this epoch on the devices train by other plans."""
         self._bounds.replan(first_epoch, plans)
         if self._predictor is not None:
             self._predictor.replan(first_epoch, plans)
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
-        """Take what an epoch's traffic said of the links."""
+        """Take the links as the traffic of an epoch has shown them."""
         if self._predictor is not None:
             self._predictor.measure_links(epoch, measured)
 
     def fleet(self) -> Fleet | None:
-        """Return the fleet as the training has shown it; None where nothing is foreseen."""
+        """Return the fleet as the training has shown it; None where nothing is predicted."""
         return None if self._predictor is None else self._predictor.now()
 
     def fail(self, failure: Exception) -> None:
-        """Nothing more will come: whoever waits is told why."""
+        """Raise this failure in every waiter, now and later."""
         self._failure = failure
         self._changed.set()
 
@@ -183,23 +183,23 @@ class ResultCollector:
             raise self._failure
 
     async def complete(self, last_epoch: int) -> None:
-        """Return when the results of all epochs up to this one are out."""
+        """Return when the results of all epochs up to this one are emitted."""
         while self._emitted < last_epoch:
             await self._wait()
 
     async def deliver(self, last_epoch: int, devices: Collection[str]) -> None:
-        """Return when all results are out; after a timeout, the missing traces of these devices are left out."""
+        """Return when all results are emitted; after a timeout, the missing traces of these devices are left out."""
         try:
             # Traces follow the models, which take their time on slow links.
             async with asyncio.timeout(_LAST_TRACES_TIMEOUT_S + 5 * self._last_round_s):
                 await self.complete(last_epoch)
         except TimeoutError:
             for device in sorted(devices):
-                self.lose(device)
+                self.forget_device(device)
             await self.complete(last_epoch)
 
     async def stale_epochs(self, number: int) -> int:
-        """Return for how many epochs, up to this one, the validation loss has not improved."""
+        """Return the number of epochs, up to this one, since the validation loss last improved."""
         while len(self._losses) < number:
             await self._wait()
         return stale_epochs(self._losses[:number])
@@ -212,8 +212,8 @@ class ResultCollector:
     def _epoch(self, number: int) -> _Epoch:
         return self._epochs.setdefault(number, _Epoch())
 
-    def _settle(self) -> None:
-        """Send out the epochs that are complete."""
+    def _emit_complete(self) -> None:
+        """Emit the epochs that are complete."""
         while (epoch := self._epochs.get(self._emitted + 1)) is not None and self._is_complete(epoch):
             self._emitted += 1
             del self._epochs[self._emitted]
@@ -271,7 +271,7 @@ class ResultCollector:
 
 
 def stale_epochs(losses: Iterable[float | None]) -> int:
-    """Return how many validation losses there are behind the best one; one that has diverged is the worst."""
+    """Return the number of validation losses after the best one; one that has diverged is the worst."""
     known = [loss if math.isfinite(loss) else math.inf for loss in losses if loss is not None]
     return len(known) - 1 - known.index(min(known)) if known else 0
 

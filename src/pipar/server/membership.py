@@ -68,7 +68,7 @@ class Membership:
                 hello = await transport.read()
             session = self._resume(hello, transport, peer) if hello.session else self._join(hello, transport, peer)
         except TimeoutError:
-            await _refuse(transport, ProtocolError(f"No hello came within {HELLO_TIMEOUT_S:g} s."), again=True)
+            await _refuse(transport, ProtocolError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), again=True)
         except (ProtocolError, LinkError) as error:
             await _refuse(transport, error, again=isinstance(error, _SessionGoneError))
         else:
@@ -76,7 +76,7 @@ class Membership:
 
     def _join(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
         if hello.message.kind is not Kind.HELLO:
-            raise ProtocolError(f"The first message is to be HELLO, but {hello.message} came.")
+            raise ProtocolError(f"The first message has to be HELLO, not {hello.message}.")
         introduction = read_hello(hello.only(), self._settings.network, peer)
         self._policy.check(introduction)
         self._end_previous(introduction.name, has_credential=peer is not None)
@@ -91,7 +91,7 @@ class Membership:
             return
         if previous.channel.is_attached and not has_credential:
             raise _SessionGoneError(f"A device called '{name}' has joined already.")
-        self.end(previous, LinkError("it has joined anew"))
+        self.end(previous, LinkError("it joined again"))
 
     def _begin(self, introduction: Introduction, transport: Transport) -> Session:
         name, settings = introduction.name, self._settings
@@ -180,7 +180,7 @@ class Membership:
         self._cancel_timeout(session)
         if self.sessions.get(session.device) is session:
             del self.sessions[session.device]
-        self._results.lose(session.device)
+        self._results.forget_device(session.device)
         self._observe(_left_or_lost(session, reason))
         self._notify()
 
@@ -261,15 +261,15 @@ class Membership:
         if message.kind is Kind.FAULT:
             raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
         if message.kind is Kind.STOP and session.is_stopped:
-            raise LinkError("it has said goodbye")
+            raise LinkError("it has left")
         if not session.is_welcome:
-            raise ProtocolError(f"{message} came before the device was welcome.")
+            raise ProtocolError(f"{message} arrived before the device had its orders.")
         if message.kind is Kind.END_EPOCH:  # its update follows, and part of it may arrive even if not all does
             self._accountant.note(session.device)
         if message.kind is Kind.TRACE:
             self._take_trace(session, message)
         elif message.kind is Kind.HELLO:
-            raise ProtocolError(f"{message} came in the middle of a session.")
+            raise ProtocolError(f"{message} arrived in the middle of a session.")
         elif session.is_wanted(message):
             session.take(message)
         else:

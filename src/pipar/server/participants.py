@@ -62,9 +62,9 @@ class Participants:
         self.release_absent()
         for session in self._membership.present():
             if session.owes_acknowledgements:  # what is kept for it must not grow with every round
-                self._membership.end(session, LinkError("it has not taken the messages of several rounds"))
+                self._membership.end(session, LinkError("it has not acknowledged the messages of several rounds"))
             elif session.round.abandoned > done:  # the round that it was too late for is trained again
-                await self._membership.dismiss(session, f"round {done + 1} begins anew", again=True)
+                await self._membership.dismiss(session, f"round {done + 1} starts over", again=True)
             elif not session.is_welcome:
                 await self._try_to_welcome(session, done)
 

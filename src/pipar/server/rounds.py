@@ -168,7 +168,7 @@ class Rounds:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         this.any_late = True
-        await self._serving.drop(session, this.epoch, f"it was not ready within {self._deadline_s:g} s")
+        await self._serving.drop(session, this.epoch, f"it missed the deadline of {self._deadline_s:g} s")
         session.abandon(this.epoch)
 
     async def aggregate(self, this: Round) -> None:

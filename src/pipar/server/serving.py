@@ -82,7 +82,7 @@ class Serving:
         while (message := await self._next(session)).kind is Kind.ACTIVATION:  # until 'stop epoch'
             batches.count(message)
             if batches.samples > session.introduction.samples:
-                raise ProtocolError(f"{message} is more than the {session.introduction.samples} samples that it has.")
+                raise ProtocolError(f"{message} exceeds the {session.introduction.samples} samples of the device.")
             await self._serve_micro_batch(session, replica, orders, message)
             if batches.is_whole:
                 loss, error = await self._finish_iteration(session, replica, orders, message)
@@ -190,9 +190,9 @@ class BatchCounter:
             or not self._trained < trained <= self._batch
         ):
             raise ProtocolError(
-                f"{message} with {message.samples} of {message.batch_samples} samples came where micro-batch "
-                f"{self._number} of iteration {self._iteration} of epoch {self._epoch} belongs, behind "
-                f"{self._trained} of {self._batch} samples; at most {self._micro_batches} make a batch."
+                f"{message} with {message.samples} of {message.batch_samples} samples arrived instead of micro-batch "
+                f"{self._number} of iteration {self._iteration} of epoch {self._epoch}, after "
+                f"{self._trained} of {self._batch} samples; a batch has at most {self._micro_batches} micro-batches."
             )
         self.samples += message.samples
         self._trained, self._number = trained, self._number + 1
@@ -202,7 +202,9 @@ class BatchCounter:
     def check_end(self, message: Message, end: EndOfEpoch) -> None:
         """Raise if the samples of END_EPOCH are not those that arrived in whole batches."""
         if not self.is_whole or end.samples != self.samples:
-            raise ProtocolError(f"{message} says {end.samples} samples, but {self.samples} came in whole batches.")
+            raise ProtocolError(
+                f"{message} reports {end.samples} samples, but {self.samples} arrived in whole batches."
+            )
 
 
 class GradientReply:

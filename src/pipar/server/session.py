@@ -203,20 +203,18 @@ class Session:
             self._count_outstanding(message)
         waiting = self.inbox.kinds[message.kind]
         if waiting >= (self.allowance.micro_batches if message.kind is Kind.ACTIVATION else 1):
-            raise ProtocolError(f"{message} came with {waiting} of its kind waiting, which is all there can be.")
+            raise ProtocolError(f"{message} arrived while {waiting} of its kind is unread, which is the maximum.")
         self.inbox.put_nowait(message)
 
     def _count_outstanding(self, message: Message) -> None:
         self.round.outstanding += 1
-        if self.round.outstanding > self.allowance.micro_batches:
-            raise ProtocolError(
-                f"{message} came with {self.allowance.micro_batches} micro-batches outstanding, which is all it may "
-                "have."
-            )
+        most = self.allowance.micro_batches
+        if self.round.outstanding > most:
+            raise ProtocolError(f"{message} arrived with {most} micro-batches outstanding, which is the maximum.")
         if self.owes_acknowledgements:
             raise ProtocolError(
-                f"{message} came with {self.channel.unacknowledged} messages unacknowledged, which is more than there "
-                "can be: a device has the answers of a batch before it sends the next one."
+                f"{message} arrived with {self.channel.unacknowledged} messages unacknowledged, which is too many: a "
+                "device has all gradients of a batch before it sends the next one."
             )
 
     async def next_message(self) -> Message:
@@ -308,7 +306,7 @@ class Session:
     def check_trace(self, trace: EpochTrace, message: Message) -> None:
         """Raise if a trace was not requested."""
         if self.requested_trace is None or not trace.epoch == message.epoch == self.requested_trace:
-            raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not asked for.")
+            raise ProtocolError(f"{message} carries the trace of epoch {trace.epoch}, which was not requested.")
 
     def trace_arrived(self) -> None:
         """The requested trace has arrived."""
@@ -318,10 +316,10 @@ class Session:
         """Raise if END_EPOCH does not fit the device's introduction, or comes before a trace that was requested."""
         if end.samples != self.introduction.samples:
             raise ProtocolError(
-                f"{message} says {end.samples} samples, but the device has {self.introduction.samples}."
+                f"{message} reports {end.samples} samples, but the device has {self.introduction.samples}."
             )
         if self.requested_trace is not None:
-            raise ProtocolError(f"{message} came before the trace of epoch {self.requested_trace}.")
+            raise ProtocolError(f"{message} arrived before the trace of epoch {self.requested_trace}.")
 
     def measure(self, end: EndOfEpoch, epoch: int) -> MeasuredLink:
         """Return how much the link has estimate_traffic in an epoch, by what both sides know."""

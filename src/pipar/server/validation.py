@@ -1,4 +1,4 @@
-"""The validation of each round's global model, beside the next round's training."""
+"""The validation of each round's global model, during the next round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipar.execution.lanes import Lanes
 from pipar.execution.stages import Work
 from pipar.server.epoch_results import ResultCollector
 
-#: Gives the summed loss and the right answers of a batch for the model as it was when this was made.
+#: Returns the summed loss and the number of correct answers of a batch, by a copy of the model.
 Evaluate = Callable[[Any], tuple[float, int]]
 
 
@@ -47,7 +47,7 @@ class Validation:
     async def _validate(self, epoch: int, before: asyncio.Task[None] | None, copied: asyncio.Event) -> None:
         try:
             await self._evaluate(epoch, before, copied)
-        except Exception as error:  # noqa: BLE001 - the task ends here, and whoever waits for its result is told
+        except Exception as error:  # noqa: BLE001 - the task ends here, and waiters get the error
             self._results.fail(TrainingError(f"The validation of epoch {epoch} failed: {error}"))
         finally:
             copied.set()
