@@ -39,7 +39,7 @@ test: $(DEVELOPING) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-check: $(DEVELOPING)  ## format, lint, types, layers and the fast tests, in under a minute
+check: $(DEVELOPING)  ## format, lint, types, package rules and the fast tests, in under a minute
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

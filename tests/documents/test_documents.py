@@ -169,7 +169,7 @@ def test_the_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.Monke
 
 
 def commands() -> list[list[str]]:
-    """Return the words behind `pipar` of every command in README's code blocks."""
+    """Return the words after `pipar` of every command in README's code blocks."""
     lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith("pipar ")]
 

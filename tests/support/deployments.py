@@ -17,8 +17,6 @@ from support.training import EXACT, largest_error
 from support.waiting import until
 
 BATCH = 10
-
-
 RULES = Rules()
 
 
@@ -38,7 +36,7 @@ def training(**run: Any) -> dict[str, Any]:
 
 
 def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> State:
-    """Return the weights that a round log says, by plain PyTorch: who counted trained the global model, averaged."""
+    """Return the weights that a round log implies, by plain PyTorch: the average over the devices that counted."""
     workload = Workload(config_from(tree))
     model = workload.build_model().train()
     for entry in rounds:

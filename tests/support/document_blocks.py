@@ -1,9 +1,9 @@
-"""The blocks of code in the documents: what they are, whether they are run, and who plays the reader that runs them.
+"""The blocks of code in the documents: how they are found, which of them tests run, and a reader that runs them.
 
 A block is fenced, or indented and begins with a command. Three comments before it mean something:
-`<!-- not run: REASON -->` says why no test runs it; `<!-- tested with: OPTIONS -->` what stands behind each of its
+`<!-- not run: REASON -->` says why no test runs it; `<!-- tested with: OPTIONS -->` what is added to each of its
 commands when a test runs it, so that it takes seconds; `<!-- as printed -->`, before a block of text, that the commands
-before it print every line of it. `title="NAME"` behind the language of a block is the file that a reader makes of it.
+before it print every line of it. `title="NAME"` after the language of a block is the file that a reader makes of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.programs import TESTS, Place, Program
 from support.waiting import PATIENCE_S
 
 ROOT = TESTS.parent
-#: What a first word of an indented block makes a command of it.
+#: The first word of an indented block that is a command.
 _COMMANDS = re.compile(r"(?:pipar|make|python|pip|\.venv/bin/\w+|[A-Z_]+=\S+) ")
 _FENCE = re.compile(r"^( *)```([\w-]*)(?: +(.*))?$")
 _COMMENT = re.compile(r"^ *<!-- (.*) -->$")
@@ -41,7 +41,7 @@ class Block:
     line: int
     language: str
     text: str
-    info: str = ""  # behind the language
+    info: str = ""  # after the language
     comment: str = ""  # before the fence
 
     @property
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def quickened(self) -> str:
-        """What stands behind each of its commands when a test runs it."""
+        """The options that are added to each of its commands when a test runs it."""
         return self._said("tested with: ") or ""
 
     def _said(self, what: str) -> str | None:
@@ -162,7 +162,7 @@ class Reader:
         return self._ports.setdefault(written, free_port())
 
     def _run(self, words: list[str]) -> None:
-        """Run a command to its end; servers and devices go on in terminals of their own."""
+        """Run a command to its end; servers and devices keep running, as in terminals of their own."""
         if words[0] not in ("server", "device"):
             self.end()
         program = self.place.run(words[0], *words)
@@ -177,7 +177,7 @@ class Reader:
         assert code == 0, f"{program.name} ended with {code}: {program.text()}"
 
     def end(self) -> None:
-        """Wait for the devices, and for the servers that they came to."""
+        """Wait until the devices have ended, and then their servers."""
         devices = [program for program in self.place.programs if program.name == "device"]
         for program in devices:
             self._ended(program)
@@ -230,7 +230,7 @@ def recipe(target: str) -> list[str]:
 
 @contextmanager
 def reader(folder: Path, cache: Path, variables: Mapping[str, str]) -> Iterator[Reader]:
-    """Give a reader in a new folder, whose programs are all ended at the end."""
+    """Give a reader in a new folder; at the end, all its programs are ended."""
     for name in ("examples", "deploy"):
         shutil.copytree(ROOT / name, folder / name)
     programs = folder / "bin"
@@ -246,6 +246,8 @@ def reader(folder: Path, cache: Path, variables: Mapping[str, str]) -> Iterator[
         made = Reader(place)
         yield made
         made.end()
-        assert [program.name for program in place.programs if program.poll() is None] == [], "nobody came, or none left"
+        assert [program.name for program in place.programs if program.poll() is None] == [], (
+            "a server still waits for devices, or a device for its server"
+        )
     finally:
         place.end()

@@ -1,4 +1,4 @@
-"""Servers and devices as programs of their own, for tests of the real thing: started, waited for, and always ended."""
+"""Commands of pipar as real processes: started, waited for, and always ended."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Zygote:
 
 @cache
 def zygote() -> Zygote:
-    """Return the one of this process; it ends with it."""
+    """Return the zygote of this process, which ends with it."""
     started = Zygote()
     atexit.register(started.end)
     return started
 
 
 class Program:
-    """One process of the command line. What it says on standard error is read from a file, line by line."""
+    """One command as a process. Its output is read from a file, line by line."""
 
     def __init__(self, name: str, words: list[str], place: Place, namespace: str | None) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Program:
         return rows if kind is None else [row for row in rows if row.get("event") == kind]
 
     def says(self, pattern: str, times: int = 1) -> re.Match[str]:
-        """Return the match when it has said this so many times; fail if it ends before, or does not in time."""
+        """Return the match once the pattern has been printed `times` times; fail if the program ends before that."""
 
         def found() -> re.Match[str] | None:
             ended = self.poll() is not None  # asked first: what it said before it ended counts
@@ -149,7 +149,7 @@ def _memory(pid: int, key: str) -> int:
 
 
 class Place:
-    """A folder where programs run, their configuration, and what they leave behind."""
+    """A folder in which programs run, with their configuration and the files that they write."""
 
     def __init__(self, folder: Path, cache: Path, tree: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -196,7 +196,7 @@ class Place:
             raise AssertionError(f"{error}\n{texts}") from None
 
     def let_go(self, name: str) -> None:
-        """Let a program go on; when this returns, it does."""
+        """Let a held program continue; it has when this returns."""
         (self.folder / f"{name}.hold").unlink(missing_ok=True)
         held = self.folder / f"{name}.held"
         runs = [program for program in self.programs if program.name == name and program.poll() is None]
@@ -222,7 +222,7 @@ class Place:
         return [name for name in names if "partial" in name or "tmp" in name or Path(name).name.startswith(".")]
 
     def alive(self) -> list[str]:
-        """Return the command lines of all processes that came of this place's programs and are not at their end."""
+        """Return the command lines of all running processes that this place's programs have started."""
         found = [program.name for program in self.programs if program.poll() is None]
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -240,7 +240,7 @@ class Place:
 
 @contextlib.contextmanager
 def place(folder: Path, cache: Path, tree: Mapping[str, Any]) -> Iterator[Place]:
-    """Give a place whose programs are all ended at its end."""
+    """Give a place; at the end, all its programs are ended."""
     made = Place(folder, cache, tree)
     try:
         yield made

@@ -36,7 +36,7 @@ A, B, C = "phone-a", "phone-b", "phone-c"
 
 @dataclass
 class Roamed:
-    """What came of a training whose links were lost."""
+    """The outcome of a training whose links were lost."""
 
     state: State = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -65,9 +65,9 @@ def roam(
     model: nn.Sequential | None = None,
     **server: object,
 ) -> Roamed:
-    """Train a case with the real mathematics over links that are lost behind so many frames each.
+    """Train a case with the real mathematics over links that are lost after the given numbers of frames.
 
-    It goes on behind a round from a snapshot of it, if there is one.
+    It resumes after a round from a snapshot of it, if one is given.
     """
     tree = case.tree()
     tree["server"] |= {"min_devices": 1, **server}

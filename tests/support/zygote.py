@@ -1,11 +1,11 @@
-"""Starts programs of the command line fast: a process that has imported what takes them seconds, and forks.
+"""Starts commands of pipar fast: a process that has done their slow imports, and forks once for each command.
 
-What comes of it is a process like any other: it has its own pid, signals and exit code. Only gRPC does not survive a
-fork, so each imports it for itself. Requests are lines of JSON on the standard input, answered in turn on the output:
+The result is an ordinary process with its own pid, signals and exit code. gRPC does not survive a fork, so each
+process imports it itself. Requests are lines of JSON on the standard input, answered in order on the output:
 {"start": [WORD, ...], "folder", "environment", "output", "namespace"} by a pid, {"poll": PID} by an exit code or null.
 The words are those of a command of pipar, or a script that ends in .py.
-A program that gets SIGUSR1 writes down, in OUTPUT.live, how many bytes it has in use.
-Networks are measured in a fraction of a second, and so badly: none of these programs is asked how long layers take.
+A program that gets SIGUSR1 writes to OUTPUT.live how many bytes it has in use.
+Networks are measured for a fraction of a second only: no test of these programs needs exact times of layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself 
 
 
 def _be(request: dict[str, Any]) -> None:
-    """Become the program that is asked for, to its end."""
+    """Become the requested program, and exit when it ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -50,8 +50,8 @@ def _be(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     if request.get("namespace"):
         _enter(request["namespace"])
-    if request["start"][0] not in ("server", "device"):  # whose memory tests look at, from the first moment on
-        gc.freeze()  # to look through all that was imported when it ends, and so copy it, would take a second
+    if request["start"][0] not in ("server", "device"):  # tests look at the memory of these two
+        gc.freeze()  # a collection at exit would touch, and so copy, all imported pages: a second
     if request["start"][0].endswith(".py"):
         sys.path.insert(0, request["folder"])
         sys.argv = request["start"]
@@ -73,7 +73,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _tell_live_bytes(path: Path) -> None:
-    """Write down how much is allocated and not freed: unlike what the system says, without what is free for others."""
+    """Write how much is allocated and not freed; the system's number also counts memory that is free for reuse."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _MallInfo
