@@ -158,10 +158,10 @@ COMMANDS = [
     ("run --timing-only --data mnist --set data.shape=[3,64,64]", "mnist has images of (1, 28, 28)"),
     ("run --timing-only --data tiny_imagenet --set data.classes=300", "tiny_imagenet has 200 classes"),
     ("run --timing-only --set data.validation=1700 --set data.test=98", "digits has 1797 samples to hold out"),
-    ("run --timing-only --devices 2000", "device-1198 has no samples"),
+    ("run --timing-only --devices 2000", "device-1198 has 0 samples"),
     # patience without validation
-    ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience needs a validation set"),
-    ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience needs a validation set"),
+    ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
+    ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
     # what is not there
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),

@@ -80,10 +80,10 @@ def test_trained_weights_are_attacked_if_they_fit_and_noise_is_reported(
 
 @pytest.mark.parametrize("split_points", [[5], [5, 5]])
 def test_a_cut_that_sends_no_activations_cannot_be_attacked(split_points: list[int]) -> None:
-    with pytest.raises(PlanError, match="nothing to attack: give split points below 5"):
+    with pytest.raises(PlanError, match="nothing can be attacked: give split points below 5"):
         checked_cuts(split_points, 5, "vgg5")
     assert checked_cuts([*split_points, 2], 5, "vgg5") == [2]
-    with pytest.raises(PlanError, match="nothing to attack"):
+    with pytest.raises(PlanError, match="nothing can be attacked"):
         checked_cuts(None, 1, "one")
 
 

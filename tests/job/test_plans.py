@@ -1,4 +1,4 @@
-"""A job's plans: what is given, what is chosen, one cut for a shared model, and a sample for a large fleet."""
+"""The plans of a job: given or chosen, one cut for a shared model, and a sample for a large fleet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_job(method: str, *devices: dict[str, Any], plan: dict[str, Any] | None 
     )
 
 
-def test_plans_that_are_given_are_taken_without_a_choice() -> None:
+def test_given_plans_are_used_without_a_search() -> None:
     job = make_job("pipar", {"split_point": 1, "micro_batches": 4}, {"split_point": 2, "micro_batches": 3})
     seen: list[Event] = []
     assert make_plans(job, rehearse, seen.append) == {"d0": Plan(1, 4), "d1": Plan(2, 3)}
@@ -62,7 +62,7 @@ def test_plans_that_are_given_are_taken_without_a_choice() -> None:
     assert with_plans(job, rehearse).plans == make_plans(job, rehearse)
 
 
-def test_a_choice_is_told_as_it_goes_on() -> None:
+def test_a_search_reports_its_progress() -> None:
     seen: list[Event] = []
     make_plans(make_job("pipar", {}), rehearse, seen.append)
     shares = [event.share for event in seen if isinstance(event, Preparing)]
@@ -71,7 +71,7 @@ def test_a_choice_is_told_as_it_goes_on() -> None:
 
 
 def with_coding(job: Job, encoding: str) -> Job:
-    """Return the job with a profile by which encodings leave half of the bytes, for little time."""
+    """Return the job with a profile in which encodings halve the bytes in little time."""
     times = dict.fromkeys(("planes", "sparse", "sparse-planes", "changes"), CodingTimes(1e-5, 2e-9, 1e-5, 2e-9))
     layers = tuple(replace(layer, rectified=True, shares=dict.fromkeys(times, (0.5, 0.5))) for layer in LAYERS)
     profile = replace(PROFILE, layers=layers, coding=times, changes_share=0.5)
@@ -81,7 +81,7 @@ def with_coding(job: Job, encoding: str) -> Job:
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
-def test_without_a_limit_auto_orders_what_raw_orders(method: str) -> None:
+def test_on_unlimited_links_auto_gives_the_orders_of_raw(method: str) -> None:
     # Devices are told the same, to the last field: what follows cannot cost more.
     job = make_job(method, {"link": "unlimited"}, {"link": "unlimited"})
     assert with_coding(job, "auto").orders() == with_coding(job, "raw").orders()
@@ -91,7 +91,7 @@ def test_without_a_limit_auto_orders_what_raw_orders(method: str) -> None:
 
 @pytest.mark.parametrize("estimate", ["paper", "simulation"])
 @pytest.mark.parametrize("method", ["sl", "sfl2"])
-def test_a_shared_model_is_cut_in_one_place(method: str, estimate: str) -> None:
+def test_a_shared_model_has_one_cut(method: str, estimate: str) -> None:
     devices = ({"speed": 0.02, "link": {"up": "1Mbit/s", "down": "1Mbit/s"}}, {"speed": 5.0, "link": "unlimited"})
     job = make_job(method, *devices, plan={"estimate": estimate})
     plans = make_plans(job, rehearse)
@@ -103,7 +103,7 @@ def test_a_shared_model_is_cut_in_one_place(method: str, estimate: str) -> None:
 
 @pytest.mark.parametrize("estimate", ["paper", "simulation"])
 @pytest.mark.parametrize("others", [(), ({},)], ids=["all given", "one to choose"])
-def test_a_shared_model_that_is_to_be_cut_in_two_places_is_one_sentence(
+def test_two_split_points_for_a_shared_model_are_refused_in_one_sentence(
     estimate: str, others: tuple[dict[str, Any], ...]
 ) -> None:
     job = make_job("sfl2", {"split_point": 1}, {"split_point": 2}, *others, plan={"estimate": estimate})
@@ -125,7 +125,7 @@ def test_a_shared_models_cut_is_the_best_of_whole_epochs_in_the_virtual_world(me
     assert chosen == {min(seconds, key=lambda cut: seconds[cut])}
 
 
-def test_the_methods_of_replicas_are_simulated_by_the_simulator() -> None:
+def test_methods_with_replicas_are_timed_by_the_simulator() -> None:
     job = make_job("pipar", {})
     plans = {"d0": Plan(1, 2)}
     assert simulation(job, rehearse)(job.fleet(), plans, 1) == simulate(job.fleet(), plans, iterations=1)
@@ -141,7 +141,7 @@ def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
         assert now.by_kind[0].split_point > before.by_kind[0].split_point
 
 
-def test_plans_in_force_are_a_start_like_any_other() -> None:
+def test_a_search_may_start_from_the_plans_in_use() -> None:
     job = make_job("pipar", {}, {"speed": 1.0})
     first = search_job_plans(job, job.fleet(), rehearse)
     assert search_job_plans(job, job.fleet(), rehearse, start=first.plans).epoch_s <= first.epoch_s * 1.05
@@ -180,13 +180,13 @@ def test_a_fleet_that_is_not_large_is_its_own_sample() -> None:
 
 
 @pytest.mark.slow
-def test_a_sample_takes_about_as_long_as_the_fleet_that_it_stands_for() -> None:
+def test_a_sample_takes_about_as_long_as_the_fleet_that_it_represents() -> None:
     fleet = large_fleet(400, 200, cores=24)
     plans = {member.name: Plan(1, 3) for member in fleet.members}
     assert simulate(fleet.sampled(), plans).epoch_s == pytest.approx(simulate(fleet, plans).epoch_s, rel=0.1)
 
 
-def test_one_core_averages_the_models_of_all_whom_a_sample_stands_for() -> None:
+def test_one_core_averages_the_models_of_all_devices_that_a_sample_represents() -> None:
     fleet = large_fleet(2000, cores=8)
     sample = fleet.sampled()
 
@@ -207,7 +207,7 @@ def test_all_devices_of_a_large_fleet_get_a_plan(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_bound_is_one_also_where_devices_have_more_and_less_data() -> None:
+def test_a_lower_bound_holds_for_devices_with_different_amounts_of_data() -> None:
     costs = Costs(PROFILE, 0.2)
     sizes = [200 + 8 * number for number in range(50)]
     members = tuple(Member(f"d{n:02}", costs, Link(up_bps=10e6, down_bps=20e6), size) for n, size in enumerate(sizes))

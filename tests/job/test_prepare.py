@@ -1,4 +1,4 @@
-"""What is found before anything starts: sizes that cannot be trained, and timing-only counting as virtual time does."""
+"""What is checked before training starts; timing-only runs count the same samples as virtual ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipar.profiling.profile import Profile
 
 @pytest.fixture(autouse=True)
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for profiles, so that nothing is measured; runs and the cache are in folders of their own."""
+    """Return a folder with profiles, so that nothing is measured; runs and the cache have folders of their own."""
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write_profile(tmp_path, (3, 32, 32))
@@ -128,7 +128,7 @@ def test_published_counts_are_what_the_publisher_states() -> None:
         counted("mnist", validation=10_000, test=1)
 
 
-# --- what cannot be trained
+# --- workloads that cannot be trained
 
 
 BATCH_NORM = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2))
@@ -144,22 +144,22 @@ def test_a_single_sample_has_no_batch_statistics_in_an_own_network_either(sample
 
 
 @pytest.mark.parametrize("size", [3, 5, 21])
-def test_a_single_sample_that_joins_others_is_no_reason_to_refuse(profile: Path, size: int) -> None:
+def test_a_single_sample_that_joins_the_batch_before_is_accepted(profile: Path, size: int) -> None:
     settings = ["model.norm=batch", "run.batch_size=2", "data.name=synthetic", f"data.samples_per_device={size}"]
     assert prepare_timing_only(configuration(profile, *settings), rehearse) is not None
 
 
 def test_patience_needs_a_validation_set(profile: Path) -> None:
     config = configuration(profile, "run.patience=2", "data.name=synthetic", "data.validation=0")
-    with pytest.raises(ConfigError, match=r"run\.patience needs a validation set"):
+    with pytest.raises(ConfigError, match=r"run\.patience = \d+ needs a validation set"):
         prepare(Workload(config), rehearse)
     given = TensorDataset(torch.zeros(4, 3, 32, 32), torch.arange(4))
     prepare(Workload(config, UserObjects.of(config, None, None, given, None)), rehearse)
 
 
-def test_patience_needs_a_validation_set_beside_own_datasets() -> None:
+def test_patience_needs_a_validation_set_with_own_datasets_too() -> None:
     data = TensorDataset(torch.randn(10, 4), torch.arange(10) % 2)
-    with pytest.raises(ConfigError, match=r"run\.patience needs a validation set"):
+    with pytest.raises(ConfigError, match=r"run\.patience = \d+ needs a validation set"):
         pipar.run({"run": {"patience": 1}}, model=BATCH_NORM, datasets=[data], world="virtual")
 
 
@@ -216,7 +216,7 @@ def test_a_wrong_file_is_refused_before_this_machine_is_measured(
         prepare(Workload(config), rehearse) if path == "virtual" else prepare_timing_only(config, rehearse)
 
 
-def test_a_profile_of_the_first_layers_serves_a_device_but_no_server(profile: Path) -> None:
+def test_a_profile_of_the_first_layers_is_enough_for_a_device_but_not_for_the_server(profile: Path) -> None:
     config = configuration(profile, "plan.split_point=1", "plan.micro_batches=2")
     right = Profile.load(profile)
     first = profile.with_name("first.json")
@@ -246,7 +246,7 @@ def test_named_machines_bring_profile_memory_and_cores() -> None:
     assert len({id(profile) for profile in job.device_profiles.values()}) == 1
 
 
-def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
+def test_configured_values_override_those_of_a_named_machine() -> None:
     job = prepare_timing_only(named("server.cores=2", "devices.memory=600MiB"), rehearse)
     assert job is not None
     assert job.cores == 2
@@ -266,7 +266,7 @@ def test_what_is_configured_goes_over_what_a_named_machine_brings() -> None:
         ),
     ],
 )
-def test_a_named_server_computes_no_more_stages_at_once_than_it_can(settings: list[str], says: str) -> None:
+def test_a_named_server_cannot_have_more_cores_than_its_machine(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as said:
         prepare_timing_only(named(*settings), rehearse)
     assert str(said.value).startswith(says)
@@ -290,7 +290,7 @@ def test_an_own_network_is_counted_for_named_machines() -> None:
 
 
 @pytest.mark.slow
-def test_images_of_a_shape_that_nobody_counted_are_counted_then() -> None:
+def test_images_of_a_shape_without_stored_counts_are_counted() -> None:
     settings = [
         "data.name=synthetic",
         "data.shape=[2,20,24]",
@@ -303,7 +303,7 @@ def test_images_of_a_shape_that_nobody_counted_are_counted_then() -> None:
     assert job.server_profile.output_bytes(1) == 32 * 10 * 12 * 4
 
 
-def test_a_name_that_is_neither_machine_nor_file_is_told_the_names() -> None:
+def test_an_unknown_machine_is_refused_with_a_list_of_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"'raspbery-pi' is neither a machine that pipar knows nor a file: .*"
     ) as said:
@@ -346,7 +346,7 @@ def test_timing_only_with_named_machines_needs_no_torch() -> None:
     assert (done.stdout, done.stderr) == ("8 100 35\n", "")
 
 
-# --- what a limit of memory does to kept profiles
+# --- cached profiles and limits of memory
 
 
 @pytest.mark.slow
@@ -374,7 +374,7 @@ def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pyte
     assert measured_profile(workload, model).whole
 
 
-def test_a_measurement_says_when_it_is_at_the_layers_and_when_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_reports_whether_it_is_at_the_layers_or_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload(load_config(None, ["run.batch_size=8", "data.name=synthetic", "data.samples_per_device=8"]))
     model, seen = workload.build_model(), list[Event]()
 
@@ -389,7 +389,7 @@ def test_a_measurement_says_when_it_is_at_the_layers_and_when_behind_them(monkey
     assert seen == [Preparing(what, share) for what, share in ((layers, 0), (layers, 0.5), (rest, 0.9), (rest, 1.0))]
 
 
-# --- what a kept profile of an own network goes by
+# --- the cache key of a user's own network
 
 
 def own_network(constant: int, width: int = 4) -> nn.Sequential:
@@ -426,10 +426,10 @@ def test_another_batch_size_has_another_key() -> None:
     assert key(own_network(1), batch_size=7) != key(own_network(1))
 
 
-# --- settings over a configuration
+# --- settings that override a configuration
 
 
-def test_settings_go_over_a_configuration_object(profile: Path) -> None:
+def test_settings_override_a_configuration_object(profile: Path) -> None:
     config = configuration(profile, "data.samples_per_device=20", "run.epochs=3")
     result = pipar.run(config, world="timing-only", settings=["run.epochs=1", "devices.count=2"])
     assert (len(result.epochs), result.epochs[0]["samples"]) == (1, 40)
@@ -437,7 +437,7 @@ def test_settings_go_over_a_configuration_object(profile: Path) -> None:
     assert [len(result.epochs) for result in results.values()] == [2, 2]
 
 
-def test_settings_over_an_object_are_settings_over_its_file() -> None:
+def test_settings_override_an_object_as_they_override_its_file() -> None:
     link = {"up": "1Mbit/s", "down": "2Mbit/s", "latency": "3ms"}
     tree = {"run": {"seed": 5}, "devices": [{"name": "a", "link": link}, {"name": "b", "speed": 0.5}]}
     settings = ["run.epochs=1", 'devices.profile="p.json"']
@@ -447,7 +447,7 @@ def test_settings_over_an_object_are_settings_over_its_file() -> None:
     assert config.devices[0].link.latency_s == 0.003
 
 
-def test_settings_over_changed_and_default_objects_keep_the_rest() -> None:
+def test_settings_leave_the_other_keys_of_an_object_as_they_are() -> None:
     changed = with_method(Config(run=RunSection(epochs=9)), "fl")
     assert with_settings(changed, ["run.seed=3"]).run == changed.run.model_copy(update={"seed": 3})
     assert with_settings(Config(), ["devices.link=wifi"]) == load_config(None, ["devices.link=wifi"])

@@ -1,4 +1,4 @@
-"""What is trained on what: the user's own objects and factories, and who looks at whose samples."""
+"""Workloads of the user's own objects and factories, and which process reads which samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipar.errors import DataError
 from pipar.job.workload import UserObjects, Workload, is_list_of_datasets
 from pipar.profiling.profile import Profile
 
-#: A factory that writes down who called it for what.
+#: A factory that writes down which process called it for which name.
 FACTORY = """
 import os
 import torch
@@ -39,7 +39,7 @@ def without_held_out(name):
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to stand in, with a module of factories; runs and profiles go into it."""
+    """Return the current folder, with a module of factories; runs and profiles go into it."""
     (tmp_path / "counted_factory.py").write_text(FACTORY, "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
@@ -83,7 +83,7 @@ def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calls(place: Path) -> dict[str, list[str]]:
-    """Return what each process called the factory for."""
+    """Return the names for which each process called the factory."""
     found: dict[str, list[str]] = {}
     for line in (place / "calls.txt").read_text("utf-8").splitlines():
         process, name = line.split()
@@ -96,7 +96,7 @@ def own_workload(datasets: Any, **sections: Any) -> Workload:
     return Workload(config, UserObjects.of(config, None, datasets, None, None))
 
 
-# --- who looks at whose samples
+# --- which process reads which samples
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_the_factory_is_called_once_for_each_name_in_virtual_time(place: Path) -
     assert counted == dict.fromkeys(["device-1", "device-2", "device-3", "validation", "test"], 1)
 
 
-def test_what_is_sent_to_a_device_has_its_samples_and_what_all_have_in_common() -> None:
+def test_a_device_is_sent_its_samples_and_the_common_shape_and_classes() -> None:
     sets = [dataset(10, classes=2), dataset(12, classes=5)]
     workload = own_workload(sets, devices=[{"count": 2}])
     own = workload.for_processes().only("device-1")
@@ -202,7 +202,7 @@ def test_one_dataset_is_partitioned(one: Any) -> None:
     assert workload.sizes() == {"device-1": 7, "device-2": 7, "device-3": 6}
 
 
-def test_what_is_no_dataset_is_named() -> None:
+def test_an_object_that_is_not_a_dataset_is_named_in_the_error() -> None:
     with pytest.raises(DataError, match="a int is not a dataset"):
         own_workload(5)
 

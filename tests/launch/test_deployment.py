@@ -34,7 +34,7 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 # --- crashes
 
 
-def test_crashes_cost_the_rounds_of_who_crashed_and_nothing_else(here: Place) -> None:
+def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: Place) -> None:
     tree = training(epochs=8)
     tree["server"]["min_devices"] = 2
     here.write(tree)
@@ -74,7 +74,7 @@ def test_crashes_cost_the_rounds_of_who_crashed_and_nothing_else(here: Place) ->
     check_nothing_is_left(here)
 
 
-def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process_behind(here: Place) -> None:
+def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process(here: Place) -> None:
     tree = training(epochs=10_000)
     tree["plan"] = {}
     links = {"cycle": [{"up": "1Mbit/s", "down": "1Mbit/s"}, {"up": "9Mbit/s", "down": "9Mbit/s"}], "every": "500ms"}
@@ -94,7 +94,7 @@ def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process_behind(h
 # --- signals
 
 
-def test_signals_save_and_the_training_goes_on_when_all_are_back(here: Place) -> None:
+def test_signals_save_the_training_and_it_continues_when_all_are_back(here: Place) -> None:
     tree = training(epochs=12)
     here.write(tree)
     server = here.server()
@@ -161,7 +161,7 @@ def test_a_program_that_is_stopped_while_it_measures_its_machine_ends_in_order(h
     assert here.alive() == []
 
 
-def test_a_training_that_was_over_is_not_gone_on_with_when_its_machine_starts_again() -> None:
+def test_a_finished_training_does_not_continue_when_its_machine_starts_again() -> None:
     config = config_from({"run": {"epochs": 6, "patience": 2}})
     assert reason_finished(config, [3.0, 2.0, 2.5, 2.5]) is None
     assert "has not improved for 2 rounds" in (reason_finished(config, [3.0, 2.0, 2.5, 2.5, 1.0]) or "")
@@ -169,11 +169,11 @@ def test_a_training_that_was_over_is_not_gone_on_with_when_its_machine_starts_ag
     assert "All 6 rounds are trained" in (reason_finished(config, [6.0, 5.0, 4.0, None, 3.0, 2.0]) or "")
 
 
-# --- who may take part
+# --- which devices may take part
 
 
 def write_mnist(folder: Path, samples: int) -> None:
-    """Write a folder as MNIST's publisher lays it out, with pictures of noise."""
+    """Write a folder in the layout of MNIST's publisher, with images of noise."""
     raw, noise = folder / "MNIST" / "raw", np.random.default_rng(0)
     raw.mkdir(parents=True)
     for part, count in (("train", samples), ("t10k", 20)):
@@ -185,7 +185,7 @@ def write_mnist(folder: Path, samples: int) -> None:
         )
 
 
-def test_devices_with_data_of_their_own_train_for_a_server_that_has_none(here: Place) -> None:
+def test_devices_with_their_own_data_train_with_a_server_that_has_none(here: Place) -> None:
     tree = training(epochs=2)
     tree["data"] = {"name": "mnist", "validation": 5, "test": 5}
     tree["server"]["min_devices"] = 2
@@ -207,7 +207,7 @@ def test_devices_with_data_of_their_own_train_for_a_server_that_has_none(here: P
     assert "'nobody' is not in the configuration" in homeless.lines()[-1]
 
 
-def test_a_device_with_another_network_is_refused_with_one_sentence_and_the_others_train(here: Place) -> None:
+def test_a_device_with_another_network_is_refused_in_one_sentence_and_the_others_train(here: Place) -> None:
     tree = training()
     here.write(
         {**tree, "model": {"factory": "support.gated:other_network", "dtype": "float64"}, "plan": {}}, "other.toml"
@@ -227,14 +227,14 @@ def test_a_device_with_another_network_is_refused_with_one_sentence_and_the_othe
     assert counted(here) == [{"pi-1"}] * 6
 
 
-def test_a_device_gives_up_when_it_is_told_to(here: Place) -> None:
+def test_a_device_gives_up_after_the_configured_time(here: Place) -> None:
     device = here.device("pi-1", "127.0.0.1:9", "--give-up-after", "1s")
     assert device.ends() == 1
     assert device.lines()[-1].startswith("Gave up 127.0.0.1:9: ")
     assert device.text().count("Gave up") == 1  # the log's line, and the command's
 
 
-# --- what others see
+# --- logs, metrics and health
 
 
 def get(address: str, path: str) -> tuple[int, str]:

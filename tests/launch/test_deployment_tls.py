@@ -1,4 +1,4 @@
-"""Deployments with TLS: whole runs with certificates and with tokens, and everybody who has the wrong ones."""
+"""Deployments with TLS: whole runs with certificates and with tokens, and devices with wrong ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def folder(here: Place) -> Path:
-    """What the owner of all machines has: an authority, the server's certificate, one for each of two devices."""
+    """Return a folder with an authority, the server's certificate, and one for each of two devices."""
     path = here.folder / "certs"
     certs("init", "--folder", str(path), "--host", "train.local")
     certs("issue", "pi-1", "pi-2", "pi-3", "--folder", str(path))
@@ -43,7 +43,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def expire(folder: Path, name: str) -> None:
-    """Put a certificate in the place of a device's that was valid until an hour ago."""
+    """Replace a device's certificate by one that expired an hour ago."""
     authority = read_authority(folder / "ca.pem", folder / "ca.key")
     path = folder / "devices" / f"{name}.pem"
     old, now = x509.load_pem_x509_certificate(path.read_bytes()), datetime.now(UTC)
@@ -62,13 +62,13 @@ def expire(folder: Path, name: str) -> None:
 
 
 def check_refused(device: Program, *sentences: str) -> None:
-    """It has ended by itself with one of these sentences, and has not tried again."""
+    """Check that a program has ended by itself with one of these sentences, without retrying."""
     assert device.ends() in (1, 2)
     assert any(sentence in device.lines()[-1] for sentence in sentences), device.text()
     assert "Traceback" not in device.text()
 
 
-def test_with_certificates_the_right_ones_train_and_the_wrong_ones_end_with_one_sentence(
+def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_with_one_sentence(
     here: Place, folder: Path
 ) -> None:
     tree = training()
@@ -112,7 +112,9 @@ def test_with_certificates_the_right_ones_train_and_the_wrong_ones_end_with_one_
     check_nothing_is_left(here)
 
 
-def test_with_tokens_the_right_ones_train_and_the_wrong_ones_end_with_one_sentence(here: Place, folder: Path) -> None:
+def test_devices_with_right_tokens_train_and_those_with_wrong_ones_end_with_one_sentence(
+    here: Place, folder: Path
+) -> None:
     tree = training()
     for name in ("pi-1", "pi-2", "pi-3"):
         token = add_token(folder / "tokens.json", name)

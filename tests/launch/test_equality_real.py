@@ -1,4 +1,4 @@
-"""The real world trains the weights that the definitions say, and the very bits of virtual time."""
+"""Real processes train the weights of the definitions, bit for bit as in virtual time."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_weights_over_grpc_are_those_of_the_definition(case: Case) -> None:
 
 
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
-def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
-    momentum: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_over_grpc_do_not_depend_on_changes_of_plans(momentum: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanner, "NOTICED", -1.0)  # every round's links count as changed
     case = Case("pipar", (2,), (7,), epochs=4, momentum=momentum, weight_decay=0.1, norm="group", even=True)
     # On unlimited links only a script can tell when: each device has one that is measured.
@@ -77,7 +75,7 @@ def test_weights_over_grpc_do_not_depend_on_plans_that_change_on_the_way(
 
 
 class MeasuredCase(Case):
-    """A case on fast links that have a rate."""
+    """A case on fast links with a finite rate."""
 
     def tree(self) -> dict[str, Any]:
         tree = super().tree()
@@ -90,7 +88,7 @@ class MeasuredCase(Case):
 
 
 def run(case: Case, world: World, tmp_path: Path) -> Result:
-    """Return the result of a case by the public function, with a profile file so that nothing is measured."""
+    """Return the result of a case from `pipar.run`, with a profile file so that nothing is measured."""
     workload = case.workload()
     tree: dict[str, Any] = case.tree()
     file = tmp_path / "profile.json"

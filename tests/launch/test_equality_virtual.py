@@ -1,7 +1,7 @@
-"""Every method trains the weights that its definition says.
+"""Every method trains the weights of its definition.
 
-Where the network is cut, into how many micro-batches the batch is, in which order the device works and who arrives
-first changes the time, not the result.
+The split point, the number of micro-batches, the order of stages on a device and the order in which devices arrive
+change the time, not the result.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def of_larger_networks() -> Iterator[Case]:
 
 
 def every_case() -> Iterator[Any]:
-    """Yield all cases; one in nine counts as fast, so that every change meets some of each kind."""
+    """Yield all cases; one in nine is marked as fast, so that quick test runs have some of each kind."""
     cases = [*of_methods_that_do_not_pipeline(), *of_pipar(), *of_other_settings(), *of_larger_networks()]
     for number, case in enumerate(cases):
         fast = number % 9 == 0 and case.model == "vgg5"
@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_definition(case: Case) -> None:
     assert trained.samples == [sum(case.sizes)] * case.epochs
 
 
-# --- other aggregators: the reference has FedProx's term in its loss, and the others once more in numpy
+# --- other aggregators: the reference has FedProx's term in its loss, and computes the others in numpy
 
 
 def fedprox(method: str, *plan: tuple[int, ...], **settings: Any) -> Case:
@@ -117,7 +117,7 @@ def test_fedprox_trains_the_weights_of_its_definition(case: Case) -> None:
 
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
 @pytest.mark.slow
-def test_a_proximal_term_on_one_side_of_the_cut_only_would_be_seen(
+def test_a_proximal_term_on_one_side_of_the_cut_only_would_be_detected(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = fedprox(method, (2,), (3,))
@@ -184,7 +184,7 @@ def test_split_learning_and_splitfed_v2_train_other_weights() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
 def test_training_loss_is_the_mean_over_all_samples(method: str) -> None:
-    """With a learning rate that moves nothing, every batch meets the first weights."""
+    """With a learning rate too small to change the weights, every batch sees the initial ones."""
     case = Case(method, (2,), (7,), epochs=1)
     still = copy.deepcopy(case.tree())
     still["optimizer"]["learning_rate"] = 1e-300
@@ -200,7 +200,7 @@ def test_training_loss_is_the_mean_over_all_samples(method: str) -> None:
 
 
 class TreeCase(Case):
-    """A case with a configuration that no field of a case says."""
+    """A case with additional configuration."""
 
     def __init__(self, method: str, tree: dict[str, Any], like: Case) -> None:
         super().__init__(**{**like.__dict__, "method": method})
@@ -262,7 +262,7 @@ def test_batch_normalisation_trains_every_sample(n: int, sizes: tuple[int, ...],
 
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl2"])
 @pytest.mark.slow
-def test_methods_that_do_not_pipeline_stay_exact_with_batch_normalisation_whatever_n_is_asked_for(method: str) -> None:
+def test_methods_that_do_not_pipeline_stay_exact_with_batch_normalisation_for_every_configured_n(method: str) -> None:
     case = Case(method, (2,), (7,), norm="batch", epochs=1)
     trained = train_in_virtual_time(case)
     assert trained.job.equivalence == "exact"
@@ -273,14 +273,14 @@ def test_methods_that_do_not_pipeline_stay_exact_with_batch_normalisation_whatev
 
 
 def overwriting() -> nn.Sequential:
-    """Behind the cut P = 1 comes a layer that writes into its input."""
+    """Return a network in which a layer that writes into its input follows the cut P = 1."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 10)
     )
 
 
 def overwriting_through_a_view() -> nn.Sequential:
-    """Behind the cut P = 1 comes a layer that only looks at its input, and then one that writes into it."""
+    """Return a network in which a layer that only reads its input follows the cut P = 1, then one that writes to it."""
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(64, 10))
 
 
@@ -323,7 +323,7 @@ def test_own_network_trains_the_weights_of_the_definition(
     assert largest_error(trained.state, model.state_dict()) > VISIBLE
 
 
-# --- these tests can fail: a mistake in the mathematics would be seen
+# --- these tests can fail: they detect mistakes in the mathematics
 
 
 def equally_weighted_pieces(output: Tensor, labels: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def equally_weighted_pieces(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def floored_batch(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of 12 times floor(B / 12) samples: the rest is dropped."""
+    """Return the loss of 12 * floor(B / 12) samples: the rest is dropped."""
     kept = max(1, len(labels) // 12 * 12)
     return F.cross_entropy(output[:kept], labels[:kept])
 
@@ -345,21 +345,21 @@ def without_last_sample(output: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("loss", [equally_weighted_pieces, floored_batch, without_last_sample])
 @pytest.mark.slow
-def test_wrong_weighting_of_samples_would_be_seen(method: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_wrong_weighting_of_samples_would_be_detected(method: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     case = Case(method, (2,))
     assert largest_error(reference_state(case, loss=loss), reference_state(case)) > VISIBLE
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl2"])
 @pytest.mark.slow
-def test_wrong_rule_for_momentum_would_be_seen(method: str) -> None:
+def test_a_wrong_rule_for_momentum_would_be_detected(method: str) -> None:
     case = Case(method, (2,))
     assert largest_error(reference_state(case, keep_momentum=True), reference_state(case)) > VISIBLE
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl2"])
 @pytest.mark.slow
-def test_devices_that_count_equally_would_be_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_weights_for_devices_would_be_detected(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, weighted = Case(method, (2,)), reference.average
     right = reference_state(case)
     monkeypatch.setattr(reference, "average", lambda states, counts: weighted(states, [1] * len(counts)))
@@ -368,7 +368,7 @@ def test_devices_that_count_equally_would_be_seen(method: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("method", ["sl", "sfl2"])
 @pytest.mark.slow
-def test_another_order_of_devices_would_be_seen(method: str) -> None:
+def test_another_order_of_devices_would_be_detected(method: str) -> None:
     workload = (case := Case(method, (2,))).workload()
     first = workload.build_model()
     data = list(reversed(reference_data(workload)))

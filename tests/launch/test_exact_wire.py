@@ -1,4 +1,4 @@
-"""The same bits with every exact encoding, raw or coded, whatever becomes of devices, rounds, plans and the server."""
+"""Every exact encoding trains the same bits, also when devices, rounds, plans or the server are disturbed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARES = {"planes": (0.9, 0.9), "sparse": (0.5, 0.5), "sparse-planes": (0.45, 0.
 
 
 def with_coding(model: Any, input_shape: Any, dtype: str, **overheads: float) -> Profile:
-    """Return a profile by which encodings are worth their time, and that knows where zeros are."""
+    """Return a profile in which encodings are worth their time and the cuts after a ReLU are marked."""
     plain = hand_made_profile(model, input_shape, dtype, **overheads)
     rectified = rectified_cuts(model, tuple(input_shape))
     layers = tuple(
@@ -42,14 +42,14 @@ def with_coding(model: Any, input_shape: Any, dtype: str, **overheads: float) ->
 
 @pytest.fixture
 def all_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles have encodings to choose from, and tensors are of several chunks."""
+    """Let profiles have encodings to choose from, and tensors have several chunks."""
     monkeypatch.setattr("support.training.hand_made_profile", with_coding)
     monkeypatch.setattr(encodings, "_CHUNK_BYTES", 400)
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Kind, str]]:
-    """Count what is sent, by what it is and how it is encoded; a tensor of one chunk does not count as coded."""
+    """Count sent messages by kind and encoding; a tensor of one chunk does not count as encoded."""
     counted: Counter[tuple[Kind, str]] = Counter()
     post = Channel.post
 
@@ -67,7 +67,7 @@ Sent = Counter[tuple[Kind, str]]
 
 
 def network() -> nn.Sequential:
-    """Return a network of five layers: behind the second and the fourth there are zeros."""
+    """Return a network of five layers; the outputs of the second and the fourth have zeros."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         first, second, last = nn.Linear(16, 40), nn.Linear(40, 24), nn.Linear(24, 10)
@@ -79,9 +79,9 @@ def run(case: Case, cuts: Mapping[str, Sequence[int]], **how: Any) -> Roamed:
 
 
 def in_every_encoding(case: Case, sent: Sent, cut: Mapping[str, float] = NOWHERE, **how: Any) -> dict[str, Roamed]:
-    """Return what a case comes to with each encoding, having seen that the weights are the same bits.
+    """Return the outcome of a case with each encoding, after checking that the weights are the same bits.
 
-    Links are lost behind such a share of the frames that a device's link carries if it is not.
+    `cut` gives by device the share of the frames of an undisturbed run after which its link is lost.
     """
     found = {}
     for encoding in ENCODINGS:
@@ -127,7 +127,7 @@ def test_links_that_are_lost_and_come_back(momentum: str, sent: Sent) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
-def test_a_device_that_is_lost_and_joins_anew_is_sent_the_whole_model(method: str, sent: Sent) -> None:
+def test_a_device_that_is_lost_and_joins_again_is_sent_the_whole_model(method: str, sent: Sent) -> None:
     lost = case(method, (2,), epochs=5)
     found = in_every_encoding(lost, sent, {B: 0.3}, pause_s=0.3, resume_window=0.1)
     for one in found.values():
@@ -139,7 +139,7 @@ def test_a_device_that_is_lost_and_joins_anew_is_sent_the_whole_model(method: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
-def test_a_device_that_is_late_in_a_round_goes_on_with_the_next_model(momentum: str, sent: Sent) -> None:
+def test_a_device_that_is_late_in_a_round_continues_with_the_next_model(momentum: str, sent: Sent) -> None:
     late = case(epochs=4, momentum=momentum)
     slowest_s = max(max(result.seconds for result in run(replace(late, encoding=e), {}).results) for e in ENCODINGS)
     how = {"pause_s": 1.2 * slowest_s, "round_deadline": 1.1 * slowest_s, "resume_window": 100.0}
@@ -152,11 +152,11 @@ def test_a_device_that_is_late_in_a_round_goes_on_with_the_next_model(momentum: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
-def test_a_round_that_begins_anew(method: str, sent: Sent) -> None:
-    anew = case(method, (2,), epochs=4)
-    undisturbed = run(replace(anew, encoding="raw"), {})
+def test_a_round_that_is_restarted(method: str, sent: Sent) -> None:
+    restarted = case(method, (2,), epochs=4)
+    undisturbed = run(replace(restarted, encoding="raw"), {})
     cut = dict.fromkeys((A, B, C), 0.4)
-    found = in_every_encoding(anew, sent, cut, pause_s=0.5, resume_window=0.2, min_devices=3)
+    found = in_every_encoding(restarted, sent, cut, pause_s=0.5, resume_window=0.2, min_devices=3)
     for one in found.values():
         assert len(one.of(BegunAnew)) >= 1
         assert same(one.state, undisturbed.state)
@@ -185,7 +185,7 @@ def test_layers_that_change_sides(momentum: str, sent: Sent, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
-def test_a_server_that_goes_on_from_a_checkpoint(method: str, sent: Sent) -> None:
+def test_a_server_that_resumes_from_a_checkpoint(method: str, sent: Sent) -> None:
     long = case(method, (2,), epochs=4)
     whole = run(replace(long, encoding="raw"), {}, saves=True)
     for encoding in ENCODINGS:
@@ -194,5 +194,5 @@ def test_a_server_that_goes_on_from_a_checkpoint(method: str, sent: Sent) -> Non
         rest = run(replace(long, encoding=encoding), {}, goes_on=(2, first.snapshots[2]))
         assert len(rest.counted) == 2
         assert same(rest.state, whole.state), encoding
-        assert sent[Kind.MODEL, "safetensors"] >= 3  # nobody has the model before
+        assert sent[Kind.MODEL, "safetensors"] >= 3  # no device has the model before
         assert bool(sent[Kind.MODEL, "changes"]) is (encoding != "raw")

@@ -1,4 +1,4 @@
-"""A model of 100 MB in real processes: their memory is a few times its size, and no copy may be added to that."""
+"""A model of 100 MB in real processes: their memory is a few times its size, and no further copy may be added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.large_model import MOST_IN_DEVICE, MOST_IN_SERVER, copies, model_bytes, peaks
 
 _LAYERS, _SIDE = 4, 2500  # a layer of 2500 x 2500 float32 is 25 MB
-#: Frames under way and sums in float64, which do not grow with the model.
+#: For frames in transit and sums in float64, which do not grow with the model.
 _BESIDE = 0.4
 _NOT_MEASURED = [
     "server.profile=i7-11850h",

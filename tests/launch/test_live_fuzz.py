@@ -1,4 +1,4 @@
-"""Garbage for a live server: damaged frames over real streams, by peers with credentials and without, as it trains.
+"""Garbage for a live server: damaged frames over real streams, from peers with and without credentials, in training.
 
 `PIPAR_FUZZ_FRAMES=100000 pytest tests/launch/test_live_fuzz.py` sends as many as that; without it there are 5,000.
 """
@@ -43,7 +43,7 @@ STEPS = max(10, FRAMES // 500)
 ROUND_WITHIN_S = 1.0
 BURST = 8  # frames on one stream, at most; the server ends most streams at one of the first
 AT_ONCE = 8  # peers
-#: In the second half: what is in use, and what the allocator makes of it, which cuts what it has into other pieces.
+#: Allowed growth in the second half: of memory in use, and of the allocator's, which fragments.
 MOST_LIVE_BYTES, MOST_RSS_BYTES = 1 << 20, 8 << 20
 ROUND_BYTES = 10_000  # that a server keeps of a round, without any garbage
 ROGUES = tuple(f"rogue-{number}" for number in range(1, 31))  # one alone may connect five times a second
@@ -57,7 +57,7 @@ def fuzzed_training() -> dict[str, Any]:
     tree["plan"]["replan"] = False
     tree["model"]["factory"] = "support.gated:rectified"
     tree["wire"] = {"encoding": "sparse-planes"}
-    # Who has a credential and is let in is waited for when its link is lost: not for long here.
+    # The server waits for an admitted device whose link is lost: only briefly here.
     tree["server"]["resume_window"] = "100ms"
     tree["devices"] = [{"name": "pi-1"}]
     tree["data"]["samples_per_device"] = 40
@@ -72,11 +72,11 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 
 
 class _NoRoundError(Exception):
-    """The honest device takes its time."""
+    """Slow the honest device down."""
 
 
 class Garbler:
-    """One peer that sends garbage: at once, behind a proper hello, or in the middle of a round that it is part of."""
+    """One peer that sends garbage: at once, after a proper hello, or in the middle of a round that it takes part in."""
 
     def __init__(self, name: str | None, token: str | None, address: str, ca: bytes, profile: dict[str, Any]) -> None:
         self.sent = 0
@@ -97,7 +97,7 @@ class Garbler:
         async with grpc.aio.secure_channel(self._address, self._credentials, options=alone) as channel:
             call: Any = channel.stream_stream("/pipar.Link/Connect")(metadata=self._metadata)
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, _NoRoundError):
-                async with asyncio.timeout(PATIENCE_S):  # the server neither hangs nor leaves anybody without an answer
+                async with asyncio.timeout(PATIENCE_S):  # the server answers every peer and does not hang
                     if ("pipar", "welcome") in tuple(await call.initial_metadata() or ()):
                         await self._send(call)
 
@@ -116,7 +116,7 @@ class Garbler:
             pass
 
     async def _until_the_round(self, call: Any) -> list[bytes]:
-        """Return frames that fit into the round that this peer is told to train."""
+        """Return frames that fit into the round that this peer is to train."""
         session = 0
         try:
             async with asyncio.timeout(ROUND_WITHIN_S):
@@ -133,7 +133,7 @@ class Garbler:
 
 
 def frames_of_a_round(session: int, epoch: int) -> list[bytes]:
-    """Return what a device says in a round, with a wrong model: it must never count."""
+    """Return the messages of a device in a round, with a wrong model that must never count."""
     values, labels = np.maximum(0.0, np.sin(np.arange(320.0))).reshape(5, 4, 4, 4), struct.pack("<5i", *range(5))
     raw = Body.of(values.tobytes(), labels, dtype="float64", shape=values.shape)
     piece = coded_body(values, "sparse-planes", labels)
@@ -156,7 +156,7 @@ def frames_of_a_round(session: int, epoch: int) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a program is: what it has in use, and what it has of the system."""
+    """The memory of a program: in use, and allocated from the system."""
 
     live_bytes: int
     rss_bytes: int
@@ -168,7 +168,7 @@ def least(sizes: list[Size]) -> Size:
 
 @dataclass(frozen=True)
 class Sent:
-    """What was sent to a server, and how large it was meanwhile, behind each step."""
+    """What was sent to a server, and its memory after each step."""
 
     frames: int
     rounds: int  # that a peer got into
@@ -176,16 +176,16 @@ class Sent:
 
     @property
     def grown(self) -> Size:
-        """What the server grew by in the second half, when everybody had been there; each time the least of three.
+        """Growth of the server in the second half, after each kind of peer has connected: between minima of three.
 
-        Now and then a megabyte is still on its way to somebody who is gone.
+        Sometimes a megabyte is still on its way to a peer that is gone, so the minimum is taken.
         """
         before, after = least(self.sizes[STEPS // 2 - 2 : STEPS // 2 + 1]), least(self.sizes[-3:])
         return Size(after.live_bytes - before.live_bytes, after.rss_bytes - before.rss_bytes)
 
 
 async def send_garbage(here: Place, server: Program, address: str, tokens: dict[str, str]) -> Sent:
-    """Send all frames, from many peers, a few of them at once."""
+    """Send all frames from many peers, a few of them at a time."""
     workload = Workload(config_from(fuzzed_training()))
     profile = json.loads(measured_profile(workload, workload.checked_model()).to_json())
     ca = (here.folder / "certs" / "ca.pem").read_bytes()
@@ -213,7 +213,7 @@ async def send_garbage(here: Place, server: Program, address: str, tokens: dict[
 
 
 def hang_up(address: str) -> None:
-    """End this process's connections: gRPC keeps one whose stream was ended while it wrote, and so does the server."""
+    """Close this process's connections: gRPC and the server keep one whose stream ended while it was writing."""
     _, port = split_address(address)
     for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):  # it is no socket, or closed by now
@@ -224,14 +224,14 @@ def hang_up(address: str) -> None:
 
 
 async def are_gone(server: Program, files: int) -> None:
-    """Return when a server has no more files open, connections among them, than there were before."""
+    """Wait until a server has no more open files, including connections, than before."""
     async with asyncio.timeout(PATIENCE_S):
         while server.open_files() > files:
             await asyncio.sleep(0.02)
 
 
 async def keep_pace(here: Place, sent: Callable[[], int]) -> None:
-    """Hold the honest device back, so that the training goes on for as long as garbage is sent."""
+    """Hold the honest device back, so that the training lasts as long as garbage is sent."""
     gate, rounds = here.folder / "pi-1.hold", here.run_folder / "rounds.jsonl"
     while True:
         if rounds.read_bytes().count(b"\n") > sent() * (EPOCHS - LAST_EPOCHS) // FRAMES:

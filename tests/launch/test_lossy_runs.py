@@ -1,4 +1,4 @@
-"""A run says what its encodings have lost: nothing, or how much of the activations and of the gradients."""
+"""A run reports the error of its encodings: none, or how much of the activations and of the gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipar.wire.encodings import LOSSY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Of the norm of what is sent, about; the last sends few values, and with them what it has left out before.
+#: Approximate error relative to the norm; the last encoding sends few values, plus what it left out before.
 MOST = {"fp16": 1e-3, "bf16": 1e-2, "int8": 5e-2, "topk": 1.5}
 
 
@@ -31,7 +31,7 @@ def method() -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> Callable[[str], Result]:
-    """Train in virtual time with an encoding, by a profile made by hand."""
+    """Train in virtual time with an encoding and a profile made by hand."""
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     micro_batches = 3 if METHODS[method].pipelines else 1
@@ -56,7 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> Callabl
 
 
 def metrics(result: Result) -> list[dict[str, Any]]:
-    """Return what is told of every epoch: the same while it is trained and at the end."""
+    """Return the errors of every epoch, after checking that metrics and result agree."""
     told = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert told == json.loads((result.folder / "result.json").read_text("utf-8"))["epochs"]
     assert len(told) == 2
@@ -67,7 +67,7 @@ def metrics(result: Result) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("method", "encoding"), [*(("pipar", one) for one in LOSSY), ("sfl2", "int8"), ("sfl2", "topk"), ("sl", "topk")]
 )
-def test_a_lossy_encoding_is_told_of_with_what_it_lost(encoding: str, run: Callable[[str], Result]) -> None:
+def test_a_lossy_encoding_reports_its_error(encoding: str, run: Callable[[str], Result]) -> None:
     result = run(encoding)
     assert result.content["equivalence"] == "lossy"
     for epoch in metrics(result):
@@ -76,13 +76,13 @@ def test_a_lossy_encoding_is_told_of_with_what_it_lost(encoding: str, run: Calla
 
 
 @pytest.mark.parametrize("encoding", ["raw", "auto", "sparse-planes"])
-def test_an_exact_encoding_has_lost_nothing(encoding: str, run: Callable[[str], Result]) -> None:
+def test_an_exact_encoding_has_no_error(encoding: str, run: Callable[[str], Result]) -> None:
     result = run(encoding)
     assert result.content["equivalence"] == "exact"
     assert [epoch[name] for epoch in metrics(result) for name in ("error_up", "error_down")] == [None] * 4
 
 
 @pytest.mark.slow
-def test_losses_are_the_same_each_time(run: Callable[[str], Result]) -> None:
+def test_errors_are_the_same_each_time(run: Callable[[str], Result]) -> None:
     first, again = (run("int8").content["epochs"] for _ in range(2))
     assert first == again

@@ -1,4 +1,4 @@
-"""A server and a device in network namespaces of their own, on a shaped link between them that is cut in mid-epoch."""
+"""A server and a device in separate network namespaces, on a shaped link that is cut in mid-epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _run(*words: str) -> None:
 
 
 def _why_not() -> str:
-    """Return why there can be no namespaces here; nothing if there can."""
+    """Return why namespaces cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not (shutil.which("ip") and shutil.which("tc")):
@@ -55,7 +55,7 @@ class Wire:
 
 @contextmanager
 def _two_machines() -> Iterator[Wire]:
-    """Give two namespaces with a link of 20 Mbit/s each way; both are removed at the end."""
+    """Yield two namespaces with a link of 20 Mbit/s each way; both are removed at the end."""
     mark = uuid.uuid4().hex[:8]
     wire = Wire(f"pipar-{mark}-s", f"pipar-{mark}-d")
     try:
@@ -110,7 +110,7 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> str:
-    """The hash of the weights that the same training gives on loopback without a cut."""
+    """Return the hash of the weights of the same training on loopback without a cut."""
     with place(tmp_path_factory.mktemp("undisturbed"), profiles, lone_training()) as at:
         server = at.server()
         device = at.device("pi-1", address_of(server))
@@ -133,13 +133,13 @@ def start(here: Place, wire: Wire) -> tuple[Any, Any]:
 def test_a_cut_of_five_seconds_in_mid_epoch_changes_no_bit(
     here: Place, wire: Wire, undisturbed: str, keepalive: str
 ) -> None:
-    """With short keepalives both sides notice and the session goes on; with the default TCP alone gets over it."""
+    """With short keepalives both sides notice and the session continues; with the default, TCP alone recovers."""
     tree = lone_training(keepalive=keepalive)
     here.write(tree)
     server, device = start(here, wire)
     began = time.monotonic()
     wire.cut()
-    here.let_go("pi-1")  # it goes on computing, and what it sends is lost
+    here.let_go("pi-1")  # it continues to compute, and its messages are lost
     if keepalive == "1s":
         server.says("pi-1 lost its connection")
     time.sleep(max(0.0, began + 5 - time.monotonic()))
@@ -153,9 +153,7 @@ def test_a_cut_of_five_seconds_in_mid_epoch_changes_no_bit(
     check_nothing_is_left(here)
 
 
-def test_a_cut_that_is_longer_than_the_window_costs_the_round_and_the_device_joins_anew(
-    here: Place, wire: Wire
-) -> None:
+def test_a_cut_longer_than_the_window_loses_the_round_and_the_device_joins_again(here: Place, wire: Wire) -> None:
     tree = lone_training(resume_window="3s")
     here.write(tree)
     server, device = start(here, wire)

@@ -1,4 +1,4 @@
-"""A deployment with a budget: counts outlive a crash of the server, and nobody sends more than it may."""
+"""A deployment with a privacy budget: counts survive a crash of the server, and no device exceeds its budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.wire.messages import EMPTY
 
 
-def test_a_device_goes_by_its_own_configuration_whatever_the_server_orders() -> None:
+def test_a_device_follows_its_own_configuration_whatever_the_server_orders() -> None:
     target = epsilon_after(4.0, 2, 1e-5) * 1.001
     guard = device_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)
     assert guard.noise_seed == 7
@@ -49,7 +49,7 @@ def cuts_of(method: str, **privacy: object) -> AllowedCuts | None:
     return allowed_cuts(workload, workload.build_model())
 
 
-def test_a_device_of_federated_learning_lets_its_network_be_cut_nowhere(tmp_path: Path) -> None:
+def test_a_device_configured_for_federated_learning_allows_no_cut(tmp_path: Path) -> None:
     cuts = cuts_of("fl")
     assert cuts is not None
     assert (cuts.layers, cuts.allowed) == (5, {5})
@@ -83,15 +83,13 @@ PROFILE = Profile(
         ({"run": {"method": "fl"}}, True),
     ],
 )
-def test_a_profile_tells_nothing_that_was_measured_of_samples_where_these_are_hidden(
-    tree: dict[str, Any], tells: bool
-) -> None:
+def test_a_profile_has_no_statistics_of_samples_that_are_hidden(tree: dict[str, Any], tells: bool) -> None:
     told = without_sample_statistics(config_from(tree), PROFILE)
     assert (told.layers[0].shares, told.changes_share) == (({"sparse": (0.4, 0.3)}, 0.7) if tells else ({}, 1.0))
     assert told.layers[0].forward_s == PROFILE.layers[0].forward_s
 
 
-def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_one_before(tmp_path: Path) -> None:
+def test_privacy_spent_in_an_unfinished_round_is_saved_with_the_round_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
     accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)
     folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=[], round_log=[], partly={})
@@ -116,7 +114,7 @@ def test_what_devices_have_sent_of_a_round_that_is_not_over_is_saved_with_the_on
 
 
 @pytest.mark.slow
-def test_a_server_that_crashes_goes_on_with_the_counts_and_stops_at_the_budget(tmp_path: Path, profiles: Path) -> None:
+def test_a_crashed_server_resumes_with_the_counts_and_stops_at_the_budget(tmp_path: Path, profiles: Path) -> None:
     tree = training(epochs=5)
     tree["server"]["min_devices"] = 2
     tree["privacy"] = {"target_epsilon": 6.0}

@@ -1,4 +1,4 @@
-"""Training with noise: the definition once more in plain torch, and nothing in it depends on how batches are cut."""
+"""Training with noise equals its definition in plain torch, and does not depend on micro-batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def private_round(case: Case) -> State:
-    """Return the global model behind one round: clip, noise and the average, with torch and numpy alone."""
+    """Return the global model after one round: clip, noise and average, with torch and numpy only."""
     workload = case.workload()
     model = workload.build_model()
     data = reference_data(workload, joins_single=uses_batch_statistics(model))
@@ -56,7 +56,7 @@ def private_round(case: Case) -> State:
 
 
 def protected(case: Case, device: str, model: nn.Sequential, trained: State, cut: int) -> State:
-    """Return a device's trained model with clip and noise on what is in front of the cut."""
+    """Return a device's trained model with clip and noise on the layers before the cut."""
     before, settings = model.state_dict(), dict(case.privacy)
     names = [name for name, tensor in model[:cut].state_dict().items() if tensor.is_floating_point()]
     update = torch.cat([(trained[name] - before[name]).ravel() for name in names])
@@ -86,13 +86,13 @@ def protected(case: Case, device: str, model: nn.Sequential, trained: State, cut
         ),
     ],
 )
-def test_a_round_with_noise_is_what_its_definition_says(case: Case) -> None:
+def test_a_round_with_noise_equals_its_definition(case: Case) -> None:
     expected = private_round(case)
     assert largest_error(train_in_virtual_time(case).state, expected) < EXACT
     assert largest_error(reference_state(replace(case, privacy=())), expected) > 1e-3  # there is noise on it
 
 
-# --- nothing depends on N
+# --- independence of N
 
 
 def cases(method: str, norm: str, privacy: tuple[tuple[str, float], ...]) -> list[Case]:
@@ -112,7 +112,7 @@ def test_a_small_noisy_model_does_not_depend_on_micro_batches() -> None:
 @pytest.mark.parametrize("privacy", [CLASSIC, ALL], ids=["classic", "all"])
 @pytest.mark.parametrize("norm", ["none", "group"])
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
-def test_the_noisy_model_does_not_depend_on_micro_batches_nor_on_who_comes_first(
+def test_the_noisy_model_depends_neither_on_micro_batches_nor_on_the_order_of_devices(
     method: str, norm: str, privacy: tuple[tuple[str, float], ...]
 ) -> None:
     first, *others = (train_in_virtual_time(case) for case in cases(method, norm, privacy))
@@ -145,7 +145,7 @@ def pieces(case: Case, sizes: list[int], epoch: int = 1) -> list[Any]:
     return shard.with_noise(epoch, positions, shard.micro_batches(epoch, positions, sizes))
 
 
-def test_noise_on_inputs_is_the_same_for_every_cut_and_another_in_every_epoch() -> None:
+def test_noise_on_inputs_is_the_same_for_every_cut_and_differs_between_epochs() -> None:
     case = Case("pipar", privacy=(("pixel_epsilon", 0.5), ("pixel_bound", 0.2)))
     whole = pieces(case, [60])[0].inputs
     for sizes in ([20, 20, 20], [7] * 8 + [4]):
@@ -158,7 +158,7 @@ def test_noise_on_inputs_is_the_same_for_every_cut_and_another_in_every_epoch() 
     assert not torch.equal(pieces(case, [60], epoch=2)[0].inputs, whole)
 
 
-def test_what_is_evaluated_has_the_same_noise_each_time_and_what_is_measured_has_none() -> None:
+def test_evaluation_has_the_same_noise_each_time_and_measurements_have_none() -> None:
     case = Case("pipar", privacy=(("pixel_epsilon", 1.0),))
     workload, plain = case.workload(), replace(case, privacy=()).workload()
     for which in ("validation", "test"):
@@ -173,7 +173,7 @@ def test_what_is_evaluated_has_the_same_noise_each_time_and_what_is_measured_has
     assert measure_test_accuracy(learner, workload) == measure_test_accuracy(learner, workload)
 
 
-def test_labels_are_drawn_once_for_all_epochs_and_are_told_only_where_they_leave() -> None:
+def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_sent() -> None:
     case = Case("pipar", privacy=(("label_epsilon", 1.0),))
     shard = case.workload().shard("phone-a")
 
@@ -188,7 +188,7 @@ def test_labels_are_drawn_once_for_all_epochs_and_are_told_only_where_they_leave
     assert 0.1 < kept < 0.4  # e / (e + 9) = 0.23 of 230
     own = shard.materialised()
     assert torch.equal(own._sent_labels, shard._sent_labels)
-    # With all layers on the device nothing is told, and the weights are those of the true labels.
+    # With all layers on the device no labels are sent, and the weights are those of the true labels.
     fl = Case("fl", privacy=(("label_epsilon", 1.0),), sizes=(57,), epochs=1)
     assert largest_error(train_in_virtual_time(fl).state, reference_state(replace(fl, privacy=()))) < EXACT
     split = replace(fl, method="sfl")
@@ -229,7 +229,7 @@ def test_statistics_have_noise_counters_and_frozen_weights_have_none_and_varianc
 
 
 class Keeps(nn.Module):
-    """A layer that keeps something of its data where there is no noise."""
+    """A layer that keeps statistics of its data in a buffer without noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Keeps(nn.Module):
         return self.layer(inputs)
 
 
-def test_what_a_module_keeps_of_its_data_without_noise_is_not_sent() -> None:
+def test_buffers_without_noise_are_not_sent() -> None:
     kept = Keeps()
     made = part(nn.Sequential(kept, nn.BatchNorm1d(4), kept))
     before = {name: tensor.clone() for name, tensor in made.state().items()}
@@ -258,7 +258,7 @@ def test_what_a_module_keeps_of_its_data_without_noise_is_not_sent() -> None:
     assert not torch.equal(sent["0.layer.weight"], before["0.layer.weight"])
 
 
-def test_a_protected_update_can_be_sent_as_what_has_changed() -> None:
+def test_a_protected_update_can_be_sent_as_changes() -> None:
     made = part(nn.Sequential(nn.Linear(40, 40)))
     base = {name: tensor.clone() for name, tensor in made.state().items()}
     made.protect(noise, clip=1.0, multiplier=1e-3)

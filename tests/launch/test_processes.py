@@ -1,4 +1,4 @@
-"""The processes of a run: where they live, whose word counts when they fail, that nothing is lost or left behind."""
+"""The processes of a run: their environment, the cause of a failure, and that none of them stays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-# --- where they live
+# --- their environment
 
 
 def send_environment(sender: EventSender) -> None:
@@ -47,7 +47,7 @@ def send_environment(sender: EventSender) -> None:
 
 
 @pytest.mark.parametrize("data", ["/one", "/other", None])
-def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
+def test_a_process_has_the_folder_path_and_variables_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None
 ) -> None:
     if data is None:
@@ -62,24 +62,24 @@ def test_a_process_has_the_folder_the_path_and_the_variables_of_now(
     processes.end()
 
 
-# --- what they say
+# --- events
 
 
 def picture(epoch: int) -> Pictured:
-    """Return one of more bytes than a pipe holds."""
+    """Return a picture that is larger than a pipe's buffer."""
     spans = [Span("phone", "compute", "fc", epoch, at, 1, at + 0.25, at + 0.5, at % 2 == 0, "") for at in range(6000)]
     return Pictured(epoch, tuple(spans), is_whole=False, left_out=7)
 
 
-def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_would_queue(
+def test_a_training_does_not_wait_for_its_pictures_and_drops_those_that_would_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     sender = EventSender(theirs)
-    monkeypatch.setattr(sender, "_end", lambda: None)  # if this test fails, it is not to end all others
+    monkeypatch.setattr(sender, "_end", lambda: None)  # if this test fails, the others still run
     for event in (picture(1), Left("phone-1"), picture(2), Left("phone-2")):
         sender.observe(event)
-    # All were taken, although nobody has listened yet, and the thread that sends is stuck.
+    # All were accepted, although nothing was received yet and the sending thread is blocked.
     first, *others = [ours.recv() for _ in range(3)]
     assert isinstance(first, TimelineRows)
     assert first.to_event() == picture(1)
@@ -91,7 +91,7 @@ def test_a_training_does_not_wait_for_its_pictures_and_leaves_out_those_that_wou
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
+def test_a_process_without_events_ends_when_its_parent_is_gone(
     monkeypatch: pytest.MonkeyPatch, is_finished: bool
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -111,7 +111,7 @@ def test_a_process_that_has_nothing_to_say_ends_when_its_parent_is_gone(
         assert ended.get() == (os.getpid(), signal.SIGTERM)
 
 
-# --- whose word counts
+# --- the cause of a failure
 
 
 def say(sender: EventSender, failure: Failure, after_s: float) -> None:
@@ -135,7 +135,7 @@ HEARD = Failure.of(LinkError("The server is gone."))
         (LOST, Failure.of(ProtocolError("No model.")), HEARD, TrainingError, "No model."),
     ],
 )
-def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
+def test_of_several_failures_the_one_nearest_to_the_cause_is_raised(
     server: Failure,
     phone: Failure,
     tablet: Failure,
@@ -153,10 +153,10 @@ def test_of_several_failures_the_one_that_is_nearest_to_the_cause_is_raised(
     processes.end()
 
 
-# --- profiles that devices bring with them
+# --- profiles of devices
 
 
-def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plans_stay_unless_a_device_sends_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(Case("pipar", (2,), (3,)).workload())
     again = {name: Profile.from_json(profile.to_json()) for name, profile in job.device_profiles.items()}
     assert plans_for_profiles(job, again) is job.plans
@@ -179,7 +179,7 @@ def test_the_plans_stay_unless_a_device_knows_itself_better(monkeypatch: pytest.
 # --- SIGTERM
 
 
-def test_a_request_to_end_cuts_a_coroutine_short_and_is_remembered_behind_it() -> None:
+def test_sigterm_cancels_a_coroutine_and_is_remembered_afterwards() -> None:
     ended = []
 
     async def main() -> None:
@@ -244,7 +244,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-def test_bad_data_of_one_device_is_what_the_run_fails_with(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_fails_with_the_error_of_the_device_with_bad_data(tree: dict[str, Any], tmp_path: Path) -> None:
     Path("damaged").touch()
     with pytest.raises(InputError, match=r"^The data of phone-2 is damaged\.$"):
         pipar.run(tree)

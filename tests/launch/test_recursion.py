@@ -105,7 +105,7 @@ def run(instance: Instance) -> dict[Stage, Span]:
 
 
 def by_recursion(instance: Instance, start: float, header_bytes: int = HEADER_BYTES) -> dict[Stage, float]:
-    """Return T(r) of an iteration that starts when the server's word to start has arrived, not at zero."""
+    """Return T(r) of an iteration that starts when the server's START message has arrived, not at zero."""
 
     def seconds(stage: Stage) -> float:
         alone = instance.seconds(stage, header_bytes)
@@ -172,7 +172,7 @@ def test_every_stage_starts_when_the_last_it_waits_for_has_ended(instance: Insta
 @settings(deadline=None)
 @given(instances())
 @pytest.mark.slow
-def test_frames_without_their_headers_would_be_seen(instance: Instance) -> None:
+def test_frames_without_their_headers_would_be_detected(instance: Instance) -> None:
     spans = run(instance)
     begin = spans[Stage("fc", 1)].start
     assert spans[Stage("u", 1)].end != by_recursion(instance, begin, header_bytes=0)[Stage("u", 1)]
@@ -199,7 +199,7 @@ BATCH = 20
 
 
 def proportional(machine: str, network: str) -> Profile:
-    """Return a machine's profile of a network with times in proportion to samples, and nothing but its layers."""
+    """Return a machine's profile of a network's layers only, with times proportional to samples."""
     counts = known_counts(network, "none", (3, 32, 32), 10)
     assert counts is not None
     whole = machine_profile(MACHINES[machine], counts, model=network, dtype="float32", batch_size=BATCH)
@@ -210,7 +210,7 @@ def proportional(machine: str, network: str) -> Profile:
 
 
 def alone(device: Profile, server: Profile, plan: Plan, link: Link) -> float:
-    """Return the length of an iteration of one device on one core, from a run without mathematics."""
+    """Return the length of an iteration of one device on one core, from a timing-only run."""
     rates = {"up": f"{link.up_bps!r}bit/s", "down": f"{link.down_bps!r}bit/s"}
     config = config_from(
         {
@@ -238,7 +238,7 @@ def alone(device: Profile, server: Profile, plan: Plan, link: Link) -> float:
 
 
 def with_wire_bytes(times: StageTimes, size_bytes: int, samples: int, link: Link) -> StageTimes:
-    """Return the times with the bytes that the paper does not count: headers of frames, and labels on the way up."""
+    """Return the times with the bytes that the paper does not count: frame headers, and labels on the uplink."""
     assert link.up_bps is not None
     assert link.down_bps is not None
     labels = samples * LABEL_BYTES

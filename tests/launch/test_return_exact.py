@@ -1,4 +1,4 @@
-"""Links that are lost change nothing that is learned; a round that is lost is as if its device had no data in it."""
+"""Lost links do not change the weights; a lost round equals one in which its device had no data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def without(case: Case, absent: Mapping[str, Sequence[int]]) -> State:
-    """What the definition comes to if these devices have no data in these epochs."""
+    """Return the definition's weights if these devices have no data in these epochs."""
     workload = case.workload()
     data = reference_data(workload)
     for number, name in enumerate(sorted(workload.names)):
@@ -37,7 +37,7 @@ UNHURT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", UNHURT)
-def test_links_that_are_lost_for_a_while_change_no_bit_of_the_weights(method: str) -> None:
+def test_links_lost_for_a_while_change_no_bit_of_the_weights(method: str) -> None:
     case = UNHURT[method]
     undisturbed = roam(case, {})
     frames = undisturbed.carried[A]
@@ -64,7 +64,7 @@ def test_links_that_are_lost_for_a_while_change_no_bit_of_the_weights(method: st
     ],
     ids=str,
 )
-def test_a_round_that_is_lost_is_as_if_its_device_had_had_no_data(case: Case, absent_in: int) -> None:
+def test_a_lost_round_equals_one_in_which_its_device_had_no_data(case: Case, absent_in: int) -> None:
     undisturbed = roam(case, {})
     each = undisturbed.carried[B] // case.epochs
     cut = each // 2 + (absent_in - 1) * each + 2
@@ -72,13 +72,13 @@ def test_a_round_that_is_lost_is_as_if_its_device_had_had_no_data(case: Case, ab
     assert [(event.device, event.epoch) for event in roamed.of(Dropped)] == [(B, absent_in)]  # type: ignore[attr-defined]
     absent = [epoch for epoch, counts in enumerate(roamed.counted, start=1) if B not in counts]
     assert absent[0] == absent_in
-    assert absent[-1] < case.epochs  # it has come anew
+    assert absent[-1] < case.epochs  # it has joined again
     assert largest_error(roamed.state, without(case, {B: absent})) < EXACT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sfl2", "sl"])
-def test_a_round_in_which_nobody_counts_leaves_nothing_in_a_model_that_all_share(method: str) -> None:
+def test_a_round_in_which_no_device_counts_does_not_change_a_shared_model(method: str) -> None:
     case = Case(method, (2,), epochs=2)
     undisturbed = roam(case, {})
     cuts = {name: [frames // case.epochs // 2 + 2] for name, frames in undisturbed.carried.items()}

@@ -1,4 +1,4 @@
-"""A run in virtual time: inside another event loop, cut short in every place, and without a trace in the caller."""
+"""A run in virtual time: inside another event loop, interrupted anywhere, and without side effects in the caller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Result]:
-    """Run a small training by a profile made by hand, so that nothing is measured."""
+    """Run a small training with a profile made by hand, so that nothing is measured."""
     case = Case("pipar", (1,), (3,), sizes=(20, 10), dtype="float32")
     workload, file, tree = case.workload(), tmp_path / "profile.json", case.tree()
     hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
@@ -63,7 +63,7 @@ def test_a_run_inside_an_event_loop_is_the_run_outside_of_it(run: Callable[..., 
     assert (inside.folder / "trace.json").read_bytes() == (outside.folder / "trace.json").read_bytes()
 
 
-def test_what_is_raised_in_virtual_time_is_raised_in_the_event_loop_around_it() -> None:
+def test_an_error_in_virtual_time_is_raised_in_the_event_loop_around_it() -> None:
     async def fails(error: BaseException) -> None:
         await asyncio.sleep(1)
         raise error
@@ -104,7 +104,7 @@ def test_ctrl_c_in_the_event_loop_around_it_ends_virtual_time() -> None:
     assert ended.is_set()
 
 
-# --- cut short
+# --- interrupted
 
 
 def test_ctrl_c_in_the_final_test_keeps_the_training(
@@ -123,7 +123,7 @@ def test_ctrl_c_in_the_final_test_keeps_the_training(
 
 
 def failing_in(epoch: int) -> Callable[[Event], None]:
-    """Return an observer that fails when an epoch is over."""
+    """Return an observer that fails at the end of an epoch."""
 
     def observe(event: Event) -> None:
         if isinstance(event, EpochResult) and event.epoch == epoch:
@@ -142,7 +142,7 @@ def test_a_run_that_fails_keeps_the_epochs_so_far(run: Callable[..., Result], tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["virtual", "timing-only"])
-def test_a_run_that_fails_before_its_first_epoch_is_over_leaves_no_folder(
+def test_a_run_that_fails_before_the_end_of_its_first_epoch_leaves_no_folder(
     run: Callable[..., Result], tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -154,11 +154,11 @@ def test_a_run_that_fails_before_its_first_epoch_is_over_leaves_no_folder(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-# --- what is left of it in the caller
+# --- side effects in the caller
 
 
 @pytest.mark.slow
-def test_the_callers_threads_are_left_as_they_were(run: Callable[..., Result]) -> None:
+def test_the_callers_thread_count_is_restored(run: Callable[..., Result]) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -176,7 +176,7 @@ def network_with_dropout() -> nn.Sequential:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_at_once")
-def test_dropout_depends_on_the_seed_alone_and_leaves_the_callers_generator_as_it_was() -> None:
+def test_dropout_depends_on_the_seed_alone_and_the_callers_generator_is_restored() -> None:
     data = {"name": "synthetic", "shape": [1, 4, 4], "samples_per_device": 20, "validation": 0, "test": 0}
     tree = {"run": {"epochs": 1, "batch_size": 10}, "data": data, "devices": [{"count": 2}]}
     plan, model = ["plan.split_point=2", "plan.micro_batches=2"], network_with_dropout()
@@ -188,5 +188,5 @@ def test_dropout_depends_on_the_seed_alone_and_leaves_the_callers_generator_as_i
     before = torch.default_generator.get_state()
     one, other = weights(0), weights(1)
     assert torch.equal(torch.default_generator.get_state(), before)
-    torch.rand(3)  # somebody else's
+    torch.rand(3)  # drawn by the caller
     assert weights(0) == one != other

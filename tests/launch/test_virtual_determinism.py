@@ -1,4 +1,4 @@
-"""In virtual time the same seed gives the same files, byte for byte, whatever the machine is doing meanwhile."""
+"""In virtual time the same seed gives the same files, byte for byte, whatever else the machine does."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_another_seed_gives_other_weights(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
-def test_run_without_mathematics_takes_as_long_as_the_one_with_it(tmp_path: Path, method: str) -> None:
+def test_a_timing_only_run_takes_as_long_as_the_virtual_one(tmp_path: Path, method: str) -> None:
     # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
     # Nor do they know how much of a model changes in a round.
     tree = {**configuration(tmp_path, method, shape=(1, 16, 16)), "wire": {"encoding": "raw"}}
@@ -137,7 +137,7 @@ def test_trace_has_a_track_for_every_lane_and_spans_that_do_not_overlap(tmp_path
 
 
 @pytest.mark.slow
-def test_a_sampled_trace_has_some_devices_and_all_that_the_server_does_for_nobody_alone(tmp_path: Path) -> None:
+def test_a_sampled_trace_has_some_devices_and_the_servers_work_that_is_for_no_single_device(tmp_path: Path) -> None:
     tree = configuration(tmp_path, "pipar", sizes=(20,) * 25, epochs=1)
     tree["run"]["trace"] = "sampled"
     sampled, full = run(tree), run({**tree, "run": {**tree["run"], "trace": "full"}})

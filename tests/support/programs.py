@@ -92,7 +92,7 @@ class Program:
         """Return the match once the pattern has been printed `times` times; fail if the program ends before that."""
 
         def found() -> re.Match[str] | None:
-            ended = self.poll() is not None  # asked first: what it said before it ended counts
+            ended = self.poll() is not None  # asked first, so that lines written before its end count
             matches = list(re.finditer(pattern, self.text()))
             if len(matches) >= times:
                 return matches[times - 1]
@@ -127,7 +127,7 @@ class Program:
         return _memory(self.pid, "VmRSS")
 
     def live_bytes(self) -> int:
-        """Return what it has allocated and not freed."""
+        """Return the bytes that it has allocated and not freed."""
         answer = self._output.with_name(self._output.name + ".live")
         answer.unlink(missing_ok=True)
         self.signal(signal.SIGUSR1)
@@ -203,7 +203,7 @@ class Place:
         until(lambda: not held.exists() or all(program.poll() is not None for program in runs), f"{name} to go on")
         held.unlink(missing_ok=True)
 
-    # --- what is left
+    # --- files and processes that are left
 
     @property
     def run_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""What the tests of training share: small workloads, profiles made by hand, and the reference on the same batches."""
+"""Small workloads, profiles made by hand, and the reference on the same batches, for tests of training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPEEDS = (0.05, 0.4, 1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One training; P and N of each device, or one of each for all of them."""
+    """One training, with P and N of each device, or one P and N for all of them."""
 
     method: str
     split_points: tuple[int, ...] = (1,)
@@ -63,7 +63,7 @@ class Case:
     aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
     encoding: str = "auto"
     privacy: tuple[tuple[str, float], ...] = ()  # keys of [privacy]
-    even: bool = False  # all devices fast on an unlimited link: what the real world needs to be quick
+    even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
         p, n = ("".join(map(str, numbers)) for numbers in (self.split_points, self.micro_batches))
@@ -118,7 +118,7 @@ class Case:
 
 
 def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: str, **overheads: float) -> Profile:
-    """Return a profile whose bytes are the network's and whose times are made up: (p + samples) / 10 ms for layer p."""
+    """Return a profile with the network's own bytes and made-up times: (p + samples) / 10 ms for layer p."""
     x, layers, sizes = torch.zeros((2, *input_shape), dtype=getattr(torch, dtype)), [], (1, BATCH)
     with torch.no_grad():
         for place, (name, layer) in enumerate(copy.deepcopy(model).eval().named_children(), start=1):
@@ -127,7 +127,7 @@ def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: s
             backward = tuple(2 * seconds for seconds in forward)
             weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
             layers.append(LayerProfile(name, forward, backward, x[0].nbytes, weights))
-    # Changes of models cost nothing to find, so they are sent wherever a link has a limit.
+    # Finding changes of models takes no time here, so they are sent on every limited link.
     changes = {"coding": {"changes": CodingTimes()}, "changes_share": 0.5}
     return Profile("by hand", dtype, sizes, tuple(layers), **changes, **overheads)
 
@@ -154,7 +154,7 @@ def make_job(workload: Workload) -> Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came out of a training."""
+    """The outcome of a training."""
 
     job: Job
     state: State
@@ -167,7 +167,7 @@ class Trained:
 
 
 def train_in_virtual_time(case: Case, model: nn.Sequential | None = None) -> Trained:
-    """Return what a case comes to in the virtual world."""
+    """Return the outcome of a case in virtual time."""
     workload = case.workload(model)
     job = make_job(workload)
     epochs: list[EpochResult] = []
@@ -182,7 +182,7 @@ def train_in_virtual_time(case: Case, model: nn.Sequential | None = None) -> Tra
 
 
 def batches(shard: Shard, epoch: int, *, joins_single: bool = False) -> list[Batch]:
-    """Return an epoch's batches: full ones and the rest; with batch statistics a single sample joins those before."""
+    """Return an epoch's batches, the last one partial; with batch statistics a single sample joins the one before."""
     order = shard.order(epoch)
     cuts = list(range(BATCH, len(order), BATCH))
     if joins_single and cuts and len(order) - cuts[-1] == 1:
@@ -191,14 +191,14 @@ def batches(shard: Shard, epoch: int, *, joins_single: bool = False) -> list[Bat
 
 
 def reference_data(workload: Workload, *, joins_single: bool = False) -> Data:
-    """Return what every device trains on, in name order, epoch by epoch."""
+    """Return the batches of every device, in name order, epoch by epoch."""
     epochs = range(1, workload.config.run.epochs + 1)
     shards = [workload.shard(name) for name in sorted(workload.names)]
     return [[batches(shard, epoch, joins_single=joins_single) for epoch in epochs] for shard in shards]
 
 
 def reference_state(case: Case, model: nn.Sequential | None = None, **changes: Any) -> State:
-    """Return what the definition of a case's method comes to; `changes` are rules that are bent on purpose."""
+    """Return the outcome of a case by its method's definition; `changes` are deliberate mistakes."""
     if model is None and not changes:
         return _kept_reference_state(_what_counts(case))
     workload = case.workload(model)
@@ -209,7 +209,7 @@ def reference_state(case: Case, model: nn.Sequential | None = None, **changes: A
 
 
 def _what_counts(case: Case) -> Case:
-    """Return the case with everything at one value that its method's definition does not mention."""
+    """Return the case with fixed values for everything that its method's definition does not mention."""
     splits = METHODS[case.method].shares_server_model
     fields = {**case.__dict__, "micro_batches": (1,), "schedule": "all-forward", "even": False}
     return Case(**fields) if splits else Case(**{**fields, "method": "fl", "split_points": (1,)})
@@ -224,7 +224,7 @@ def _kept_reference_state(case: Case) -> State:
 
 
 def largest_error(state: State, expected: State) -> float:
-    """Return the largest difference of any two numbers, relative to the largest weight; counters must agree."""
+    """Return the largest difference of two numbers, relative to the largest weight; counters must be equal."""
     assert list(state) == list(expected)
     for name, tensor in expected.items():
         assert (state[name].shape, state[name].dtype) == (tensor.shape, tensor.dtype), name

@@ -185,7 +185,7 @@ def device_memory(spec: DeviceSpec) -> int | None:
 
 
 def _check_cores(config: Config) -> None:
-    """Raise ConfigError if server.cores exceeds the cores of a named machine, whose profile has no more."""
+    """Raise ConfigError if server.cores exceeds the cores of a named machine."""
     machine, cores = MACHINES.get(config.server.profile or ""), config.server.cores
     if machine is not None and cores is not None and cores > machine.cores:
         runs = "one stage at a time, with all of its cores" if machine.cores == 1 else f"{machine.cores} stages at once"
