@@ -170,7 +170,7 @@ def test_one_forward_one_backward_holds_at_most_a_window_of_activations(window: 
     assert outcome.part.held == 0
 
 
-def test_one_forward_one_backward_alternates_behind_its_window() -> None:
+def test_one_forward_one_backward_alternates_after_its_window() -> None:
     outcome = served_at_once(replace(ORDERS, plan=Plan(1, 5, 2)), samples=10)
     assert outcome.part.log == ["fc1", "fc2", "bc1", "fc3", "bc2", "fc4", "bc3", "fc5", "bc4", "bc5"]
 
@@ -198,7 +198,7 @@ def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> Non
     assert read_json(end) == {"samples": 23, "loss_sum": None, **uplink}
 
 
-def test_a_device_takes_the_servers_word_for_how_fast_its_uplink_was() -> None:
+def test_a_device_uses_the_rate_of_its_uplink_that_the_server_measured() -> None:
     ends: list[Message] = []
 
     async def script(channel: Channel) -> None:
@@ -267,7 +267,7 @@ def test_a_device_answers_a_plan_that_moves_layers_with_their_momentum_if_it_is_
     assert outcome.part.log == ["fc1", "fc2", "fc3", "bc1", "bc2", "bc3"]
 
 
-def test_a_device_with_a_profile_of_its_own_brings_it_along() -> None:
+def test_a_device_with_a_profile_of_its_own_sends_it() -> None:
     said: list[Message] = []
 
     async def script(channel: Channel) -> None:
@@ -291,7 +291,7 @@ def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 9.0, 10.5, 25.0, 100.0])
-def test_an_epoch_that_is_abandoned_is_dropped_wherever_the_device_is_in_it(after_s: float) -> None:
+def test_an_abandoned_epoch_is_discarded_wherever_the_device_is_in_it(after_s: float) -> None:
     received: list[Message] = []
     discarded: list[float] = []
 
@@ -330,19 +330,19 @@ def test_an_epoch_that_is_abandoned_is_dropped_wherever_the_device_is_in_it(afte
     assert discarded[0] <= outcome.spans("fc")[0].start
 
 
-def test_a_device_that_comes_when_the_training_is_over_is_at_its_end() -> None:
+def test_a_device_that_joins_when_the_training_is_over_ends() -> None:
     outcome = live(says(Message(Kind.STOP, 5)))
     assert outcome.failure is None
     assert outcome.left_running == 0
 
 
-def test_a_fault_that_says_again_is_the_end_of_the_session_only() -> None:
+def test_a_fault_with_again_ends_only_the_session() -> None:
     again = Message(Kind.FAULT, body=json_body({"reason": "not now", "again": True}))
     for said in ([again], [welcome(), MODEL, again]):
         assert isinstance(live(says(*said)).failure, SessionOverError)
 
 
-def test_a_device_says_goodbye() -> None:
+def test_a_device_answers_stop_before_it_leaves() -> None:
     script = says(welcome(), MODEL, Message(Kind.STOP, 3))
     assert live(script).failure is None
     assert [(message.kind, message.epoch) for message in script.faults] == [(Kind.STOP, 3)]  # type: ignore[attr-defined]
@@ -390,8 +390,11 @@ def test_a_fault_ends_the_device_with_the_servers_reason(said: list[Message], se
 
 BREACHES: dict[str, tuple[list[Message], str]] = {
     "no welcome": ([MODEL], "not with a welcome"),
-    "a welcome without orders": ([Message(Kind.WELCOME, body=json_body({}))], "not what this version"),
-    "a gradient that nobody waits for": (
+    "a welcome without orders": (
+        [Message(Kind.WELCOME, body=json_body({}))],
+        "does not have the fields of this pipar version",
+    ),
+    "a gradient that is not awaited": (
         [welcome(), MODEL, Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(16, dtype="float32"))],
         "no micro-batch waits for it",
     ),
@@ -405,9 +408,15 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
         "before any model to train",
     ),
     "a command for servers": ([welcome(), MODEL, Message(Kind.HELLO)], "which devices do not accept"),
-    "a plan without numbers": ([welcome(), Message(Kind.PLAN, 1, body=json_body({}))], "is not a plan"),
-    "a plan behind the last layer": ([welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))], "says P=3"),
-    "momentum that nobody waits for": ([welcome(), Message(Kind.STATE, 1)], "no layers have moved"),
+    "a plan without numbers": (
+        [welcome(), Message(Kind.PLAN, 1, body=json_body({}))],
+        "does not have the fields of a plan",
+    ),
+    "a plan beyond the last layer": (
+        [welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(3, 1)))],
+        "has the plan P=3",
+    ),
+    "momentum that is not awaited": ([welcome(), Message(Kind.STATE, 1)], "no layers have moved"),
     "momentum twice": (
         [
             welcome(replace(ORDERS, keep_momentum=True)),
@@ -418,11 +427,11 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
         ],
         "no layers have moved",
     ),
-    "momentum that stays behind": (
+    "momentum that is not kept": (
         [welcome(), Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))), Message(Kind.STATE, 1)],
         "no layers have moved",
     ),
-    "a fault without json": ([welcome(), Message(Kind.FAULT)], "readable JSON"),
+    "a fault without json": ([welcome(), Message(Kind.FAULT)], "valid JSON"),
 }
 
 
@@ -435,7 +444,7 @@ def test_a_breach_of_the_protocol_ends_the_device(case: str) -> None:
     assert outcome.left_running == 0
 
 
-def test_a_device_tells_the_server_why_it_gives_up() -> None:
+def test_a_device_sends_the_server_the_reason_why_it_gives_up() -> None:
     script = says(*BREACHES["a command for servers"][0])
     live(script)
     (message,) = script.faults  # type: ignore[attr-defined]
@@ -443,9 +452,9 @@ def test_a_device_tells_the_server_why_it_gives_up() -> None:
     assert "which devices do not accept" in read_json(message)["reason"]
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2, 3])
-def test_a_server_that_is_lost_is_a_link_error_wherever_the_device_is(behind: int) -> None:
-    said = [welcome(), MODEL, Message(Kind.ROUND, 1)][:behind]
+@pytest.mark.parametrize("messages", [0, 1, 2, 3])
+def test_a_server_that_is_lost_is_a_link_error_wherever_the_device_is(messages: int) -> None:
+    said = [welcome(), MODEL, Message(Kind.ROUND, 1)][:messages]
 
     async def script(channel: Channel) -> None:
         await channel.receive()

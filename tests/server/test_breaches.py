@@ -1,4 +1,4 @@
-"""Who breaks the protocol takes part no more; nobody else is disturbed, and nothing hangs."""
+"""A device that breaks the protocol is excluded; no other device is disturbed, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import TrainedPart
 
-BEHIND_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
+AFTER_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "another epoch": ((activation(epoch=2),), "instead of micro-batch 1 of iteration 1 of epoch 1,"),
     "a later iteration": ((activation(iteration=2),), "instead of micro-batch 1 of iteration 1"),
@@ -80,7 +80,7 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
     "a model too early": ((model(),), "instead of END_EPOCH of epoch 1."),
     "a gradient": ((activation(kind=Kind.GRADIENT),), "instead of END_EPOCH of epoch 1."),
     "two models at once": ((activation(), model(), model()), "arrived while 1 of its kind is unread"),
-    "momentum that nobody keeps": (
+    "momentum that is not kept": (
         (Message(Kind.STATE, 1, body=Body(1_000_020, encoding="safetensors")),),
         "announces 1000020 bytes; at most 1000000 are allowed",
     ),
@@ -93,7 +93,7 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
         (activation(n=1), activation(n=2), Kind.GRADIENT, end_epoch(), model(2)),
         "instead of MODEL of epoch 1.",
     ),
-    "a trace that nobody asked for": ((trace(),), "which was not requested"),
+    "a trace that was not requested": ((trace(),), "which was not requested"),
     "a trace that cannot be read": ((Message(Kind.TRACE, 1, body=Body.of(b"?")),), "a trace that cannot be read"),
     "a trace of another epoch": ((*EPOCH_BY_HAND[1:-1], trace(1, says=2)), "epoch 2, which was not requested"),
     "a trace twice": ((*EPOCH_BY_HAND[1:], trace()), "which was not requested"),
@@ -102,7 +102,7 @@ BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", BREACHES)
-def test_who_breaks_the_protocol_is_told_why_and_the_others_train_on_without_it(case: str) -> None:
+def test_a_device_that_breaks_the_protocol_gets_the_reason_and_the_others_train_without_it(case: str) -> None:
     said, reason = BREACHES[case]
     outcome = train([honest("a"), by_hand(Kind.ROUND, *said)], epochs=2)
     assert outcome.failure is None
@@ -111,7 +111,7 @@ def test_who_breaks_the_protocol_is_told_why_and_the_others_train_on_without_it(
     (lost,) = outcome.of(Lost)
     assert lost.device == "b"
     assert reason in lost.reason
-    if case in BEHIND_THE_ROUND:
+    if case in AFTER_THE_ROUND:
         assert outcome.counted[0] == {"a": 20, "b": 10}
     else:
         assert outcome.counted == [{"a": 20}, {"a": 20}]
@@ -132,7 +132,7 @@ class Unthankful:
         await self._link.write(replace(frame, acknowledged=0))
 
 
-def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
+def test_a_device_that_acknowledges_nothing_is_ended_before_its_messages_pile_up() -> None:
     async def live(world: World) -> None:
         channel = Channel(Unthankful(world.dial()), Recorder("b"), UPLINK)
         try:
@@ -152,7 +152,7 @@ def test_for_a_device_that_acknowledges_nothing_only_so_much_is_kept() -> None:
     assert "messages unacknowledged, which is too many" in str(outcome.lives[1])
 
 
-def test_a_device_that_sends_nothing_but_what_is_of_no_use_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_sends_only_messages_that_are_not_needed_is_dismissed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipar.transport.channel._USELESS", RateLimit(burst=5, per_second=0.1))
     too_late = (Kind.ROUND, Kind.ABANDON, *(activation() for _ in range(7)))
     outcome = train([honest("a"), by_hand(*too_late)], epochs=3, round_deadline_s=10.0)
@@ -173,7 +173,7 @@ LAST_WORDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LAST_WORDS)
-def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last: str) -> None:
+def test_the_session_of_a_lost_device_is_freed_at_once_without_garbage_collection(last: str) -> None:
     left: list[Session] = []
 
     class Looking(ScriptedLearner):
@@ -194,7 +194,7 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_garbage_is_collected(last
     assert not left
 
 
-def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() -> None:
+def test_an_unusable_model_does_not_count_and_its_device_gets_the_reason() -> None:
     class Choosy(ScriptedLearner):
         def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "b" for back in returned):
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_used_does_not_count_and_its_device_is_told_so() 
     assert outcome.left_running == 0
 
 
-def test_changes_that_are_no_model_cost_their_device_the_round_and_nobody_else() -> None:
+def test_changes_that_cannot_be_decoded_exclude_only_their_own_device() -> None:
     class Choosy(ScriptedLearner):
         def decode(self, device: str, body: Body) -> None:
             assert body.encoding == "changes"
@@ -225,7 +225,7 @@ def test_changes_that_are_no_model_cost_their_device_the_round_and_nobody_else()
     assert outcome.left_running == 0
 
 
-def test_something_that_fails_on_the_server_ends_the_training_instead_of_hanging() -> None:
+def test_a_failure_on_the_server_ends_the_training_instead_of_hanging() -> None:
     class Broken(ScriptedLearner):
         def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:  # noqa: ARG002
             raise TrainingError(f"no memory for {len(returned)} models")

@@ -1,4 +1,4 @@
-"""Who comes to an open training gets orders for the configuration of now, or is refused alone."""
+"""A device that joins an open training gets orders by the current configuration, or is refused alone."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def opened(
 
 
 def begun(enrolment: OpenEnrolment, *names: str, profile: Profile = WHOLE) -> dict[str, Orders]:
-    everybody = [Introduction(name, 100, profile) for name in names]
-    for who in everybody:
-        enrolment.check(who)
-    return dict(asyncio.run(enrolment.begin(everybody)))
+    introductions = [Introduction(name, 100, profile) for name in names]
+    for introduction in introductions:
+        enrolment.check(introduction)
+    return dict(asyncio.run(enrolment.begin(introductions)))
 
 
 @pytest.mark.parametrize("encoding", ["auto", "raw"])
-def test_who_holds_fewer_layers_than_the_one_model_is_cut_behind_is_refused_alone(encoding: str) -> None:
+def test_a_device_with_fewer_layers_than_the_cut_of_the_shared_model_is_refused_alone(encoding: str) -> None:
     enrolment = opened(kept={"a": Plan(2, 1)}, wire={"encoding": encoding})
     small = Introduction("small", 100, PREFIX)
-    with pytest.raises(ProtocolError, match="small"):  # also before anybody else is there
+    with pytest.raises(ProtocolError, match="small"):  # also before any other device is present
         enrolment.check(small)
     begun(enrolment, "a")
     with pytest.raises(ProtocolError, match="small"):
@@ -83,7 +83,7 @@ def test_a_device_that_comes_back_with_fewer_layers_than_its_plan_has_gets_anoth
 
 
 @pytest.mark.parametrize("method", ["sfl", "sfl2"])
-def test_a_training_goes_on_with_the_encodings_that_are_configured_now(method: str) -> None:
+def test_a_resumed_training_uses_the_encodings_that_are_configured_now(method: str) -> None:
     run = {"run": {"method": method, "batch_size": 10}}
     for wire, expected in (("auto", "sparse-planes"), ("raw", "raw"), ("int8", "int8")):
         enrolment = opened(kept=dict.fromkeys("abc", IN_HALVES), wire={"encoding": wire}, **run)
@@ -92,7 +92,7 @@ def test_a_training_goes_on_with_the_encodings_that_are_configured_now(method: s
         assert {*plans.values(), joined} == {Plan(2, 1, 0, expected, expected)}
 
 
-def test_links_between_machines_may_turn_out_slow_so_everybody_keeps_what_changes_are_told_from() -> None:
+def test_devices_on_real_links_keep_the_base_of_changes_because_a_link_may_turn_out_slow() -> None:
     unknown = begun(opened(Link()), "a")["a"]
     assert unknown.keeps_base
     assert not unknown.sends_changes(None)
@@ -131,7 +131,7 @@ def wild(change: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=60)
 @given(change=changes)
-def test_a_wild_profile_is_refused_or_planned_with_and_ends_nobody_elses_training(change: dict[str, Any]) -> None:
+def test_a_wild_profile_is_refused_or_planned_with_and_ends_no_other_devices_training(change: dict[str, Any]) -> None:
     run = {"run": {"method": "sfl", "batch_size": 10}}
     enrolment = opened(kept={"a": Plan(1, 1)}, **run)
     begun(enrolment, "a")
@@ -172,14 +172,14 @@ def test_the_one_device_that_planning_fails_for_is_named() -> None:
             raise OverflowError("too large")
         return dict.fromkeys(job.sizes, Plan(1, 1))
 
-    everybody = [Introduction(name, 100, WHOLE) for name in ("a", "wild")]
+    introductions = [Introduction(name, 100, WHOLE) for name in ("a", "wild")]
     with pytest.raises(UnusableProfileError, match="too large") as refused:
-        asyncio.run(opened(plans=fails).begin(everybody))
+        asyncio.run(opened(plans=fails).begin(introductions))
     assert refused.value.device == "wild"
-    assert set(asyncio.run(opened(plans=fails).begin(everybody[:1]))) == {"a"}
+    assert set(asyncio.run(opened(plans=fails).begin(introductions[:1]))) == {"a"}
 
 
-def test_a_failure_that_no_device_brings_about_alone_is_nobodys() -> None:
+def test_a_failure_that_no_device_causes_alone_names_no_device() -> None:
     def fails_together(job: Job) -> dict[str, Plan]:
         if len(job.sizes) > 1:
             raise ValueError("of both")
@@ -189,7 +189,7 @@ def test_a_failure_that_no_device_brings_about_alone_is_nobodys() -> None:
         asyncio.run(opened(plans=fails_together).begin([Introduction(name, 100, WHOLE) for name in "ab"]))
 
 
-def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> None:
+def test_a_kept_plan_is_chosen_again_if_its_cut_leaks_too_much_now() -> None:
     kept, tree = {"a": Plan(1, 1), "b": Plan(1, 1)}, {"run": {"method": "sfl", "batch_size": 10}}
     as_before, limited = opened(kept=kept, **tree), opened(kept=kept, **tree)
     limited.job = replace(limited.job, leaky_cuts={1: 0.9})
@@ -198,7 +198,7 @@ def test_a_plan_that_was_kept_is_chosen_anew_if_its_cut_leaks_too_much_now() -> 
     assert limited.join(Introduction("c", 100, WHOLE)).plan.split_point == 2
 
 
-def test_a_saved_training_whose_one_cut_leaks_too_much_now_is_not_gone_on_with() -> None:
+def test_a_saved_training_whose_only_cut_leaks_too_much_now_is_not_resumed() -> None:
     from pipar.launch.deployed_server import _check_cut  # brings torch and grpc
 
     job = replace(opened(privacy={"max_leakage": 0.5, "leakage": "x"}).job, leaky_cuts={1: 0.9})

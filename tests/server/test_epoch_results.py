@@ -154,7 +154,7 @@ PARTS: list[tuple[str, Part]] = [
 
 
 @given(st.permutations(PARTS))
-def test_an_epoch_goes_out_when_the_last_of_it_is_in_and_never_before_the_one_before(
+def test_an_epoch_is_emitted_when_it_is_complete_and_never_before_the_previous_one(
     parts: list[tuple[str, Part]],
 ) -> None:
     async def main() -> None:
@@ -169,7 +169,7 @@ def test_an_epoch_goes_out_when_the_last_of_it_is_in_and_never_before_the_one_be
     run_virtually(main())
 
 
-def test_who_waits_for_completion_goes_on_at_the_last_epoch() -> None:
+def test_waiting_for_completion_ends_with_the_last_epoch() -> None:
     async def main() -> float:
         book = Book()
         waiting = asyncio.create_task(book.collector.complete(2))
@@ -218,7 +218,7 @@ def test_staleness_waits_for_the_validation_that_it_needs() -> None:
     assert run_virtually(main()) == (1, 2.0)
 
 
-def test_a_failure_wakes_everybody_who_waits_and_everybody_who_comes_later() -> None:
+def test_a_failure_reaches_all_waiters_and_those_that_wait_later() -> None:
     async def main() -> None:
         book = Book()
         failure = TrainingError("pi was lost")

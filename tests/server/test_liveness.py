@@ -1,4 +1,4 @@
-"""A device whose network is gone is told of long before its connection is lost, and one that is only slow is not."""
+"""A device without a network is reported silent long before its connection is lost, and a slow one is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seen = list[tuple[float, Silent | Heard]]
 
 
 class DarkFor:
-    """A link over which nothing comes through from one time to another; nobody is told, and nothing is lost."""
+    """A link that delivers nothing between two times; no side is informed, and nothing is lost."""
 
     def __init__(self, link: Transport, *times_s: float) -> None:
         self._link = link
@@ -53,7 +53,7 @@ def cut_off(name: str, *times_s: float) -> Named:
 
 
 def watched(seen: Seen, for_s: float = 500.0) -> Named:
-    """Somebody who watches the server's devices in virtual time."""
+    """A monitor that watches the server's devices in virtual time."""
 
     async def live(world: World) -> None:
         clock: Callable[[], float] = asyncio.get_running_loop().time
@@ -88,7 +88,7 @@ def test_a_slow_device_is_not_called_silent_again_and_again(method: str) -> None
     lives = [honest("a", 100, speed=0.2), honest("b", 100, speed=0.1), watched(seen, 2000.0)]
     outcome = train(lives, epochs=2, method=method)
     assert outcome.failure is None
-    # At first nobody knows how long it takes.
+    # At first the monitor does not know the usual time.
     for name in ("a", "b"):
         assert len([event for _, event in seen if isinstance(event, Silent) and event.device == name]) <= 2, seen
 
@@ -100,7 +100,7 @@ def test_an_outage_is_not_taken_for_the_devices_habit() -> None:
     assert 30.0 < silent[1] < 35.0, seen
 
 
-def test_who_waits_for_the_others_is_not_silent() -> None:
+def test_a_device_that_waits_for_the_others_is_not_silent() -> None:
     seen: Seen = []
     outcome = train([honest("a", 20, speed=10.0), honest("b", 200, speed=1.0), watched(seen)], epochs=2)
     assert outcome.failure is None

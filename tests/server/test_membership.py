@@ -1,4 +1,4 @@
-"""Who takes part: devices join, are lost, come back and come anew, and the rounds go on with whoever is there."""
+"""Devices join, are lost, resume and join again, and the rounds continue with those that are present."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lost(outcome: Outcome) -> list[str]:
     return [event.device for event in outcome.of(Lost)]
 
 
-# --- who is admitted
+# --- admission
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def lost(outcome: Outcome) -> list[str]:
     ],
     ids=["unknown", "twice", "no json", "no name", "long name", "no samples", "text", "no hello", "silent"],
 )
-def test_who_may_not_join_is_told_why_and_the_others_train_on(said: Message | None, reason: str) -> None:
+def test_a_device_that_may_not_join_gets_the_reason_and_the_others_train(said: Message | None, reason: str) -> None:
     async def stranger(channel: Channel) -> None:
         await asyncio.sleep(1.0)
         if said is not None:
@@ -97,7 +97,7 @@ def test_who_may_not_join_is_told_why_and_the_others_train_on(said: Message | No
     assert outcome.left_running == 0
 
 
-def test_who_says_another_name_than_its_credential_may_not_join() -> None:
+def test_a_device_with_another_name_than_its_credential_may_not_join() -> None:
     async def liar(channel: Channel) -> None:
         channel.post(hello("b"))
         await until(channel, Kind.STOP)
@@ -107,14 +107,14 @@ def test_who_says_another_name_than_its_credential_may_not_join() -> None:
     assert "The credential is that of 'c', but the device calls itself 'b'" in str(outcome.lives[1])
 
 
-def test_a_connection_that_ends_before_its_hello_disturbs_nobody() -> None:
+def test_a_connection_that_ends_before_its_hello_disturbs_no_device() -> None:
     async def silent(_: Channel) -> None:
         await asyncio.sleep(0.5)
 
     assert train([scripted(silent), honest("a"), honest("b")]).failure is None
 
 
-# --- who is lost
+# --- lost devices
 
 
 @pytest.mark.parametrize("method", SCRIPTS)
@@ -128,8 +128,8 @@ def test_the_scripts_keep_the_protocol_to_their_end(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "place"), [(method, place) for method, script in SCRIPTS.items() for place in range(1, len(script))]
 )
-def test_the_rounds_go_on_without_a_device_that_is_lost(method: str, place: int, name: str) -> None:
-    script = SCRIPTS[method]  # of a device behind the other one's name, or before it: who is first in split learning
+def test_the_rounds_continue_without_a_lost_device(method: str, place: int, name: str) -> None:
+    script = SCRIPTS[method]  # of a device with the later name or the earlier one, which is the first in split learning
     outcome = train(
         [honest("a"), by_hand(*script[:place], name=name, leaves=True)], devices=("a", name), method=method, epochs=2
     )
@@ -146,7 +146,7 @@ def test_the_rounds_go_on_without_a_device_that_is_lost(method: str, place: int,
     assert outcome.left_running == 0
 
 
-def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
+def test_devices_leave_a_server_that_stops_and_none_is_lost() -> None:
     seen: list[Event] = []
 
     async def stop(world: World) -> None:
@@ -165,7 +165,7 @@ def test_a_server_that_stops_lets_its_devices_go_and_loses_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sl"])
-def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tells_of(method: str) -> None:
+def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_reported(method: str) -> None:
     """Also in the middle of the aggregation, and between two turns of split learning."""
 
     class Scribe:
@@ -201,7 +201,7 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tel
             learner=learner,
         )
         told, saved = len(outcome.counted), max(checkpointer.saved, default=0)
-        assert len(learners[-1].averaged) == told * turns, f"stopped behind {0.9 * step:g} s"
+        assert len(learners[-1].averaged) == told * turns, f"stopped after {0.9 * step:g} s"
         assert checkpointer.saved == {epoch: epoch * turns for epoch in checkpointer.saved}
         assert saved == told or (method == "sl" and saved == told - told % 2)
         seen.add(told)
@@ -210,7 +210,7 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_tel
     assert seen == {0, 1, 2, 3}
 
 
-def test_a_device_that_leaves_behind_stop_is_not_lost() -> None:
+def test_a_device_that_leaves_after_stop_is_not_lost() -> None:
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND, Kind.STOP, leaves=True)])
     assert outcome.failure is None
     assert sorted(event.device for event in outcome.of(Left)) == ["a", "b"]
@@ -224,7 +224,7 @@ def test_a_device_that_gives_up_says_why() -> None:
     assert [event.reason for event in outcome.of(Dropped)] == ["it gave up: the disk is full"]
 
 
-def test_when_all_are_lost_the_same_round_is_trained_again_with_who_comes() -> None:
+def test_when_all_devices_are_lost_the_same_round_is_trained_again_with_those_that_join() -> None:
     lives = [by_hand(Kind.ROUND, activation(), 2.0, leaves=True, name=name) for name in "ab"]
     outcome = train([*lives, honest("a", starts_s=50.0), honest("b", starts_s=50.0)], epochs=2)
     assert outcome.failure is None
@@ -237,14 +237,14 @@ def test_when_all_are_lost_the_same_round_is_trained_again_with_who_comes() -> N
 
 def test_with_fewer_devices_than_it_needs_the_server_waits_for_more() -> None:
     lives = [honest("a"), by_hand(Kind.ROUND, leaves=True)]
-    with pytest.raises(TrainingError, match="Every part of the virtual run waits"):
+    with pytest.raises(TrainingError, match="Deadlock in virtual time"):
         train(lives, epochs=2, min_devices=2)
     outcome = train([*lives, honest("b", 30, starts_s=1000.0)], epochs=2, min_devices=2)
     assert outcome.counted == [{"a": 20}, {"a": 20, "b": 30}]
     assert [(event.present, event.wanted) for event in outcome.of(Waiting)] == [(1, 2)]
 
 
-# --- who comes later
+# --- devices that join later
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -265,7 +265,7 @@ def test_a_device_that_joins_at_any_moment_is_welcome_before_anything_else() -> 
         assert outcome.left_running == 0
 
 
-def test_a_device_that_comes_when_the_training_is_over_is_told_so() -> None:
+def test_a_device_that_joins_when_the_training_is_over_gets_stop() -> None:
     async def slow_to_leave(channel: Channel) -> None:
         await asyncio.sleep(1.0)
         channel.post(hello("b"))
@@ -281,7 +281,7 @@ def test_a_device_that_comes_when_the_training_is_over_is_told_so() -> None:
     assert outcome.left_running == 0
 
 
-# --- who comes back within the window
+# --- resuming within the window
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +291,8 @@ def undisturbed() -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", Loss)
-def test_wherever_a_link_is_lost_for_a_while_the_device_goes_on_where_it_was(loss: Loss, undisturbed: Outcome) -> None:
-    # Behind HELLO and WELCOME; who has been told to stop does not come back, so that silence would be for ever.
+def test_wherever_a_link_is_lost_for_a_while_the_device_resumes_where_it_was(loss: Loss, undisturbed: Outcome) -> None:
+    # After HELLO and WELCOME. A device that got STOP does not resume, so the server would wait for ever.
     frames = undisturbed.carried[1] - 2 * (loss is Loss.SILENT)
     for cut in range(3, frames):
         outcome = train([honest("a"), roaming("b", cut, loss=loss)], epochs=3, resume_window_s=30.0)
@@ -321,14 +321,14 @@ def test_links_may_be_lost_again_and_again_with_every_method(method: str) -> Non
     assert outcome.left_running == 0
 
 
-def test_a_device_goes_on_where_it_was_when_its_link_is_back(undisturbed: Outcome) -> None:
+def test_a_device_resumes_where_it_was_when_its_link_is_back(undisturbed: Outcome) -> None:
     for cut in (5, 9, 17):
         outcome = train([honest("a"), roaming("b", cut, loss=Loss.FRAMES)], epochs=3, resume_window_s=30.0)
         assert outcome.counted == undisturbed.counted
         assert [event.device for event in (*outcome.of(Away), *outcome.of(Back))] == ["b", "b"]
 
 
-def test_a_device_whose_link_is_lost_with_the_last_word_on_it_is_told_again(undisturbed: Outcome) -> None:
+def test_a_device_whose_link_is_lost_with_the_last_message_gets_it_again(undisturbed: Outcome) -> None:
     for cut in range(undisturbed.carried[1] - 4, undisturbed.carried[1] + 1):
         outcome = train([honest("a"), roaming("b", cut, loss=Loss.FRAMES)], epochs=3, resume_window_s=30.0)
         assert outcome.lives == [None, None]
@@ -336,7 +336,7 @@ def test_a_device_whose_link_is_lost_with_the_last_word_on_it_is_told_again(undi
         assert outcome.left_running == 0
 
 
-def test_who_is_lost_discards_nothing_that_another_device_does_on_a_model_that_they_share() -> None:
+def test_a_lost_device_discards_no_work_of_another_device_on_a_shared_model() -> None:
     for name, forgotten in (("b", 1), ("A", 2)):  # when it joins; and in the middle of its own turn
         lives = [honest("a"), by_hand(Kind.ROUND, leaves=True, name=name)]
         outcome = train(lives, devices=("a", name), method="sfl2")
@@ -345,12 +345,12 @@ def test_who_is_lost_discards_nothing_that_another_device_does_on_a_model_that_t
         assert outcome.counted == [{"a": 20}]
 
 
-# --- who stays away for longer
+# --- staying away for longer
 
 
 @pytest.mark.slow
-def test_a_device_that_stays_away_for_too_long_comes_anew_and_takes_part_in_the_next_round() -> None:
-    for cut in range(5, 14):  # behind ROUND, and before all of the trained model has gone
+def test_a_device_that_stays_away_for_too_long_joins_again_for_the_next_round() -> None:
+    for cut in range(5, 14):  # after ROUND, and before all of the trained model is sent
         outcome = train(
             [honest("a", 200), roaming("b", cut, pause_s=40.0)], epochs=3, resume_window_s=30.0, begin_with=2
         )
@@ -364,7 +364,7 @@ def test_a_device_that_stays_away_for_too_long_comes_anew_and_takes_part_in_the_
         assert outcome.left_running == 0
 
 
-def test_within_the_deadline_of_a_round_a_device_is_waited_for_longer_than_the_window() -> None:
+def test_until_the_deadline_of_a_round_a_device_may_resume_after_the_window() -> None:
     outcome = train([honest("a"), roaming("b", 8, pause_s=40.0)], epochs=2, resume_window_s=5.0, round_deadline_s=100.0)
     assert outcome.counted == [{"a": 20, "b": 20}] * 2
     assert [event.seconds_allowed > 90.0 for event in outcome.of(Away)] == [True]
@@ -391,10 +391,10 @@ def test_a_device_that_asks_for_more_than_was_sent_to_it_keeps_its_place_for_the
     assert outcome.left_running == 0
 
 
-# --- who comes anew
+# --- joining again
 
 
-def test_who_comes_anew_while_its_old_connection_is_still_there_replaces_it_if_it_proves_its_name() -> None:
+def test_a_device_with_a_credential_that_joins_again_replaces_its_old_connection() -> None:
     crashed = roaming("b", 8, loss=Loss.SILENT, proved=True, gives_up_s=0.0)  # ends without a word
     outcome = train(
         [honest("a", 100), crashed, roaming("b", proved=True, starts_s=10.0)], epochs=2, resume_window_s=30.0
@@ -406,7 +406,7 @@ def test_who_comes_anew_while_its_old_connection_is_still_there_replaces_it_if_i
     assert outcome.left_running == 0
 
 
-def test_who_comes_anew_without_a_proof_is_told_to_try_again() -> None:
+def test_a_device_without_a_credential_that_joins_again_is_told_to_retry() -> None:
     said: list[object] = []
 
     async def comes_anew(channel: Channel) -> None:
@@ -419,7 +419,7 @@ def test_who_comes_anew_without_a_proof_is_told_to_try_again() -> None:
     assert outcome.counted == [{"a": 100, "b": 20}] * 2
 
 
-def test_who_comes_anew_while_its_place_is_kept_takes_it() -> None:
+def test_a_device_that_joins_again_while_its_place_is_kept_takes_it() -> None:
     crashed = roaming("b", 8, gives_up_s=0.0)
     outcome = train([honest("a", 100), crashed, roaming("b", starts_s=10.0)], epochs=2, resume_window_s=1000.0)
     assert outcome.failure is None
@@ -427,13 +427,13 @@ def test_who_comes_anew_while_its_place_is_kept_takes_it() -> None:
     assert outcome.left_running == 0
 
 
-def test_what_a_device_had_on_the_server_before_is_forgotten_when_it_comes_anew() -> None:
+def test_a_device_that_joins_again_finds_nothing_of_its_earlier_work_on_the_server() -> None:
     lives = [honest("a"), by_hand(*EPOCH_BY_HAND, 1.0, leaves=True), honest("b", starts_s=20.0)]
     outcome = train(lives, epochs=6)
     assert outcome.counted[0] == {"a": 20, "b": 10}
     assert outcome.counted[-1] == {"a": 20, "b": 20}
     assert outcome.learner is not None
-    assert outcome.learner.forgotten.count("b") >= 2  # when it came, and when it came anew
+    assert outcome.learner.forgotten.count("b") >= 2  # when it joined, and when it joined again
 
 
 def test_the_replica_of_a_device_that_is_gone_is_freed_when_its_last_round_is_over() -> None:
@@ -444,7 +444,7 @@ def test_the_replica_of_a_device_that_is_gone_is_freed_when_its_last_round_is_ov
     assert outcome.learner.forgotten.count("a") == 1
 
 
-# --- who is too late
+# --- the deadline
 
 
 def test_a_straggler_is_abandoned_and_takes_part_in_the_next_round() -> None:
@@ -490,7 +490,7 @@ def test_a_slow_device_is_abandoned_wherever_it_is_and_in_every_round(method: st
         assert outcome.left_running == 0
 
 
-def test_who_holds_up_the_turns_of_all_others_is_left_out_at_the_deadline() -> None:
+def test_a_device_that_holds_up_the_turns_of_all_others_is_excluded_at_the_deadline() -> None:
     stalled = by_hand(Kind.ROUND, activation(samples=10), name="b")  # and not a word more
     outcome = train(
         [honest("a"), stalled, honest("c")], devices=("a", "b", "c"), method="sfl2", epochs=2, round_deadline_s=20.0
@@ -502,7 +502,7 @@ def test_who_holds_up_the_turns_of_all_others_is_left_out_at_the_deadline() -> N
     assert outcome.left_running == 0
 
 
-def test_when_all_are_slow_at_a_model_in_turns_the_last_one_is_waited_for() -> None:
+def test_when_all_devices_of_a_shared_model_are_slow_the_last_one_is_waited_for() -> None:
     lives = [honest(name, speed=0.1) for name in "abc"]
     outcome = train(lives, devices=("a", "b", "c"), method="sfl2", epochs=2, round_deadline_s=2.0)
     assert outcome.failure is None
@@ -510,7 +510,7 @@ def test_when_all_are_slow_at_a_model_in_turns_the_last_one_is_waited_for() -> N
     assert outcome.left_running == 0
 
 
-def test_a_round_of_split_learning_for_which_all_are_too_late_begins_anew_with_more_time() -> None:
+def test_a_round_of_split_learning_for_which_all_are_too_late_starts_over_with_more_time() -> None:
     lives = [roaming("a", speed=0.5), roaming("b", speed=0.5)]
     outcome = train(lives, method="sl", epochs=2, round_deadline_s=4.0, min_devices=2)
     assert outcome.failure is None
@@ -519,13 +519,13 @@ def test_a_round_of_split_learning_for_which_all_are_too_late_begins_anew_with_m
     assert outcome.left_running == 0
 
 
-def test_nobody_is_too_late_before_somebody_is_ready() -> None:
+def test_no_device_is_too_late_before_one_has_finished() -> None:
     outcome = train([honest("a"), honest("b")], epochs=2, round_deadline_s=0.1)
     assert [len(counts) for counts in outcome.counted] == [1, 1]
     assert outcome.left_running == 0
 
 
-def test_a_round_that_begins_anew_is_trained_with_who_was_too_late_for_it() -> None:
+def test_a_round_that_starts_over_is_trained_with_the_devices_that_were_too_late_for_it() -> None:
     class Choosy(ScriptedLearner):
         def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:
             if any(back.device == "a" for back in returned):
@@ -570,7 +570,7 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
 
 
 @pytest.mark.usefixtures("every_round")
-def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_up() -> None:
+def test_a_late_device_is_limited_by_its_new_plan_once_it_has_caught_up() -> None:
     async def into_small_pieces(links: dict[str, Link]) -> dict[str, Plan]:
         return dict.fromkeys(links, Plan(1, 5))
 
@@ -592,7 +592,7 @@ def test_what_a_late_device_may_send_is_held_to_its_new_plan_once_it_has_caught_
 
 
 @pytest.mark.usefixtures("every_round")
-def test_plans_are_made_for_those_who_are_there() -> None:
+def test_plans_are_made_for_the_devices_that_are_present() -> None:
     planned_for: list[set[str]] = []
 
     async def replan(links: dict[str, Link]) -> dict[str, Plan]:
@@ -620,7 +620,7 @@ class Choosy(ScriptedLearner):
         super().aggregate(returned, keep_before=keep_before)
 
 
-def test_a_round_that_too_few_have_ended_begins_anew_when_one_more_is_there() -> None:
+def test_a_round_that_too_few_have_finished_starts_over_when_one_more_is_present() -> None:
     async def late(channel: Channel) -> None:
         await asyncio.sleep(100.0)
         await honest("b")[1](channel)
@@ -642,7 +642,7 @@ def test_a_device_counts_with_the_samples_that_it_said_it_has() -> None:
     assert [event.counted for event in outcome.events if isinstance(event, RoundOver)] == [{"a": 20}]
 
 
-def test_a_trace_that_never_comes_is_not_waited_for_for_ever() -> None:
+def test_waiting_for_a_trace_that_never_comes_times_out() -> None:
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND[:-1])])
     assert outcome.failure is None
     assert [result.devices for result in outcome.results] == [2]
@@ -655,14 +655,14 @@ def test_a_device_that_keeps_its_trace_to_itself_is_dismissed_in_the_next_round(
     assert [result.epoch for result in outcome.results] == [1, 2]
 
 
-def test_who_is_late_in_every_round_keeps_no_models_waiting_to_be_acknowledged() -> None:
+def test_for_a_device_that_is_late_in_every_round_no_unacknowledged_models_pile_up() -> None:
     outcome = train([honest("a"), honest("b", speed=0.01)], method="fl", epochs=12, round_deadline_s=10.0)
     assert outcome.failure is None
     assert len(outcome.of(Dropped)) > 8
     assert max(outcome.unacknowledged) <= 6  # two rounds' plans, models and calls
 
 
-def test_for_who_is_away_for_many_rounds_no_model_of_each_is_kept() -> None:
+def test_for_a_device_that_is_away_for_many_rounds_models_do_not_pile_up() -> None:
     away = roaming("b", 12, pause_s=1000.0, gives_up_s=1000.0)
     outcome = train([honest("a"), away], method="fl", epochs=40, round_deadline_s=10.0, resume_window_s=900.0)
     assert outcome.failure is None

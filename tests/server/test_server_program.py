@@ -1,4 +1,4 @@
-"""The server's rounds in virtual time: who is trained with, when it stops, and by which plans."""
+"""The server's rounds in virtual time: which devices take part, when the training stops, and by which plans."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_spans_of_devices_that_are_not_traced_are_not_kept_although_they_send_th
     assert outcome.results[0].utilisation["device"] > 0
 
 
-def test_nobody_has_more_micro_batches_outstanding_than_its_plan_says() -> None:
+def test_no_device_has_more_micro_batches_outstanding_than_its_plan_says() -> None:
     outcome = train([honest("a", 30), honest("b", 30)])
     events = []
     for span in outcome.spans:
@@ -107,14 +107,14 @@ def test_training_stops_when_validation_has_not_improved_for_as_long_as_patience
     assert [result.val_loss for result in outcome.results] == losses[:5]
 
 
-def test_training_goes_on_while_validation_improves() -> None:
+def test_training_continues_while_validation_improves() -> None:
     losses = [4.0, 5.0, 3.0, 5.0, 2.0, 5.0]
     outcome = train([honest("a"), honest("b")], epochs=6, patience=2, validation=BATCHES, losses=losses)
     assert len(outcome.results) == 6
 
 
 @pytest.mark.parametrize(("done", "rounds"), [([3.0, 2.0, 2.5, 2.5], 0), ([3.0, 2.0, 2.5], 1), ([3.0], 3)])
-def test_a_training_that_goes_on_stops_where_it_would_have_without_a_break(done: list[float], rounds: int) -> None:
+def test_a_resumed_training_stops_where_it_would_have_without_a_break(done: list[float], rounds: int) -> None:
     losses = [3.0, 2.0, 2.5, 2.5, 1.0][len(done) :]
     more = {"epochs": 9, "patience": 1, "validation": [(10, 10)]}
     outcome = train([honest("a"), honest("b")], done=done, losses=losses, **more)  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_a_validation_that_fails_ends_the_training_instead_of_hanging() -> None:
     ],
     ids=["empty", "text", "another network"],
 )
-def test_a_device_with_a_profile_of_no_use_is_told_so_and_may_come_again(profile: object, reason: str) -> None:
+def test_a_device_with_an_unusable_profile_gets_the_reason_and_may_join_again(profile: object, reason: str) -> None:
     async def first_try(channel: Channel) -> None:
         channel.post(hello("b", profile=profile))
         await until(channel, Kind.STOP)
@@ -191,13 +191,13 @@ def test_plans_are_made_when_the_last_device_has_joined_and_hold_from_the_first_
     assert [event.epoch for event in outcome.of(Replanned)] == [1]
 
 
-def test_plans_that_turn_out_as_before_are_no_news() -> None:
+def test_plans_that_do_not_change_are_not_announced() -> None:
     outcome = train([honest("a", profile=PROFILE), honest("b")], plan_joined=lambda _: dict.fromkeys("ab", Plan(1, 2)))
     assert outcome.failure is None
     assert not outcome.of(Replanned)
 
 
-def test_devices_that_no_plan_fits_are_told_so() -> None:
+def test_devices_that_no_plan_fits_get_the_reason() -> None:
     def plan(_: Mapping[str, Profile]) -> Mapping[str, Plan]:
         raise PlanError("b is too small for any plan.")
 
@@ -278,7 +278,7 @@ def test_a_device_that_answers_a_plan_wrongly_is_disconnected(
 
 
 @pytest.mark.usefixtures("every_round")
-def test_behind_the_last_epoch_nobody_is_given_another_plan() -> None:
+def test_after_the_last_epoch_no_device_gets_another_plan() -> None:
     outcome = train([honest("a"), honest("b")], epochs=1, replan=to_the_whole_network)
     assert outcome.failure is None
     assert not outcome.of(Replanned)

@@ -20,7 +20,7 @@ def burst(at: float, each_s: float, size_bytes: int = 0) -> dict[tuple[int, int]
     return {(number, 0): FrameTime(at + number * each_s, size_bytes) for number in range(1, 7)}
 
 
-def test_a_real_link_is_measured_in_both_directions_and_the_device_told_of_its_own() -> None:
+def test_a_real_link_is_measured_in_both_directions_and_the_device_gets_its_uplink_rate() -> None:
     async def main() -> tuple[MeasuredLink, float | None, list[Message]]:
         near, far = memory_pair()
         device = Channel(far, Recorder("pi"), UPLINK)
@@ -46,7 +46,7 @@ def test_a_real_link_is_measured_in_both_directions_and_the_device_told_of_its_o
     assert told["up_bytes"] * 8 / told["up_s"] == pytest.approx(8e6)
 
 
-def test_where_nothing_shows_how_fast_a_link_is_the_devices_own_count_stands() -> None:
+def test_without_frame_times_the_devices_own_measurement_counts() -> None:
     async def main() -> MeasuredLink:
         near, _ = memory_pair()
         channel = Channel(near, Recorder("server"), DOWNLINK)

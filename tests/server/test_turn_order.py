@@ -1,4 +1,4 @@
-"""Whose turn it is at a shared model does not depend on who arrives first."""
+"""The turns at a shared model do not depend on the order of arrival."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[t
             await asyncio.sleep(delays[name][iteration])
             await turns.wait_for(name)
             log.append((iteration, name))
-            await asyncio.sleep(1.0)  # it has the model for so long
+            await asyncio.sleep(1.0)  # the time of its turn
             log.append((iteration, name))
             turns.end_turn(name)
         await asyncio.sleep(delays[name][0])
@@ -44,12 +44,12 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, list[float]]]:
 
 @settings(max_examples=50)
 @given(rounds())
-def test_turns_go_by_iteration_and_then_by_name_whoever_arrives_first(
+def test_turns_go_by_iteration_and_then_by_name_in_any_order_of_arrival(
     round_: tuple[dict[str, int], dict[str, list[float]]],
 ) -> None:
     iterations, delays = round_
     by_hand = sorted((iteration, name) for name, last in iterations.items() for iteration in range(1, last + 1))
-    # Each turn is logged at its start and at its end: nobody comes between.
+    # Each turn is logged at its start and at its end: no other turn lies in between.
     assert served(iterations, delays) == [turn for turn in by_hand for _ in range(2)]
 
 
@@ -57,7 +57,7 @@ def test_one_device_alone_never_waits() -> None:
     assert served({"a": 3}, {"a": [0.0] * 4}) == [(n, "a") for n in (1, 1, 2, 2, 3, 3)]
 
 
-def test_a_device_that_finishes_early_is_passed_over() -> None:
+def test_a_device_that_finishes_early_is_skipped() -> None:
     nobody_late = {name: [0.0] * 5 for name in "abc"}
     log = served({"a": 1, "b": 3, "c": 2}, nobody_late)
     assert [f"{name}{iteration}" for iteration, name in log[::2]] == ["a1", "b1", "c1", "b2", "c2", "b3"]
@@ -94,7 +94,7 @@ def test_a_device_that_finishes_while_it_is_next_lets_the_others_on() -> None:
     run_virtually(main())
 
 
-def test_a_turn_is_held_up_by_who_has_it_while_others_wait() -> None:
+def test_a_turn_is_held_up_by_the_device_that_has_it_while_others_wait() -> None:
     async def main() -> None:
         turns = TurnOrder(["a", "b", "c"])
         assert turns.held_up_by() is None
