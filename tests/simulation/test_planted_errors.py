@@ -24,6 +24,7 @@ from pipar.server.session import Session
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, _content
 from pipar.storage.run_folder import RunFolder
 from pipar.transport.channel import Channel
+from pipar.transport.outbox import Outbox
 from pipar.wire.frames import Assembler, Frame, _Begun
 from pipar.wire.messages import Kind, Message
 from pipar.wire.orders import TrainedPart
@@ -206,7 +207,7 @@ def test_checkpoints_of_a_model_that_is_still_being_trained_are_found(monkeypatc
 
 @pytest.mark.slow
 def test_acknowledged_messages_that_are_kept_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Channel, "_forget_acknowledged", nothing)
+    monkeypatch.setattr(Outbox, "acknowledge", nothing)
     monkeypatch.setattr(Session, "owes_acknowledgements", False)
     assert found() == "memory is bounded"
 
