@@ -141,7 +141,7 @@ def test_nothing_is_overwritten_without_force(certs: Certs) -> None:
     assert "There is already" in certs.refused("init")
     assert "There is already" in certs.refused("server")
     assert "devices/pi.pem" in certs.refused("issue", "new", "pi")
-    assert "pi has a token already" in certs.refused("token", "pi")
+    assert "pi already has a token in" in certs.refused("token", "pi")
     assert {path: path.read_bytes() for path in certs.folder.rglob("*") if path.is_file()} == before
     certs("server", "--force", "--host", "other.local")
     certs("issue", "pi", "--force")
@@ -191,7 +191,7 @@ def test_a_damaged_authority_is_one_sentence(certs: Certs) -> None:
     (certs.folder / "ca.key").write_bytes((certs.folder / "server.key").read_bytes())
     assert "does not belong to the certificate" in certs.refused("issue", "pi")
     (certs.folder / "ca.pem").write_text("no certificate", "utf-8")
-    assert "has no certificate in PEM form" in certs.refused("issue", "pi")
+    assert "has no certificate in PEM format" in certs.refused("issue", "pi")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"pi": 3}', '{"pi": ["x"]}', "[" * 100_000])

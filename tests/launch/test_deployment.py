@@ -230,7 +230,7 @@ def test_a_device_with_another_network_is_refused_in_one_sentence_and_the_others
 def test_a_device_gives_up_after_the_configured_time(here: Place) -> None:
     device = here.device("pi-1", "127.0.0.1:9", "--give-up-after", "1s")
     assert device.ends() == 1
-    assert device.lines()[-1].startswith("Gave up 127.0.0.1:9: ")
+    assert device.lines()[-1].startswith("Gave up connecting to 127.0.0.1:9: ")
     assert device.text().count("Gave up") == 1  # the log's line, and the command's
 
 

@@ -93,11 +93,11 @@ def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_wit
     expire(late, "pi-2")
 
     wrong = [
-        (here.device("pi-2", address, "--certs", "stranger"), ("does not vouch for",)),
-        (here.device("pi-2", address, "--certs", "mixed"), ("does not take the device's certificate",)),
-        (here.device("pi-2", address, "--certs", "late"), ("does not take the device's certificate", "expired")),
+        (here.device("pi-2", address, "--certs", "stranger"), ("cannot be verified with the device's ca.pem",)),
+        (here.device("pi-2", address, "--certs", "mixed"), ("refuses the device's certificate",)),
+        (here.device("pi-2", address, "--certs", "late"), ("refuses the device's certificate", "expired")),
         (here.device("pi-1", address, "--certs", "borrowed"), ("with the credential of 'pi-2' says",)),
-        (here.device("pi-2", address), ("speaks TLS",)),
+        (here.device("pi-2", address), ("uses TLS",)),
         (here.device("pi-2", address, "--certs", "certs", "--server-name", "other.local"), ("other names",)),
     ]
     for device, sentences in wrong:

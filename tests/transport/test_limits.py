@@ -172,7 +172,7 @@ def test_who_says_nothing_is_not_waited_for() -> None:
         async with listening(limits=Limits(first_frame_s=0.1)) as server:
             device = await connect(server.address)
             reader = await server.came.get()
-            with pytest.raises(LinkError, match=r"said nothing for 0\.1 s"):
+            with pytest.raises(LinkError, match=r"sent nothing for 0\.1 s"):
                 await reader.read()
             server.leave()
             await device.close()

@@ -91,7 +91,7 @@ def test_a_server_that_does_not_come_is_given_up_with_the_last_reason() -> None:
     async def main() -> None:
         await road.reconnector(gives_up_s=10.0).run(nothing)  # type: ignore[arg-type]
 
-    with pytest.raises(LinkError, match=r"Gave up server:1: No server answered\."):
+    with pytest.raises(LinkError, match=r"Gave up connecting to server:1: No server answered\."):
         run_virtually(main())
     assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 9.0]
 
@@ -108,7 +108,7 @@ def test_an_attempt_that_hangs_is_given_up_with_the_others(answers_before: int) 
             raise AssertionError("it was waited for")
 
         backoff = Backoff(lambda: 1.0, loop.time, 10.0, first_s=1.0, most_s=8.0)
-        with pytest.raises(LinkError, match=r"Gave up server:1: No server answered at server:1 within"):
+        with pytest.raises(LinkError, match=r"Gave up connecting to server:1: No server answered at server:1 within"):
             await Reconnector("pi", "server:1", dial, backoff, road.events.append).run(nothing)  # type: ignore[arg-type]
         return loop.time()
 
@@ -290,10 +290,10 @@ def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew()
 @pytest.mark.parametrize(
     ("answers", "reason", "is_over"),
     [
-        ([UNREACHABLE] * 9, "Gave up server:1: No server answered.", False),
-        ([nothing] * 9, "Gave up server:1: The server did not answer.", False),
+        ([UNREACHABLE] * 9, "Gave up connecting to server:1: No server answered.", False),
+        ([nothing] * 9, "Gave up connecting to server:1: The server did not answer.", False),
         ([says(Message(Kind.FAULT))], "does not carry valid JSON", True),
-        ([says(Message(Kind.WELCOME), acknowledged=5)], "but only 0 were sent", True),
+        ([says(Message(Kind.WELCOME), acknowledged=5)], "but only 0 messages were sent", True),
         ([InputError("The certificate has expired.")], "The certificate has expired.", False),
     ],
     ids=["unreachable", "silent", "damaged", "miscounts", "another error"],
@@ -324,7 +324,7 @@ def test_a_session_that_could_not_be_resumed_in_time_is_not_tried_for_as_long_ag
                 keeping.cancel()
                 await channel.close()
 
-        with pytest.raises(LinkError, match="Gave up server:1"):
+        with pytest.raises(LinkError, match="Gave up connecting to server:1"):
             await reconnector.run(take_part)
         return asyncio.get_running_loop().time()
 

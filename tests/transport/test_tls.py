@@ -134,7 +134,7 @@ Refusal = tuple[Callable[[Folder, Folder], tuple[ServerSecurity, DeviceSecurity 
 REFUSALS: dict[str, Refusal] = {
     "the device trusts another authority": (
         lambda a, b: (a.by_certificate, replace(a.device(), ca=b.path / "ca.pem")),
-        "ca.pem does not vouch for: unable to get local issuer certificate",
+        "cannot be verified with the device's ca.pem: unable to get local issuer certificate",
     ),
     "the server's name is another": (
         lambda a, _: (a.by_certificate, replace(a.device(), server_name="other.local")),
@@ -142,32 +142,32 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "the device's certificate is of another authority": (
         lambda a, b: (a.by_certificate, replace(b.device(), ca=a.path / "ca.pem")),
-        "does not take the device's certificate",
+        "refuses the device's certificate",
     ),
     "the server's certificate is shown as a device's": (
         lambda a, _: (
             a.by_certificate,
             DeviceSecurity(a.path / "ca.pem", a.path / "server.pem", a.path / "server.key"),
         ),
-        "does not take the device's certificate",
+        "refuses the device's certificate",
     ),
     "a device's certificate is shown as the server's": (
         lambda a, _: (
             replace(a.by_token, certificate=a.device().certificate, key=a.device().key),
             a.bearer(),
         ),
-        "ca.pem does not vouch for: unsuitable certificate purpose",
+        "cannot be verified with the device's ca.pem: unsuitable certificate purpose",
     ),
     "no certificate": (
         lambda a, _: (a.by_certificate, DeviceSecurity(a.path / "ca.pem")),
-        "wants the device's certificate, and none was given",
+        "needs a certificate of the device, and none was given",
     ),
     "a token where a certificate is wanted": (
         lambda a, _: (a.by_certificate, a.bearer()),
-        "wants the device's certificate, and none was given",
+        "needs a certificate of the device, and none was given",
     ),
-    "no token": (lambda a, _: (a.by_token, DeviceSecurity(a.path / "ca.pem")), "The server wants a token"),
-    "a certificate where a token is wanted": (lambda a, _: (a.by_token, a.device()), "The server wants a token"),
+    "no token": (lambda a, _: (a.by_token, DeviceSecurity(a.path / "ca.pem")), "The server needs a token"),
+    "a certificate where a token is wanted": (lambda a, _: (a.by_token, a.device()), "The server needs a token"),
     "a wrong token": (
         lambda a, _: (a.by_token, DeviceSecurity(a.path / "ca.pem", token="pipar_guess")),
         "does not know this token",
@@ -188,11 +188,11 @@ REFUSALS: dict[str, Refusal] = {
             replace(a.by_certificate, tokens=a.path / "tokens.json"),
             replace(a.device("pi-1"), token=a.tokens["pi-2"]),
         ),
-        "The token is not that of the device that the certificate names",
+        "The token and the certificate belong to different devices",
     ),
-    "no TLS where there is": (lambda a, _: (a.by_token, None), "speaks TLS: give the device the file of its authority"),
-    "no TLS where certificates are wanted": (lambda a, _: (a.by_certificate, None), "speaks TLS: give the device"),
-    "TLS where there is none": (lambda a, _: (PLAIN, a.device()), "does not speak TLS, and the device does"),
+    "no TLS where there is": (lambda a, _: (a.by_token, None), "uses TLS: give the device the file of its authority"),
+    "no TLS where certificates are wanted": (lambda a, _: (a.by_certificate, None), "uses TLS: give the device"),
+    "TLS where there is none": (lambda a, _: (PLAIN, a.device()), "does not use TLS, but the device does"),
 }
 
 
@@ -384,7 +384,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_expired_server_is_refused_by_its_devices(expired: Folder) -> None:
     async def main() -> None:
         async with house(expired.by_token) as server:
-            with pytest.raises(CredentialError, match="has a certificate that expired"):
+            with pytest.raises(CredentialError, match="has a certificate that has expired"):
                 await connect(server.address, security=expired.bearer(), timeout_s=PATIENCE_S)
             assert server.names == []
 
@@ -397,7 +397,7 @@ def test_an_expired_device_is_refused_by_the_server(expired: Folder) -> None:
 
     async def main() -> None:
         async with house(expired.by_certificate) as server:
-            with pytest.raises(CredentialError, match="does not take the device's certificate: it expired"):
+            with pytest.raises(CredentialError, match="refuses the device's certificate: it has expired"):
                 await connect(server.address, security=expired.device(), timeout_s=PATIENCE_S)
             assert server.names == []
 
@@ -434,11 +434,11 @@ WRONG_SERVERS: dict[str, tuple[Callable[[Path], ServerSecurity], str]] = {
     ),
     "TLS for anybody": (
         lambda f: ServerSecurity(f / "server.pem", f / "server.key"),
-        "Anybody could join at 0.0.0.0:7700",
+        "Any program could join at 0.0.0.0:7700",
     ),
     "no key": (lambda f: ServerSecurity(f / "server.pem"), "certificate is given without its key"),
     "no certificate": (lambda f: ServerSecurity(key=f / "server.key"), "key is given without its certificate"),
-    "an authority without TLS": (lambda f: ServerSecurity(client_ca=f / "ca.pem"), "are checked over TLS only"),
+    "an authority without TLS": (lambda f: ServerSecurity(client_ca=f / "ca.pem"), "can be checked only over TLS"),
     "a missing file": (
         lambda f: ServerSecurity(f / "no.pem", f / "server.key", tokens=f / "tokens.json"),
         "no.pem: `pipar certs server --folder /",
@@ -457,11 +457,11 @@ WRONG_SERVERS: dict[str, tuple[Callable[[Path], ServerSecurity], str]] = {
     ),
     "no PEM": (
         lambda f: ServerSecurity(f / "tokens.json", f / "server.key", f / "ca.pem"),
-        "has no certificate in PEM form",
+        "has no certificate in PEM format",
     ),
     "a key that is none": (
         lambda f: ServerSecurity(f / "server.pem", f / "ca.pem", f / "ca.pem"),
-        "should hold a private key in PEM form",
+        "should hold a private key in PEM format",
     ),
     "another's key": (
         lambda f: ServerSecurity(f / "server.pem", f / "ca.key", f / "ca.pem"),
@@ -510,7 +510,7 @@ def test_a_device_without_a_certificate_is_told_what_makes_one(ours: Folder, mon
 
 @pytest.mark.parametrize("token", ["", "two words", "line\n", "ü"])
 def test_a_token_that_cannot_be_sent_is_refused_before_it_is(token: str) -> None:
-    with pytest.raises(InputError, match="token has other signs"):
+    with pytest.raises(InputError, match="token has characters that no token has"):
         check_device(DeviceSecurity(token=token), "127.0.0.1:7700")
 
 
@@ -540,7 +540,7 @@ def test_a_token_is_kept_as_a_hash_and_replaced_only_on_request(tmp_path: Path) 
     token = add_token(path, "pi")
     assert token not in path.read_text("utf-8")
     assert len(token) >= 43
-    with pytest.raises(InputError, match="pi has a token already"):
+    with pytest.raises(InputError, match="pi already has a token in"):
         add_token(path, "pi")
     assert add_token(path, "pi", force=True) != token
 

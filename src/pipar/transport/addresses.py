@@ -1,4 +1,4 @@
-"""Where a program of this machine can listen."""
+"""Addresses on which a program of this machine can listen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipar.units import split_address
 
 
 def listen_on(address: str, purpose: str) -> socket.socket:
-    """Return a socket that listens on HOST:PORT; or raise one sentence, as in "Cannot serve metrics on ...: ..."."""
+    """Return a socket that listens on HOST:PORT; raise an error such as "Cannot serve metrics on ...: ..."."""
     try:
         return _listening(address)
     except OSError as error:
@@ -18,12 +18,12 @@ def listen_on(address: str, purpose: str) -> socket.socket:
 
 
 def check_listening(address: str) -> None:
-    """Raise one sentence if nobody can listen on HOST:PORT now."""
+    """Raise an error if no program can listen on HOST:PORT now."""
     listen_on(address, "listen").close()
 
 
 def why_not_listening(address: str) -> str:
-    """Return why nobody can listen on HOST:PORT; nothing if somebody can."""
+    """Return why no program can listen on HOST:PORT; an empty text if one can."""
     try:
         _listening(address).close()
     except OSError as error:
@@ -38,7 +38,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def why(error: OSError) -> str:
-    """Return what is wrong with an address, in a few words."""
+    """Return the reason for an error with an address, in a few words."""
     if isinstance(error, socket.gaierror):
         return "there is no such host"
     return os.strerror(error.errno or 0).lower()

@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt to reach a server: longer each time, and never in step with others."""
+"""The wait before each attempt to reach a server: longer each time, and different for each device."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 
 from pipar import random_streams
 
-#: The last attempt has so long, or half of the time if that is little.
+#: Time for the last attempt, or half of the time for giving up if that is shorter.
 _LAST_ATTEMPT_S = 1.0
 
 
 class Pause(NamedTuple):
-    """Wait so long, then make this attempt, which may take so long; attempts count from 1."""
+    """Wait `wait_s`, then make this attempt, which may take `within_s`; attempts count from 1."""
 
     attempt: int
     wait_s: float
-    within_s: float | None = None  # None: for ever
+    within_s: float | None = None  # None: no limit
 
 
 @dataclass(frozen=True)
 class Backoff:
     """Exponential backoff with full jitter.
 
-    The wait before attempt n is drawn evenly from 0 to min(most_s, first_s * 2^(n-1)): when a server comes back after
-    an hour, a hundred devices do not all knock at the same moment. `draw` returns numbers from 0 to 1, and `clock` the
-    seconds that `give_up_after_s` is measured on; both come from outside, so that virtual runs repeat.
+    The wait before attempt n is uniform from 0 to min(most_s, first_s * 2^(n-1)), so that a hundred devices do not all
+    connect at the same moment when a server is back after an hour. `draw` returns numbers from 0 to 1, and `clock` the
+    seconds by which `give_up_after_s` is measured; both are parameters, so that virtual runs can be repeated.
     """
 
     draw: Callable[[], float]
@@ -39,15 +39,15 @@ class Backoff:
     def of_device(
         cls, seed: int, name: str, clock: Callable[[], float], give_up_after_s: float | None = None
     ) -> Backoff:
-        """Return the backoff of one device: equal seeds and names wait equally long, other names do not."""
+        """Return the backoff of one device; the same seed and name give the same waits."""
         return cls(random_streams.generator(seed, "backoff", name).random, clock, give_up_after_s)
 
     def pauses(self) -> Iterator[Pause]:
-        """Give the pause before each attempt, until the time for giving up, which counts from this call, has come.
+        """Yield the pause before each attempt, until `give_up_after_s` has passed since this call.
 
-        Each call begins anew with the shortest pause. Call it when a link is lost, and not again before the server has
-        answered: a server that accepts and hangs up at once must not be hammered. Whoever keeps to `within_s` has given
-        up when the time is over, whatever an attempt waits for.
+        Each call starts with the shortest pause. Call it when a link is lost, and not again before the server has
+        answered, so that a server that accepts and hangs up at once is not flooded. A caller that keeps each attempt
+        within `within_s` gives up in time, whatever an attempt waits for.
         """
         ends_s = None if self.give_up_after_s is None else self.clock() + self.give_up_after_s
         return self._pauses_until(ends_s)

@@ -1,6 +1,6 @@
-"""Certificates: an authority of one's own, the server's, one for each device; and what can be wrong with them.
+"""Certificates: a private authority, the server's, and one for each device; making and checking them.
 
-Keys are on the curve P-256: every TLS library has it, and a handshake costs a small board little.
+Keys are on the curve P-256: every TLS library has it, and a handshake is cheap on a small board.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUTHORITY_DAYS = 3650
 LEAF_DAYS = 365
 MAX_DAYS = 36_500
 ALWAYS_HOSTS = ("localhost", "127.0.0.1", "::1")
-#: Boards without a battery for their clock wake up in the past.
+#: Certificates are valid from a day ago, because boards without a clock battery start with a time in the past.
 _CLOCKS_DIFFER = timedelta(days=1)
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*")
 
@@ -58,7 +58,7 @@ class Pair:
 
 
 def serial_of(certificate: x509.Certificate) -> str:
-    """Return a certificate's serial number as it is written to files."""
+    """Return a certificate's serial number in the form of our files."""
     return f"{certificate.serial_number:x}"
 
 
@@ -66,7 +66,7 @@ def serial_of(certificate: x509.Certificate) -> str:
 
 
 def make_authority(days: int = AUTHORITY_DAYS) -> Pair:
-    """Return an authority that signs the certificates of one server and its devices, and no other authority's."""
+    """Return an authority that can sign certificates of servers and devices, but not of other authorities."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _named("pipar authority")
     builder = (
@@ -78,7 +78,7 @@ def make_authority(days: int = AUTHORITY_DAYS) -> Pair:
 
 
 def make_server(authority: Pair, hosts: Sequence[str], days: int = LEAF_DAYS) -> Pair:
-    """Return a server's certificate for these host names and addresses, and for this machine's own."""
+    """Return a server's certificate for these host names and addresses, and for the loopback ones."""
     key = ec.generate_private_key(ec.SECP256R1())
     names = [_alternative(host) for host in dict.fromkeys([*hosts, *ALWAYS_HOSTS])]
     builder = _leaf(authority, "pipar server", key, days, ExtendedKeyUsageOID.SERVER_AUTH)
@@ -87,7 +87,7 @@ def make_server(authority: Pair, hosts: Sequence[str], days: int = LEAF_DAYS) ->
 
 
 def make_device(authority: Pair, name: str, days: int = LEAF_DAYS) -> Pair:
-    """Return a device's certificate: its common name is the device's."""
+    """Return a device's certificate; its common name is the device's name."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _leaf(authority, check_device_name(name), key, days, ExtendedKeyUsageOID.CLIENT_AUTH)
     return Pair(builder.sign(authority.key, hashes.SHA256()), key)
@@ -158,12 +158,12 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def read_certificates(path: Path, what: str) -> list[x509.Certificate]:
-    """Return the certificates of a PEM file, all of them valid today."""
+    """Return the certificates of a PEM file; raise if there are none or one is not valid now."""
     content = read_bytes(path, what)
     try:
         found = x509.load_pem_x509_certificates(content)
     except ValueError:
-        raise InputError(f"{path} should hold {what}, but has no certificate in PEM form.") from None
+        raise InputError(f"{path} should hold {what}, but has no certificate in PEM format.") from None
     for certificate in found:
         _check_dates(certificate, path)
     return found
@@ -178,8 +178,8 @@ def _check_dates(certificate: x509.Certificate, path: Path) -> None:
         )
     if now < certificate.not_valid_before_utc:
         raise InputError(
-            f"The certificate in {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d} on, and this "
-            f"machine's clock says {now:%Y-%m-%d}: set the clock."
+            f"The certificate in {path} is valid from {certificate.not_valid_before_utc:%Y-%m-%d}, but this machine's "
+            f"clock says {now:%Y-%m-%d}: set the clock."
         )
 
 
@@ -189,9 +189,11 @@ def check_key(key_path: Path, certificate: x509.Certificate, certificate_path: P
     try:
         key = serialization.load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise InputError(f"{key_path} should hold a private key in PEM form, without a password.") from None
+        raise InputError(f"{key_path} should hold a private key in PEM format, without a password.") from None
     if key.public_key() != certificate.public_key():
-        raise InputError(f"The key in {key_path} does not belong to the certificate in {certificate_path}.")
+        raise InputError(
+            f"The key in {key_path} does not belong to the certificate in {certificate_path}; give its own key."
+        )
     return content
 
 

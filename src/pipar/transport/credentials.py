@@ -1,7 +1,7 @@
-"""Who has which credential: tokens by their hashes, certificates by their serial numbers, and those taken back.
+"""The files of credentials: hashes of tokens, serial numbers of certificates, and which of them were revoked.
 
-A token has 256 random bits: nobody finds it by trying, so one round of SHA-256 hides it as well as a slow hash would,
-and a server can check one for every connection. A password would need the slow one.
+A token has 256 random bits and cannot be guessed, so one round of SHA-256 protects it as well as a slow hash would, and
+a server can check a token for every connection. A password would need the slow hash.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pipar.errors import InputError
 from pipar.private_files import read_bytes, write_private
 
 _TOKEN_BYTES = 32
-#: So that a token is recognised where it should not be, as in a log or a repository.
+#: Makes a token easy to find where it should not be, such as in a log or a repository.
 _PREFIX = "pipar_"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_device_name(name: str) -> str:
-    """Return the name if a credential can carry it, or raise one sentence."""
+    """Return the name if it is valid in a credential, else raise an error."""
     if not _DEVICE_NAME.fullmatch(name):
         raise InputError(
-            f"'{name}' cannot be a device's name: at most 64 letters, digits, '-', '_' and '.', the first a letter or "
-            "a digit."
+            f"'{name}' cannot be a device's name: use at most 64 letters, digits, '-', '_' and '.', the first a letter "
+            "or a digit."
         )
     return name
 
@@ -43,7 +43,7 @@ class Tokens:
     sha256: Mapping[str, str]
 
     def owner(self, token: str) -> str | None:
-        """Return whose token it is; takes as long for a wrong one as for a right one."""
+        """Return the device that has this token; takes as long for a wrong token as for a right one."""
         given, found = _sha256(token).encode(), None
         for name, known in self.sha256.items():
             if hmac.compare_digest(known.encode(), given):
@@ -65,14 +65,14 @@ def add_token(path: Path, name: str, *, force: bool = False) -> str:
     check_device_name(name)
     known = dict(read_tokens(path).sha256) if path.exists() else {}
     if name in known and not force:
-        raise InputError(f"{name} has a token already, of which {path} keeps the hash; --force replaces it.")
+        raise InputError(f"{name} already has a token in {path}; --force replaces it.")
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
     _write_names(path, known | {name: _sha256(token)})
     return token
 
 
 def remove_token(path: Path, name: str) -> bool:
-    """Take a device's token back; return whether it had one."""
+    """Revoke a device's token; return whether it had one."""
     known = dict(read_tokens(path).sha256) if path.exists() else {}
     if known.pop(name, None) is None:
         return False
@@ -81,7 +81,7 @@ def remove_token(path: Path, name: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """Return the token that a device keeps in a file."""
+    """Return the token in a device's file."""
     content = read_bytes(path, "the device's token")
     token = content.strip().decode("ascii", "replace")
     if not is_token(token):
@@ -90,7 +90,7 @@ def read_token(path: Path) -> str:
 
 
 def is_token(text: str) -> bool:
-    """Return whether a text can be sent as a token at all."""
+    """Return whether a text can be sent as a token."""
     return text.isascii() and text.isprintable() and text != "" and " " not in text
 
 
@@ -109,11 +109,11 @@ def add_serials(path: Path, name: str, serials: list[str]) -> None:
 
 
 def move_serials(issued: Path, denied: Path, name: str) -> int:
-    """Deny all certificates that were issued to a device; return how many there were."""
+    """Revoke all certificates that were issued to a device; return how many there were."""
     known = dict(read_serials(issued)) if issued.exists() else {}
     serials = known.pop(name, [])
     if serials:
-        add_serials(denied, name, serials)  # first: what fails in between leaves them denied
+        add_serials(denied, name, serials)  # first: if the next write fails, they are denied already
         _write_names(issued, known)
     return len(serials)
 
@@ -136,7 +136,7 @@ def _read_names(path: Path, what: str, is_right: Callable[[object], bool]) -> di
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, dict) or not all(map(is_right, names.values())):
-        raise InputError(f"{path} should hold {what} as `pipar certs` writes them; it is damaged.")
+        raise InputError(f"{path} should hold {what} as `pipar certs` writes them, but it is damaged: restore it.")
     return names
 
 

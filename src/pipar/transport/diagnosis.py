@@ -1,4 +1,4 @@
-"""Why a server cannot be talked to: what gRPC keeps to itself, asked of the socket in a TLS handshake."""
+"""Why a server cannot be reached: gRPC does not say, so a TLS handshake on a plain socket finds out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pipar.units import split_address
 
 _PATIENCE_S = 3.0
 _AGAIN_S = 0.3
-#: OpenSSL's numbers of what can be wrong with a certificate.
+#: OpenSSL's error codes for certificates.
 _EXPIRED, _NOT_YET_VALID, _WRONG_NAMES = 10, 9, {62, 64}
 
 
 async def why_refused(address: str, security: DeviceSecurity) -> str | None:
-    """Return one sentence if device and server will never understand each other; None if it may only be too early."""
+    """Return why device and server can never connect with these settings; None if trying again may help."""
     try:
         return await (_why_plain(address) if security.ca is None else _why_tls(address, security))
-    except (ssl.SSLEOFError, OSError, TimeoutError):  # nobody there, or no answer: that may change
+    except (ssl.SSLEOFError, OSError, TimeoutError):  # no server, or no answer: that may change
         return None
 
 
@@ -28,10 +28,10 @@ async def _why_plain(address: str) -> str | None:
     try:
         await _shake_hands(address, context, None, waits=False)
     except ssl.SSLError as error:
-        # An alert is TLS, too; what is no TLS at all has no proper version.
+        # An alert comes from a TLS server too; other errors mean that the server does not use TLS.
         if "ALERT" not in (error.reason or ""):
             return None
-    return f"The server at {address} speaks TLS: give the device the file of its authority, ca.pem."
+    return f"The server at {address} uses TLS: give the device the file of its authority, ca.pem."
 
 
 async def _why_tls(address: str, security: DeviceSecurity) -> str | None:
@@ -41,7 +41,8 @@ async def _why_tls(address: str, security: DeviceSecurity) -> str | None:
     if security.certificate is not None:
         context.load_cert_chain(security.certificate, security.key)
     try:
-        # gRPC's server ends a connection whose certificate it does not take without a word, as one that just stops.
+        # gRPC's server closes a connection whose certificate it refuses without an alert, as a server that stops does.
+        # So a second attempt tells the two apart.
         if await _shake_hands(address, context, name):
             return None
         await asyncio.sleep(_AGAIN_S)
@@ -53,43 +54,47 @@ async def _why_tls(address: str, security: DeviceSecurity) -> str | None:
         return None
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):
-            return f"The server at {address} does not speak TLS, and the device does: start it with a certificate."
+            return (
+                f"The server at {address} does not use TLS, but the device does: start the server with a certificate."
+            )
     return _why_not_taken(address, security)
 
 
 def _why_not_trusted(address: str, name: str, error: ssl.SSLCertVerificationError) -> str:
-    who = f"The server at {address}"
+    server = f"The server at {address}"
     if error.verify_code == _EXPIRED:
-        return f"{who} has a certificate that expired; make it a new one with `pipar certs server`."
+        return f"{server} has a certificate that has expired; issue a new one with `pipar certs server`."
     if error.verify_code == _NOT_YET_VALID:
-        return f"{who} has a certificate that is not valid yet: compare the clocks of both machines."
+        return f"{server} has a certificate that is not valid yet: compare the clocks of both machines."
     if error.verify_code in _WRONG_NAMES:
-        return f"{who} has a certificate for other names than '{name}'; `pipar certs server --host {name}` adds it."
-    return f"{who} has a certificate that the device's ca.pem does not vouch for: {error.verify_message}."
+        return f"{server} has a certificate for other names than '{name}'; `pipar certs server --host {name}` adds it."
+    return f"{server} has a certificate that cannot be verified with the device's ca.pem: {error.verify_message}."
 
 
 def _why_not_taken(address: str, security: DeviceSecurity) -> str:
     if security.certificate is None:
-        return f"The server at {address} wants the device's certificate, and none was given; see `pipar certs issue`."
+        return (
+            f"The server at {address} needs a certificate of the device, and none was given; see `pipar certs issue`."
+        )
     return (
-        f"The server at {address} does not take the device's certificate: it expired, is of another authority, or is "
-        "not a device's."
+        f"The server at {address} refuses the device's certificate: it has expired, was signed by another authority, "
+        "or was not issued for a device."
     )
 
 
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])  # gRPC ends a connection that does not offer it
+    context.set_alpn_protocols(["h2"])  # gRPC closes a connection that does not offer it
     return context
 
 
 async def _shake_hands(address: str, context: ssl.SSLContext, name: str | None, *, waits: bool = True) -> bool:
-    """Make a handshake; return whether the server says anything behind it, if we are to wait for that."""
+    """Make a handshake; return whether the server sends anything after it, or True without waiting for that."""
     host, port = split_address(address)
     async with asyncio.timeout(_PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name or host)
         try:
             return not waits or bool(await reader.read(1))
         finally:
-            writer.transport.abort()  # a server need not answer a farewell
+            writer.transport.abort()  # do not wait for the server to confirm the close

@@ -1,7 +1,7 @@
 """The gRPC transport: one bidirectional stream a device, raw bytes through generic handlers.
 
-Without a message type in between, a frame's bytes go to the socket as they are: twice as fast as a protobuf
-message with a bytes field, at half the server's CPU time.
+A frame's bytes are sent without a protobuf message around them, which is twice as fast as a message with a bytes field
+and needs half of the server's CPU time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from pipar.transport.tls import Authenticator, DeviceSecurity, Material, ServerS
 from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
-#: How a server begins its answer to a device that may speak.
-_LET_IN = ("pipar", "welcome")
+#: The metadata with which a server accepts a device.
+_ACCEPTED = ("pipar", "welcome")
 _CLOSE_TIMEOUT_S = 10.0
 _GRACE_S = 1.0
 _GONE = "The peer closed the connection."
 
-#: Tasks that read streams, to their ends.
+#: Tasks that read streams; asyncio itself keeps only weak references to tasks.
 _PUMPS: set[asyncio.Future[None]] = set()
 
-#: Takes a device's stream and the name that its credential gives it (None where none is needed).
+#: Takes a device's stream and the name in its credential (None if no credential is needed).
 Accept = Callable[[Transport, str | None], Awaitable[None]]
-#: Told of a connection that was not taken: where it came from, and why.
+#: Called for a refused connection with its origin and the reason.
 Refused = Callable[[str, str], None]
 
 
 class _Stream:
-    """One end of a device's stream. A task of its own reads it, because gRPC ends a call whose read is cancelled.
+    """One end of a device's stream. A separate task reads it, because gRPC ends a call whose read is cancelled.
 
-    It reads ahead a little, and one message only before the first is asked for. What the peer sends beyond that stays
-    with the peer: HTTP/2 stops it when nobody reads.
+    It reads ahead a little, and only one message before the first `read`. Flow control of HTTP/2 holds back everything
+    beyond that at the peer.
     """
 
     def __init__(self, call: Any, limits: Limits, first_frame_s: float | None = None) -> None:
@@ -62,7 +62,7 @@ class _Stream:
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 if self._ended:
-                    continue  # nobody takes it, but what is behind it is the end
+                    continue  # not needed any more, but the end of the stream comes after it
                 self._arrived.append((data, asyncio.get_running_loop().time()))
                 self._held_bytes += len(data) + MESSAGE_BYTES
                 self._news.set()
@@ -70,7 +70,7 @@ class _Stream:
                     self._room.clear()
                     await self._room.wait()
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            pass  # for a reader the stream is at its end, whatever ended it
+            pass  # the stream has ended, whatever the reason
         finally:
             self.end()
 
@@ -80,7 +80,7 @@ class _Stream:
         return self._held_bytes >= self._read_ahead_bytes or (not self.has_spoken and bool(self._arrived))
 
     def end(self) -> None:
-        """Nothing more will come, or be asked for."""
+        """End the stream: nothing more will arrive or be read."""
         self._ended = True
         self._news.set()
         self._room.set()
@@ -94,17 +94,17 @@ class _Stream:
     async def read(self) -> Frame:
         try:
             async with asyncio.timeout(None if self.has_spoken else self._first_frame_s):
-                await self._something()
+                await self._wait_for_message()
         except TimeoutError:
-            raise LinkError(f"The peer said nothing for {self._first_frame_s:g} s.") from None
+            raise LinkError(f"The peer sent nothing for {self._first_frame_s:g} s.") from None
         self.has_spoken = True
         data, came_at = self._arrived.popleft()
         self._held_bytes -= len(data) + MESSAGE_BYTES
         self._room.set()
         return unpack_frame(data, came_at)
 
-    async def _something(self) -> None:
-        """Return when a message is there; raise if none will come."""
+    async def _wait_for_message(self) -> None:
+        """Return when a message has arrived; raise if none will."""
         while not self._arrived:
             if self._ended:
                 raise LinkError(_GONE)
@@ -112,16 +112,16 @@ class _Stream:
             await self._news.wait()
 
     async def close(self) -> None:
-        """Take nothing more. The task that reads ends with the call: gRPC never frees a read that is cancelled."""
+        """Read nothing more. The reading task ends with the call: gRPC never frees a read that is cancelled."""
         self.end()
 
 
 class Listener:
-    """Listens for devices; hands each new stream to `accept`, which returns when the device's session is over.
+    """Listens for devices; passes each new stream to `accept`, which returns when the device's session is over.
 
-    Who has no credential that `security` asks for gets the error UNAUTHENTICATED and nothing else; `accept` never hears
-    of it. If a file of credentials cannot be read, nobody is let in: they get UNAVAILABLE, and `barred` is told once.
-    Beside it stands gRPC's health service, which needs none.
+    A device without the credentials that `security` asks for gets the error UNAUTHENTICATED and never reaches `accept`.
+    While a file of credentials cannot be read, every device gets UNAVAILABLE, and `barred` is called once. The server
+    also has gRPC's health service, which needs no credential.
     """
 
     def __init__(
@@ -134,18 +134,19 @@ class Listener:
         refused: Refused | None = None,
         barred: Callable[[str], None] = lambda _: None,
     ) -> None:
-        from pipar.transport.health import Health  # brings protobuf, which devices do without
+        from pipar.transport.health import Health  # imports protobuf, which devices do not need
 
         self._accept = accept
         self._security = security or ServerSecurity()
         self._limits = limits or Limits()
         self._refused = refused
         self._authenticator = Authenticator(self._security, barred)
-        self._streams: dict[_Stream, str | None] = {}  # with the credential's name
-        self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's of each stream, with our session
-        self._allowances: dict[str | None, TokenBucket] = {}  # of streams; there are no more names than credentials
+        self._streams: dict[_Stream, str | None] = {}  # and the name in its credential
+        self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's task of each stream, and our session
+        # For new streams, by name; there are no more names than credentials.
+        self._allowances: dict[str | None, TokenBucket] = {}
         self._refusals = TokenBucket(self._limits.refusals)
-        self._held_back = 0  # refusals that are not given yet
+        self._held_back = 0  # refusals that are being delayed
         self._server = grpc.aio.server(options=_server_options(self._limits, keepalive or Keepalive()))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._connected)
         service = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})
@@ -153,9 +154,9 @@ class Listener:
         self._health = Health(self._server, _SERVICE, watchers=self._limits.watchers)
 
     async def start(self, address: str) -> int:
-        """Listen on HOST:PORT (port 0: any free one) and return the port."""
+        """Listen on HOST:PORT (port 0: any free port) and return the port."""
         material = check_server(self._security, address)
-        check_listening(address)  # gRPC would write lines of its own
+        check_listening(address)  # gRPC would print its own lines
         try:
             if material is None:
                 port = self._server.add_insecure_port(address)
@@ -164,7 +165,9 @@ class Listener:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise InputError(f"Cannot listen on {address}: the port is in use or the address is not this machine's.")
+            raise InputError(
+                f"Cannot listen on {address}: the port is in use, or the address does not belong to this machine."
+            )
         await self._server.start()
         await self._health.serving(True)
         return port
@@ -175,7 +178,7 @@ class Listener:
         await self._end_calls()
 
     async def _end_calls(self) -> None:
-        """Wait for the streams to be over: gRPC writes a traceback for each that the end of its loop cuts short."""
+        """Wait for the streams to end: gRPC prints a traceback for each that is still open when the loop ends."""
         if under_way := {*self._calls, *self._health.watching}:
             await asyncio.wait(under_way, timeout=_GRACE_S)
         for session in self._calls.values():
@@ -208,7 +211,8 @@ class Listener:
         try:
             await asyncio.shield(session)
         except asyncio.CancelledError:
-            # So gRPC says that the device is gone. The session is not cancelled: it is told as by any other link.
+            # gRPC cancels the call when the device is gone. The session is not cancelled: it sees the end of its
+            # stream, as over any other transport.
             stream.end()
             await session
             raise
@@ -217,12 +221,12 @@ class Listener:
             await stream.close()
 
     async def _admit(self, context: Any, stream: _Stream, peer: str | None) -> None:
-        with contextlib.suppress(grpc.aio.BaseError):  # a device that is gone already is so when it is read
-            await context.send_initial_metadata((_LET_IN,))
+        with contextlib.suppress(grpc.aio.BaseError):  # if the device is gone, reading its stream shows that
+            await context.send_initial_metadata((_ACCEPTED,))
         await self._accept(stream, peer)
 
     def _why_full(self, peer: str | None) -> str | None:
-        """Return why there is no room for another stream, None if there is."""
+        """Return why another stream is refused; None if it is accepted."""
         if not self._allowance(peer).take(asyncio.get_running_loop().time()):
             return "Too many devices connect at once." if peer is None else f"{peer} connects too often."
         if peer is not None and Counter(self._streams.values())[peer] >= self._limits.streams_per_credential:
@@ -243,7 +247,7 @@ class Listener:
         await context.abort(code, why)
 
     async def _hold_back(self) -> None:
-        """Let those wait who are refused again and again: a connection has few streams, so it asks slowly then."""
+        """Delay refusals if there are too many: a connection has few streams, so its peer then asks slowly."""
         if self._refusals.take(asyncio.get_running_loop().time()) or self._held_back >= self._limits.newcomers:
             return
         self._held_back += 1
@@ -269,13 +273,14 @@ def _options(keepalive: Keepalive) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", CHUNK_BYTES + 4096),
         ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
-        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),  # a minute otherwise, whatever stands above
+        # Otherwise a minute, whatever the keepalive timeout is.
+        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
-        # A ping waits behind what is under way already. By itself gRPC lets that grow to many megabytes, for which a
-        # slow link takes longer than a dead one is waited for.
+        # A ping queues behind the data that is under way. With probing, gRPC lets that grow to many megabytes, which
+        # can take a slow link longer than the timeout for a dead one.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 1 << 20),
-        # A message of some kilobytes could unpack to gigabytes, past every limit.
+        # A compressed message of some kilobytes could unpack to gigabytes and exceed every limit.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
 
@@ -283,9 +288,9 @@ def _options(keepalive: Keepalive) -> list[tuple[str, Any]]:
 def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any]]:
     return [
         *_options(keepalive),
-        # Two servers on one port would share its devices without a word: a port in use is to be an error.
+        # Two servers on one port would silently share its devices: a port in use has to be an error.
         ("grpc.so_reuseport", 0),
-        # What devices ask for is half of this rate: their pings are never too many.
+        # Half of the interval at which devices ping, so that they are never refused for pinging too often.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", round(keepalive.every_s * 500)),
         ("grpc.max_concurrent_streams", limits.streams_per_credential + 2),  # on one connection
         ("grpc.max_allowed_incoming_connections", limits.connections),
@@ -295,7 +300,7 @@ def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any
 
 
 class _DeviceStream(_Stream):
-    """A device's end: it opened the stream, so it also ends it."""
+    """The device's end of a stream: it opened the stream, so it also closes it."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
         super().__init__(call, Limits())
@@ -305,7 +310,7 @@ class _DeviceStream(_Stream):
         self.end()
         try:
             await self._call.done_writing()
-            # The server ends the stream when it has read all: only then is nothing of ours cut off.
+            # The server ends the stream when it has read everything; closing earlier could lose frames of ours.
             await asyncio.wait([self._pump], timeout=_CLOSE_TIMEOUT_S)
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the call has ended already
@@ -319,9 +324,10 @@ async def connect(
     timeout_s: float = 30.0,
     keepalive: Keepalive | None = None,
 ) -> Transport:
-    """Return a transport to the server at HOST:PORT that has let us in.
+    """Return a transport to the server at HOST:PORT, which has accepted this device.
 
-    A CredentialError says why it never will; another LinkError that it did not answer in time, or has no room now.
+    Raises CredentialError if the server will never accept it, another LinkError if the server did not answer in time or
+    has no room now.
     """
     security = security or DeviceSecurity()
     channel = _channel(address, security, keepalive or Keepalive())
@@ -329,7 +335,7 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             await _reach(channel, address, security)
             call: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(metadata=security.metadata())
-            await _be_let_in(call, address)
+            await _be_accepted(call, address)
     except TimeoutError:
         await channel.close()
         raise LinkError(f"No server answered at {address} within {timeout_s:g} s.") from None
@@ -343,7 +349,7 @@ def _channel(address: str, security: DeviceSecurity, keepalive: Keepalive) -> gr
     material = check_device(security, address)
     options = [
         *_options(keepalive),
-        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, whatever others in this process have tried
+        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, not shared within this process
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
     if material is None:
@@ -355,20 +361,20 @@ def _channel(address: str, security: DeviceSecurity, keepalive: Keepalive) -> gr
 
 
 async def _reach(channel: grpc.aio.Channel, address: str, security: DeviceSecurity) -> None:
-    """Return when there is a connection; raise if there will never be one."""
+    """Return when there is a connection; raise if there can never be one."""
     while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
         if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and (why := await why_refused(address, security)):
             raise CredentialError(why)
         await channel.wait_for_state_change(state)
 
 
-async def _be_let_in(call: Any, address: str) -> None:
-    """Return when the server says that we may speak; raise if it says anything else."""
-    if _LET_IN in tuple(await call.initial_metadata() or ()):
+async def _be_accepted(call: Any, address: str) -> None:
+    """Return when the server has accepted this device; raise if it refuses."""
+    if _ACCEPTED in tuple(await call.initial_metadata() or ()):
         return
     code, details = await call.code(), await call.details()
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        raise CredentialError(f"The server at {address} does not let the device in: {details}")
+        raise CredentialError(f"The server at {address} refuses the device's credential: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        raise CredentialError(f"What answers at {address} is not a pipar server.")
-    raise LinkError(f"The server at {address} does not take the device: {details}")
+        raise CredentialError(f"The program that answers at {address} is not a pipar server: check the address.")
+    raise LinkError(f"The server at {address} does not accept the device now: {details}")

@@ -1,4 +1,4 @@
-"""gRPC's standard health service: whether the server listens, for whoever supervises it."""
+"""gRPC's standard health service: tells a supervisor whether the server listens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """The state of the server and of its service. Watching is for few at once: it needs no credential."""
+    """The state of the server and of its service. Few clients may watch at once, because that needs no credential."""
 
     def __init__(self, server: Any, service: str, *, watchers: int) -> None:
         super().__init__()
         self._service = service
         self._free = watchers
-        self.watching: set[asyncio.Task[None]] = set()  # gRPC's calls of those who watch
+        self.watching: set[asyncio.Task[None]] = set()  # gRPC's calls of the watchers
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def serving(self, is_serving: bool) -> None:
-        """Say from now on whether devices are served."""
+        """Report from now on whether devices are served."""
         for name in ("", self._service):
             await self.set(name, _SERVING if is_serving else _NOT_SERVING)
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 - the service's own name
         if self._free <= 0:
-            await context.abort(_exhausted(), "Too many watch already; use Check.")
+            await context.abort(_exhausted(), "Too many clients watch already; use Check.")
         self._free -= 1
         call = asyncio.current_task()
         assert call is not None

@@ -9,7 +9,7 @@ from pipar.wire.frames import Frame
 
 
 class MemoryTransport:
-    """One end of a pair; frames are handed over as they are, without becoming bytes."""
+    """One end of a pair; frames are handed over as objects, not as bytes."""
 
     def __init__(self, inbox: asyncio.Queue[Frame | None], outbox: asyncio.Queue[Frame | None]) -> None:
         self._inbox = inbox
@@ -25,7 +25,7 @@ class MemoryTransport:
         frame = await self._inbox.get()
         if frame is None:
             self._closed = True
-            self._inbox.put_nowait(None)  # every later read ends, too
+            self._inbox.put_nowait(None)  # for every later read
             raise LinkError("The peer closed the connection.")
         return frame
 
@@ -37,7 +37,7 @@ class MemoryTransport:
 
 
 def memory_pair() -> tuple[MemoryTransport, MemoryTransport]:
-    """Return two transports; what one writes the other reads."""
+    """Return two transports; each reads what the other writes."""
     one: asyncio.Queue[Frame | None] = asyncio.Queue()
     other: asyncio.Queue[Frame | None] = asyncio.Queue()
     return MemoryTransport(one, other), MemoryTransport(other, one)

@@ -1,20 +1,20 @@
-"""How much one peer may take of a server before it is known, and how soon a dead peer is noticed."""
+"""The resources that a server grants a peer, and how soon a dead peer is noticed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A device has said HELLO, all of it, so long after its stream was taken, or is sent away.
+#: A device has to send a complete HELLO within this time after its stream was accepted.
 HELLO_TIMEOUT_S = 20.0
-#: What a message takes beside its body: a peer may send empty ones.
+#: Memory of a message besides its body, counted because a peer may send empty messages.
 MESSAGE_BYTES = 256
 
 
 @dataclass(frozen=True)
 class Keepalive:
-    """A silent peer is asked whether it lives after `every_s`, and is gone if it does not answer within `timeout_s`.
+    """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer waits behind up to 2.4 MB that are under way: with 20 s a link of 1 Mbit/s is slow, and not dead.
+    The answer may queue behind up to 2.4 MB that are under way, so with 20 s a link of 1 Mbit/s does not count as lost.
     """
 
     every_s: float = 30.0
@@ -22,20 +22,20 @@ class Keepalive:
 
     @classmethod
     def every(cls, every_s: float) -> Keepalive:
-        """Return a keepalive that waits two thirds of its interval for the answer, but twenty seconds at most."""
+        """Return a keepalive whose timeout is two thirds of its interval, but at most twenty seconds."""
         return cls(every_s, min(20.0, every_s * 2 / 3))
 
 
 @dataclass(frozen=True)
 class RateLimit:
-    """So many at once, and so many a second in the long run."""
+    """At most `burst` at once, and `per_second` in the long run."""
 
     burst: int
     per_second: float
 
 
 class TokenBucket:
-    """What is left of a rate: full at first, less by one each time, and full again in time."""
+    """Enforces a rate limit: starts with `burst` tokens, and gains `per_second` tokens a second up to that."""
 
     def __init__(self, rate: RateLimit) -> None:
         self._rate = rate
@@ -43,7 +43,7 @@ class TokenBucket:
         self._seen_at: float | None = None
 
     def take(self, now: float) -> bool:
-        """Take one and return True, or return False if none is left at this moment."""
+        """Take a token and return True, or return False if none is left."""
         since_s = 0.0 if self._seen_at is None else now - self._seen_at
         self._left = min(self._rate.burst, self._left + since_s * self._rate.per_second)
         self._seen_at = now
@@ -57,12 +57,12 @@ class TokenBucket:
 class Limits:
     """What a server grants.
 
-    A device that comes back holds a stream that it has lost and a new one, so one credential has two. `connections` is
-    how many there are in all, and `newcomers` how many streams may not have said anything yet.
+    A device that reconnects has the lost stream and a new one, so a credential has two. `connections` limits all
+    connections, and `newcomers` the streams that have not sent anything yet.
 
-    A device whose link breaks as soon as it is made tries four times a second in the mean (see `backoff.py`): that is
-    less than `streams` of one credential. Where devices have none they share `open_streams`. Refusals beyond
-    `refusals` are given after `refusal_s` only.
+    A device whose link breaks as soon as it is made tries four times a second on average (see `backoff.py`), which is
+    less than `streams` of one credential. Devices without credentials share `open_streams`. Refusals beyond `refusals`
+    are delayed by `refusal_s`.
     """
 
     streams_per_credential: int = 2

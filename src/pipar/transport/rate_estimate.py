@@ -1,8 +1,8 @@
-"""The rate of a link between two machines, from when frames could have left and when they came.
+"""The rate of a link between two machines, estimated from when frames were ready and when they arrived.
 
-A transport takes frames into buffers on the way, and makes room for several at once: how long it takes to write one
-says little of the link. Where a frame was ready before the one in front of it had come, the two came as far apart as
-the link needs for the second. Clocks of two machines differ: the least of all delays stands for by how much.
+Transports buffer frames, so the time to write a frame says little about the link. But if a frame was ready before the
+previous one had arrived, the time between the two arrivals is the time that the link needs for it. The clocks of the
+two machines differ; the least of all delays serves as their difference.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any, NamedTuple
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 
-#: Enough to see some bursts; more would weigh on the link that is measured.
+#: Enough for some bursts; more would add load to the measured link.
 _REMEMBERED = 100
-#: A frame of a tenth of another's size is on the link for next to no time.
+#: A frame of at most this share of another's size needs a negligible time on the link.
 _SMALL = 0.1
 _MOST_BYTES = 1 << 62
-#: More seconds than any epoch, or clock, has.
+#: Longer than any epoch, and than any clock shows.
 _LONGEST_S = 1e9
 
 
 class FrameTime(NamedTuple):
-    """When a frame could leave, or came, on the clock of one machine; its size is known to the side that reckons."""
+    """When a frame was ready or arrived, on the clock of one machine; only the estimating side knows its size."""
 
     at: float
     size_bytes: int = 0
 
 
-#: By the frame's message and chunk, in order.
+#: By the number of the frame's message and its chunk, in order.
 FrameTimes = Mapping[tuple[int, int], FrameTime]
 
 
 class FrameLog:
-    """The moments of the last frames of one direction, seen from one side."""
+    """The times of the last frames of one direction, on one side."""
 
     def __init__(self) -> None:
         self.times: dict[tuple[int, int], FrameTime] = {}
@@ -47,7 +47,7 @@ class FrameLog:
             del self.times[next(iter(self.times))]
 
     def as_json(self) -> list[list[float]]:
-        """Return what the other side needs of it: message, chunk and seconds of each."""
+        """Return message, chunk and seconds of each frame, to send to the other side."""
         return [[*key, round(moment.at, 6)] for key, moment in self.times.items()]
 
     def clear(self) -> None:
@@ -55,7 +55,7 @@ class FrameLog:
 
 
 def read_frame_times(told: Any) -> FrameTimes | None:
-    """Return what the other side has told of its moments; None if it is nothing of the kind."""
+    """Return the times that the other side sent; None if they are not valid."""
     if not isinstance(told, list) or len(told) > _REMEMBERED + 1:
         return None
     if not all(isinstance(one, list) and len(one) == 3 for one in told):
@@ -66,7 +66,7 @@ def read_frame_times(told: Any) -> FrameTimes | None:
 
 
 def read_traffic(told: Mapping[str, Any]) -> Traffic | None:
-    """Return what the other side says that the uplink has carried, nothing if it does not; None if it cannot be."""
+    """Return the uplink traffic that the other side reports, empty if it reports none; None if it is not valid."""
     size_bytes, seconds = told.get("up_bytes", 0), told.get("up_s", 0.0)
     if type(size_bytes) is not int or not 0 <= size_bytes < _MOST_BYTES or not _is_time(seconds):
         return None
@@ -86,10 +86,11 @@ class _Passage(NamedTuple):
 
 
 def estimate_traffic(ready: FrameTimes, came: FrameTimes) -> Traffic:
-    """Return what a link has carried, and for how long it was busy with that; too little to tell if nothing waited.
+    """Return the bytes that a link carried and how long it was busy with them.
 
-    A frame is on the link from when it was ready, or the one before it had come, until it has come itself. Where frames
-    waited for each other that is the time between them. Where none did, it is what they took longer than a small one.
+    A frame is on the link from when it was ready, or the previous one had arrived, until it arrives. If frames waited
+    for each other, that is the time between their arrivals. If none did, it is the time that they took longer than a
+    small frame, if there is one.
     """
     both = [
         _Passage(moment.at, came[key].at, max(moment.size_bytes, came[key].size_bytes))
@@ -107,8 +108,8 @@ def estimate_traffic(ready: FrameTimes, came: FrameTimes) -> Traffic:
             waited.append((one.size_bytes, one.came - starts))
         elif quickest.size_bytes <= _SMALL * one.size_bytes:
             alone.append((one.size_bytes, one.came - starts))
-    behind_others = _sum(waited)
-    return behind_others if behind_others.is_enough else _sum(waited + alone)
+    queued = _sum(waited)
+    return queued if queued.is_enough else _sum(waited + alone)
 
 
 def _sum(stretches: list[tuple[int, float]]) -> Traffic:

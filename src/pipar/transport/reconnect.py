@@ -1,7 +1,7 @@
-"""A device's connection to its server: made with patience, and made again when it is lost.
+"""A device's connection to its server: made with retries, and made again when it is lost.
 
-Within the server's window a session goes on over the new connection as if nothing had been; behind it, the device joins
-anew and takes part from the next round on.
+Within the server's resume window a session resumes seamlessly over the new connection. After that, the device joins
+again and takes part from the next round.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
-#: An answer to a hello that wants to go on with a session comes at once, or the server is not there.
+#: A server answers a HELLO that resumes a session at once; after this time it counts as unreachable.
 _ANSWER_WITHIN_S = 10.0
-#: A session that breaks off sooner, before it has begun or because the server said what it may not, is one more failed
-#: attempt.
+#: A connection that lasts no longer than this, and fails before the device joined or by a breach of the protocol,
+#: counts as one more failed attempt.
 _SETTLED_S = 60.0
 
 
 class Reconnector:
-    """Dials the server until it answers, for as long as the backoff allows."""
+    """Connects to the server, and again whenever the connection is lost, for as long as the backoff allows."""
 
     def __init__(
         self, name: str, address: str, dial: Callable[[], Awaitable[Transport]], backoff: Backoff, observe: Observer
@@ -47,12 +47,13 @@ class Reconnector:
         self._channel: Channel | None = None
 
     async def run(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
-        """Take part in the training to its end, in as many sessions as that takes.
+        """Take part in the training to its end, in as many sessions as needed.
 
-        What the server says wrong, as by a damaged frame, ends a session; what it says on purpose ends them all.
+        A breach of the protocol by the server, such as a damaged frame, ends one session; an error that the server
+        sends on purpose ends the run.
         """
         clock, pauses = asyncio.get_running_loop().time, self._backoff.pauses()
-        within_s = self._backoff.give_up_after_s or None  # no patience at all is one attempt
+        within_s = self._backoff.give_up_after_s or None  # 0 means a single attempt
         reason: LinkError | ProtocolError
         self._observe(Connecting(self._address))
         while True:
@@ -63,18 +64,18 @@ class Reconnector:
                 self._observe(Connected(self._address))
                 return await take_part(transport)
             except (CredentialError, _GaveUpError):
-                raise  # trying again is no use
+                raise  # trying again does not help
             except LinkError as error:
                 reason, went_well = error, self._was_let_in or _is_settled(reached_at, clock())
             except ProtocolError as error:
                 if isinstance(error, VersionError) and not self._was_let_in:
-                    raise  # nor is it here
+                    raise  # nor does it here
                 reason, went_well = error, self._was_let_in and _is_settled(reached_at, clock())
-            if went_well:  # not one more failed attempt
+            if went_well:  # this was not another failed attempt
                 pauses = self._backoff.pauses()
             pause = next(pauses, None)
             if pause is None:
-                raise _GaveUpError(f"Gave up {self._address}: {reason}") from None
+                raise _GaveUpError(f"Gave up connecting to {self._address}: {reason}") from None
             within_s = pause.within_s
             await self._wait(pause, reason)
 
@@ -100,12 +101,12 @@ class Reconnector:
         self._lost.put_nowait(error)
 
     async def keep_attached(self, channel: Channel) -> None:
-        """Give the channel another transport whenever it has lost one; runs until it is cancelled."""
+        """Attach a new transport to the channel whenever it has lost one; runs until it is cancelled."""
         self._channel = channel
         while True:
             error = await self._lost.get()
             if channel.session == 0:
-                channel.fail(error)  # nothing has begun that could go on
+                channel.fail(error)  # there is no session to resume
                 continue
             try:
                 await self._resume(channel, error)
@@ -128,20 +129,20 @@ class Reconnector:
             else:
                 self._observe(Connected(self._address))
                 return
-        raise _GaveUpError(f"Gave up {self._address}: {reason}")
+        raise _GaveUpError(f"Gave up connecting to {self._address}: {reason}")
 
 
 class _GaveUpError(LinkError):
-    """The time for trying is over."""
+    """No attempt is left within the time for giving up."""
 
 
 def _is_settled(reached_at: float | None, now: float) -> bool:
-    """Return whether a connection that is lost now has lasted: who waits for others to join is not failing."""
+    """Return whether a connection that is lost now had lasted; a device may wait for others to join."""
     return reached_at is not None and now - reached_at > _SETTLED_S
 
 
 async def resume(channel: Channel, name: str, transport: Transport, *, within_s: float = _ANSWER_WITHIN_S) -> None:
-    """Go on with the channel's session over this transport, or raise SessionOverError if the server does not."""
+    """Resume the channel's session over this transport; raise SessionOverError if the server does not."""
     hello = Message(Kind.HELLO, body=json_body({"name": name}))
     try:
         async with asyncio.timeout(within_s):

@@ -1,8 +1,8 @@
-"""What protects a connection: which files it takes, what may be wrong with them, and whose connection it is.
+"""The security of a connection: the files that it needs, their checks, and the device that a connection belongs to.
 
-`ServerSecurity` and `DeviceSecurity` say what was asked for. `check_server` and `check_device` read the files once and
-find everything that can be wrong with them before a socket is opened. `Authenticator` tells which device a connection
-belongs to.
+`ServerSecurity` and `DeviceSecurity` are what the user asked for. `check_server` and `check_device` read the files once
+and find everything that is wrong with them before a socket is opened. `Authenticator` finds the name of the device at
+the other end of a connection.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SCHEME = "Bearer "
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """How a server protects itself. Nothing at all is for loopback only.
+    """How a server protects itself. No protection is allowed on loopback only.
 
     With `client_ca` a device needs a certificate of that authority, with `tokens` a token of that file; with both it
-    needs both, of one name. `denied` lists certificates that were taken back; the file may come later, when the first
-    one is. `insecure` allows what others can read.
+    needs both, for the same name. `denied` lists revoked certificates; the file may be missing until the first one is
+    revoked. `insecure` allows connections without encryption or credentials.
     """
 
     certificate: Path | None = None
@@ -41,7 +41,7 @@ class ServerSecurity:
 
     @classmethod
     def from_folder(cls, folder: Path, *, tokens: bool = False) -> ServerSecurity:
-        """Return what `pipar certs` made there: devices show their certificates, or their tokens."""
+        """Return the settings for a folder of `pipar certs`: devices use certificates or, with `tokens`, tokens."""
         certificate, key = folder / "server.pem", folder / "server.key"
         if tokens:
             return cls(certificate, key, tokens=folder / "tokens.json")
@@ -54,9 +54,9 @@ class ServerSecurity:
 
 @dataclass(frozen=True)
 class DeviceSecurity:
-    """What a device shows to its server, and how it knows that it is the server.
+    """How a device identifies itself to its server, and verifies the server.
 
-    `server_name` is the name that the server's certificate must have where it is not the one that is connected to.
+    `server_name` is the name in the server's certificate, if it differs from the host that the device connects to.
     """
 
     ca: Path | None = None
@@ -68,11 +68,11 @@ class DeviceSecurity:
 
     @classmethod
     def from_folder(cls, folder: Path, name: str) -> DeviceSecurity:
-        """Return what `pipar certs issue NAME` made there."""
+        """Return the settings for a device in a folder of `pipar certs issue NAME`."""
         return cls(folder / "ca.pem", folder / "devices" / f"{name}.pem", folder / "devices" / f"{name}.key")
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Return what the device says of itself when it opens its stream."""
+        """Return the metadata with which the device opens its stream."""
         return [] if self.token is None else [(AUTHORIZATION, _SCHEME + self.token)]
 
 
@@ -89,7 +89,7 @@ class Material:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT cannot be reached from, or lead to, another machine. Names but localhost may."""
+    """Return whether HOST:PORT stays on this machine; of names, only localhost is known to."""
     host, _ = split_address(address)
     if host.lower() == "localhost":
         return True
@@ -103,37 +103,37 @@ def is_loopback(address: str) -> bool:
 
 
 def check_server(security: ServerSecurity, address: str) -> Material | None:
-    """Return what the server's TLS needs, None for none; raise if the address or a file is no good."""
+    """Return the material for the server's TLS, None for no TLS; raise if the address or a file is not usable."""
     split_address(address)
     _check_both("server", security.certificate, security.key)
     if security.certificate is None or security.key is None:
         if security.client_ca is not None:
             raise InputError(
-                "Certificates of devices are checked over TLS only: give the server a certificate and a key."
+                "Certificates of devices can be checked only over TLS: give the server a certificate and a key."
             )
         _check_plain(security.insecure, address, "listen on", has_token=security.tokens is not None)
-        _read_register(security)
+        _check_files(security)
         return None
     if not (security.knows_devices or security.insecure or is_loopback(address)):
         raise InputError(
-            f"Anybody could join at {address}: let devices show certificates (an authority) or tokens (a tokens file), "
-            "or allow it explicitly as insecure."
+            f"Any program could join at {address}: require certificates of devices (give an authority) or tokens (give "
+            "a file of tokens), or allow it with --insecure."
         )
-    _read_register(security)
+    _check_files(security)
     return _material(security.certificate, security.key, security.client_ca, "server")
 
 
 def check_device(security: DeviceSecurity, address: str) -> Material | None:
-    """Return what the device's TLS needs, None for none; raise one sentence if something does not go together."""
+    """Return the material for the device's TLS, None for no TLS; raise if the settings do not fit together."""
     split_address(address)
     _check_both("device", security.certificate, security.key)
     if security.token is not None and not is_token(security.token):
         raise InputError(
-            "The device's token has other signs than letters, digits and the like; see `pipar certs token`."
+            "The device's token has characters that no token has, such as spaces; see `pipar certs token`."
         )
     if security.ca is None:
         if security.certificate is not None or security.server_name is not None:
-            raise InputError("A device with a certificate needs its server's authority, too: give the file ca.pem.")
+            raise InputError("A device with a certificate also needs its server's authority: give the file ca.pem.")
         _check_plain(security.insecure, address, "connect to", has_token=security.token is not None)
         return None
     return _material(security.certificate, security.key, security.ca, "device")
@@ -149,11 +149,11 @@ def _check_plain(insecure: bool, address: str, verb: str, *, has_token: bool) ->
     if is_loopback(address):
         return
     if has_token:
-        raise InputError(f"Cannot {verb} {address} without TLS: others could read the tokens. Use certificates, too.")
+        raise InputError(f"Cannot {verb} {address} without TLS: others could read the tokens. Add certificates.")
     if not insecure:
         raise InputError(
-            f"Cannot {verb} {address} without TLS, except on this machine itself: make certificates with "
-            "`pipar certs init` and give them with --certs, or allow it with --insecure."
+            f"Cannot {verb} {address} without TLS, which is allowed on loopback only: make certificates with `pipar "
+            "certs init` and give them with --certs, or allow it with --insecure."
         )
 
 
@@ -162,7 +162,7 @@ def _material(certificate: Path | None, key: Path | None, authorities: Path | No
 
     own_pem = key_pem = trusted_pem = None
     for path in (certificate, key, authorities):
-        if path is not None and not _is_there(path):
+        if path is not None and not _exists(path):
             raise InputError(_missing(path, owner, is_authority=path is authorities))
     if certificate is not None and key is not None:
         own = read_certificates(certificate, f"the {owner}'s certificate")
@@ -173,18 +173,18 @@ def _material(certificate: Path | None, key: Path | None, authorities: Path | No
     return Material(own_pem, key_pem, trusted_pem)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         path.stat()
     except FileNotFoundError:
         return False
     except OSError:
-        pass  # reading it says why it cannot be
+        pass  # reading it will raise the reason
     return True
 
 
 def _missing(path: Path, owner: str, *, is_authority: bool) -> str:
-    """Say how to get a file that is not there: who it is made by, and where."""
+    """Return an error about a missing file, with the command that makes it."""
     if is_authority:
         return f"There is no {path}: `pipar certs init` makes the authority, and every machine gets its ca.pem."
     in_devices = path.parent.name == "devices"
@@ -197,35 +197,35 @@ def _missing(path: Path, owner: str, *, is_authority: bool) -> str:
     )
 
 
-def _read_register(security: ServerSecurity) -> None:
-    """Raise if a file that is looked up later cannot be read now."""
+def _check_files(security: ServerSecurity) -> None:
+    """Raise if a file that is needed later cannot be read now."""
     if security.tokens is not None:
         read_tokens(security.tokens)
-    if security.denied is not None and _is_there(security.denied):
+    if security.denied is not None and _exists(security.denied):
         read_serials(security.denied)
 
 
-# --- whose connection it is
+# --- the device of a connection
 
 
 class Authenticator:
-    """Tells whose connection it is. Files are read again when they change: what is taken back is so at once."""
+    """Finds the device of a connection. Files are read again when they change, so that revoking works at once."""
 
     def __init__(self, security: ServerSecurity, barred: Callable[[str], None] = lambda _: None) -> None:
-        self._barred = barred  # told why nobody can be let in: once, not for everybody who knocks
+        self._barred = barred  # called with the reason once, not for every connection
         self._trouble: str | None = None
         self._needs_certificate = security.client_ca is not None
         self._tokens = _Fresh(security.tokens, read_tokens) if security.tokens is not None else None
         self._denied = None
         if security.denied is not None:
-            before = None if _is_there(security.denied) else frozenset[str]()
+            before = None if _exists(security.denied) else frozenset[str]()
             self._denied = _Fresh(security.denied, _denied_serials, before)
 
     def name_of(self, auth: Mapping[str, Sequence[bytes]], metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
-        """Return the name that the credentials of a connection give it, None if none are needed.
+        """Return the name in the credentials of a connection, None if none are needed.
 
-        `auth` is what TLS found out about the peer. A CredentialError says what is missing, nothing of who is known;
-        another LinkError that nobody can be let in now.
+        `auth` is what TLS knows about the peer. Raises CredentialError if a credential is missing or wrong, without
+        revealing which devices are known; another LinkError if no device can be checked now.
         """
         try:
             of_certificate = self._name_of_certificate(auth) if self._needs_certificate else None
@@ -234,11 +234,11 @@ class Authenticator:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 self._barred(self._trouble)
-            # No CredentialError: a file may be half copied, and who ends by that does not come back when it is whole.
+            # Not a CredentialError, which would end the device: a file may be half copied, and complete soon.
             raise LinkError("The server cannot check credentials at the moment.") from None
         self._trouble = None
         if of_certificate is not None and of_token is not None and of_certificate != of_token:
-            raise CredentialError("The token is not that of the device that the certificate names.")
+            raise CredentialError("The token and the certificate belong to different devices.")
         return of_certificate or of_token
 
     def _name_of_certificate(self, auth: Mapping[str, Sequence[bytes]]) -> str:
@@ -249,7 +249,7 @@ class Authenticator:
         names = [name.decode("utf-8", "replace") for name in auth.get("x509_common_name", ())]
         shown = list(auth.get("x509_pem_cert", ()))
         if len(names) != 1 or not shown:
-            raise CredentialError("The server wants a certificate that names the device.")
+            raise CredentialError("The server needs a certificate with the name of the device.")
         if self._denied is not None:
             serial = serial_of(x509.load_pem_x509_certificate(shown[0]))
             if serial in self._denied.content():
@@ -257,13 +257,13 @@ class Authenticator:
         try:
             return check_device_name(names[0])
         except InputError:
-            raise CredentialError("The name in the certificate cannot be a device's.") from None
+            raise CredentialError("The name in the certificate is not a valid name of a device.") from None
 
     def _name_of_token(self, metadata: Sequence[tuple[str, str | bytes]]) -> str:
         assert self._tokens is not None
         given = [value for key, value in metadata if key.lower() == AUTHORIZATION]
         if len(given) != 1 or not isinstance(given[0], str) or not given[0].startswith(_SCHEME):
-            raise CredentialError("The server wants a token, as `pipar certs token` issues it.")
+            raise CredentialError("The server needs a token, as issued by `pipar certs token`.")
         name = self._tokens.content().owner(given[0].removeprefix(_SCHEME))
         if name is None:
             raise CredentialError("The server does not know this token; it may have been revoked.")
@@ -278,20 +278,18 @@ _Content = TypeVar("_Content", Tokens, frozenset[str])
 
 
 class _Fresh(Generic[_Content]):
-    """What a small file says, read again when it has changed; one that was there may not go away."""
+    """The content of a small file, read again when it has changed; a file that existed has to stay."""
 
-    def __init__(
-        self, path: Path, read: Callable[[Path], _Content], before_it_is_there: _Content | None = None
-    ) -> None:
+    def __init__(self, path: Path, read: Callable[[Path], _Content], before_it_exists: _Content | None = None) -> None:
         self._path = path
         self._read: Callable[[Path], _Content] = read
-        self._before_it_is_there: _Content | None = before_it_is_there
+        self._before_it_exists: _Content | None = before_it_exists
         self._known: tuple[object, _Content] | None = None
 
     def content(self) -> _Content:
         version = self._version()
-        if self._known is None and self._before_it_is_there is not None and not _is_there(self._path):
-            return self._before_it_is_there
+        if self._known is None and self._before_it_exists is not None and not _exists(self._path):
+            return self._before_it_exists
         if self._known is None or self._known[0] != version:
             self._known = (version, self._read(self._path))
         return self._known[1]
@@ -300,5 +298,5 @@ class _Fresh(Generic[_Content]):
         try:
             status = self._path.stat()
         except OSError:
-            return None  # reading it says why
+            return None  # reading it will raise the reason
         return status.st_mtime_ns, status.st_size, status.st_ino
