@@ -210,7 +210,7 @@ MISTAKES = [
     ),
     (
         {"server": {"aggregator": "trimmed_mean", "aggregation": {"trim": 0.3}}},
-        "trimmed_mean with trim = 0.3 leaves out 2 of 4 devices at each end, and then nobody is left: give more",
+        "trimmed_mean with trim = 0.3 leaves out 2 of 4 devices at each end, so that none is left: give more",
     ),
     ({"devices": []}, "devices = [] is not allowed"),
     ({"devices": 5}, "devices = 5 is not allowed: write [[devices]] with its keys below it"),

@@ -17,7 +17,7 @@ from pipar.methods import Method
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number with its default and its range: from `least` on, or only above it, and below `below`."""
+    """A number with its default and its range: at least `least`, or above it, and below `below`."""
 
     default: float
     least: float = 0
@@ -77,7 +77,7 @@ def known_aggregator(name: str) -> str:
 def all_parameters(aggregator: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of an aggregator, defaults for those not given; a mistake is a ValueError.
 
-    Those of a user's own aggregator are its own affair.
+    Parameters of a user's own aggregator are not checked.
     """
     if is_own(aggregator):
         return dict(given)
@@ -92,7 +92,7 @@ def all_parameters(aggregator: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_method(aggregator: str, method: Method) -> None:
-    """Raise ValueError for an aggregator where there is nothing to aggregate."""
+    """Raise ValueError if the method has nothing that this aggregator could aggregate."""
     if method.one_device_at_a_time and aggregator != "fedavg":
         raise ValueError(
             f"{method.name} trains one device at a time and hands its model on, so there is nothing that "
@@ -101,20 +101,20 @@ def check_method(aggregator: str, method: Method) -> None:
 
 
 def trimmed_at_each_end(trim: float, devices: int) -> int:
-    """Return how many of the devices a share is, rounded up: at least what was asked for is left out."""
-    # As it was written: in floating point, 0.07 * 100 is more than 7.
+    """Return how many devices this share is, rounded up, so that at least the given share is left out."""
+    # Exact arithmetic on the decimal number: in floating point, 0.07 * 100 is more than 7.
     return math.ceil(Fraction(str(trim)) * devices)
 
 
 def check_devices(aggregator: str, parameters: Mapping[str, Any], devices: int) -> None:
-    """Raise ValueError if so few devices cannot be aggregated with these parameters."""
+    """Raise ValueError if these are too few devices for the aggregator and its parameters."""
     if aggregator == "trimmed_mean":
         trim = parameters["trim"]
         left_out = trimmed_at_each_end(trim, devices)
         if 2 * left_out >= devices:
             raise ValueError(
                 f"trimmed_mean with trim = {trim:g} leaves out {left_out} of {devices} devices at each end, "
-                "and then nobody is left: give more devices or a smaller server.aggregation.trim"
+                "so that none is left: give more devices or a smaller server.aggregation.trim"
             )
     elif aggregator == "krum":
         byzantine, selected = parameters["byzantine"], parameters["selected"]

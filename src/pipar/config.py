@@ -1,4 +1,4 @@
-"""The configuration: TOML sections as frozen records, every key with a default, errors in one sentence."""
+"""The configuration: TOML sections as frozen records, every key with a default; an error is one sentence."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _named(letters: str) -> Callable[[str], str]:
 
 
 Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-#: More devices, or samples in a batch, nobody has simulated, nor has the time to.
+#: The most devices, or samples in a batch: more could not be simulated in reasonable time.
 UpToAMillion = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=1_000_000)]
 NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]

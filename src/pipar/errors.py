@@ -1,4 +1,4 @@
-"""Everything that pipar raises on purpose, split by what the reader can do about it.
+"""The errors that pipar raises on purpose, by what the reader can do about them.
 
 Each message is one sentence or two: what was given, what is allowed, what to do.
 """
@@ -14,7 +14,7 @@ class PiparError(Exception):
 
 
 class InputError(PiparError):
-    """Something that a person gave is not usable; the command line exits 2."""
+    """The user's input is not usable; the command line exits with 2."""
 
 
 class ConfigError(InputError):
@@ -38,15 +38,15 @@ class DataError(InputError):
 
 
 class ProtocolError(PiparError):
-    """The peer said something that the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""
 
 
 class VersionError(ProtocolError):
-    """The peer speaks another version of the protocol."""
+    """The peer uses another version of the protocol."""
 
 
 class UnusableModelError(ProtocolError):
-    """A device brought back a model that cannot be used."""
+    """A device returned a model that cannot be used."""
 
     def __init__(self, device: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class UnusableModelError(ProtocolError):
 
 
 class UnusableProfileError(ProtocolError):
-    """A device brought a profile that nothing can be planned with."""
+    """A device sent a profile that cannot be used for planning."""
 
     def __init__(self, device: str, message: str) -> None:
         super().__init__(message)
@@ -66,41 +66,41 @@ class LinkError(PiparError):
 
 
 class SessionOverError(LinkError):
-    """The server does not know this session any more, or has ended it: a device may join anew."""
+    """The server no longer knows this session, or has ended it; the device may join again."""
 
 
 class ServerStopsError(SessionOverError):
-    """The server ends all sessions in good order, and may be back."""
+    """The server is stopping and has ended all sessions; it may start again."""
 
 
 class CredentialError(LinkError):
-    """The other side does not take what identifies us, or we do not take what identifies it: trying again is no use."""
+    """One side refuses the other's credentials; trying again does not help."""
 
 
 class TrainingError(PiparError):
-    """Training could not go on."""
+    """Training cannot continue."""
 
 
 class PrivacyError(TrainingError):
-    """A device's own configuration does not let that be sent of it."""
+    """A device's own configuration does not allow it to send this."""
 
 
 class BudgetSpentError(PrivacyError):
-    """A device has nothing left of its privacy budget, and sends no more."""
+    """A device has used its privacy budget, and sends no more updates."""
 
 
 class CheckpointError(PiparError):
-    """A checkpoint could not be saved or read; the training can go on without it."""
+    """A checkpoint could not be saved or read; training can continue without it."""
 
 
 class TooFewDevicesError(TrainingError):
-    """Fewer devices have ended a round than its aggregation needs."""
+    """Fewer devices have finished a round than its aggregation needs."""
 
 
 def forget_frames(error: Exception) -> None:
-    """Let go of the functions that an error of ours came through: kept with it, they keep what they had, even models.
+    """Drop the traceback of an expected error: kept with it, its frames keep their variables alive, even models.
 
-    Any other error is a mistake in a program, and they show where.
+    Other errors are mistakes in a program, and keep theirs.
     """
     if isinstance(error, PiparError):
         error.__traceback__ = error.__context__ = error.__cause__ = None

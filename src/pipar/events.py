@@ -1,4 +1,4 @@
-"""What the two programs tell whoever watches them: progress while it happens, and a record of each epoch."""
+"""Events that the two programs report to observers: progress, and a record of each epoch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one side has come; `busy_s` counts each of its lanes since the start, `at_s` is its clock."""
+    """The progress of one side; `busy_s` sums each of its lanes since the start, `at_s` is the time on its clock."""
 
     owner: str
     epoch: int
@@ -23,7 +23,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One epoch as result.json and metrics.jsonl show it."""
+    """One epoch, as in result.json and metrics.jsonl."""
 
     epoch: int
     seconds: float
@@ -43,7 +43,7 @@ class EpochResult:
     devices: int = 0  # that took part
     error_up: float | None = None  # of lossily coded activations, relative to their norm
     error_down: float | None = None  # of gradients, likewise
-    epsilon: float | None = None  # of the device that has spent most, where updates have noise
+    epsilon: float | None = None  # the largest of all devices, if updates have noise
     device_bytes: dict[str, list[int]] = field(default_factory=dict)  # by device: up, down
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,26 +52,26 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class Pictured:
-    """What the lanes did in an epoch that is over, as much of it as a picture shows; for who asked for pictures."""
+    """The spans of a finished epoch that a picture shows; reported only if pictures were asked for."""
 
     epoch: int
     spans: tuple[Any, ...]  # of pipar.execution.spans.Span
-    is_whole: bool  # nothing of the epoch is left out
-    left_out: int = 0  # spans that were too many between the picture's beginning and its end
+    is_whole: bool  # no span of the epoch is left out
+    left_out: int = 0  # spans within the picture's time that did not fit
 
 
 @dataclass(frozen=True)
 class Starting:
-    """A command has begun, and what it imports, reads and measures first takes some seconds."""
+    """A command has started; importing, reading and measuring take some seconds first."""
 
     program: str  # "server", "device", "run" or "compare"
-    what: str  # is trained, and by whom
-    where: str = ""  # the server is to listen, or a device to find it
+    what: str  # the model, the data and the devices
+    where: str = ""  # the address that the server listens on or the device connects to
 
 
 @dataclass(frozen=True)
 class Preparing:
-    """Something before the training takes a while; `share` of it is done."""
+    """A step before the training takes a while; `share` of it is done."""
 
     what: str
     share: float
@@ -79,7 +79,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Started:
-    """Everything is prepared and the run's folder is there: the training begins."""
+    """Everything is prepared and the run's folder exists: the training begins."""
 
     folder: str
     method: str
@@ -89,7 +89,7 @@ class Started:
     samples: dict[str, int]  # by device
     iterations: dict[str, int]  # of one epoch, by device
     world: str = "real"
-    is_private: bool = False  # updates have noise, and each has its price
+    is_private: bool = False  # updates have noise
     leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
 
 
@@ -102,7 +102,7 @@ class Listening:
 
 @dataclass(frozen=True)
 class Barred:
-    """The server cannot check credentials, so nobody is let in until what it names is mended."""
+    """The server cannot check credentials, and refuses all devices until the named problem is fixed."""
 
     reason: str
 
@@ -117,23 +117,23 @@ class Joined:
 
 @dataclass(frozen=True)
 class Replanned:
-    """The devices go on by these plans, from this epoch on: all of them, also those that keep theirs."""
+    """The plans of all devices from this epoch on, including those that did not change."""
 
     epoch: int
     plans: dict[str, dict[str, Any]]  # by device: the fields of its Plan
-    reason: str = ""  # what has changed since the plans before; nothing if there were none
+    reason: str = ""  # why the plans changed; empty for the first ones
 
 
 @dataclass(frozen=True)
 class ReplanFailed:
-    """New plans could not be chosen; the training goes on by those that it has."""
+    """New plans could not be chosen; the training continues with the current ones."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The training begins, or goes on, when enough devices are there."""
+    """The training starts or continues when enough devices have joined."""
 
     present: int
     wanted: int
@@ -141,45 +141,47 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RoundOver:
-    """A round is over; these devices count in it, each with so many samples. Its EpochResult follows later.
+    """A round is over; these devices count in it, with their samples. Its EpochResult follows later.
 
-    It outlives a crash of the server when it is Saved.
+    It survives a crash of the server once it is Saved.
     """
 
     epoch: int
     counted: dict[str, int]  # samples by device
-    partly: dict[str, int] = field(default_factory=dict)  # of who does not count, but has taught a shared model (sfl2)
-    epsilon: dict[str, float] = field(default_factory=dict)  # by device, up to now, where updates have noise
+    partly: dict[str, int] = field(
+        default_factory=dict
+    )  # of devices that do not count but have trained a shared model (sfl2)
+    epsilon: dict[str, float] = field(default_factory=dict)  # by device, so far, if updates have noise
 
 
 @dataclass(frozen=True)
 class BegunAnew:
-    """None of its devices counts in a round: the model is that of the round before, and the round is trained again."""
+    """No device counts in a round: the model of the previous round is restored, and the round is trained again."""
 
     epoch: int
-    deadline_s: float | None  # within which it is to be ended now
+    deadline_s: float | None  # of the new attempt
 
 
 @dataclass(frozen=True)
 class BudgetSpent:
-    """The training ends behind an epoch, because in the next one a device would exceed its privacy budget."""
+    """The training ends after an epoch, because a device would exceed its privacy budget in the next one."""
 
     epoch: int
     device: str
-    epsilon: float  # that it would come to
+    epsilon: float  # after one more epoch
     target: float
 
     @property
     def reason(self) -> str:
         return (
-            f"Training ends behind epoch {self.epoch}: one more would bring {self.device} to epsilon "
+            f"Training ends after epoch {self.epoch}: one more would bring {self.device} to epsilon "
             f"{self.epsilon:.4g}, and privacy.target_epsilon is {self.target:g}."
         )
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A device's round does not count; the others' does."""
+    """A device's round does not count; those of the others do."""
 
     device: str
     epoch: int
@@ -188,7 +190,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Away:
-    """The link to a device is lost; its place is kept for so long."""
+    """The link to a device is lost; its place is kept for `seconds_allowed`."""
 
     device: str
     seconds_allowed: float
@@ -196,7 +198,7 @@ class Away:
 
 @dataclass(frozen=True)
 class Back:
-    """A device that was away goes on where it was."""
+    """A device that was away has resumed its session."""
 
     device: str
     away_s: float
@@ -204,7 +206,7 @@ class Back:
 
 @dataclass(frozen=True)
 class Silent:
-    """A device has to say something and has not for so long; its connection is not known to be lost."""
+    """A device should have sent something but has not for `seconds`; its connection may still exist."""
 
     device: str
     seconds: float
@@ -212,7 +214,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Heard:
-    """A device that was silent for so long has said something."""
+    """A device that was silent for `seconds` has sent something."""
 
     device: str
     seconds: float
@@ -220,7 +222,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Lost:
-    """A device is gone, and its place is no longer kept; it may join anew."""
+    """A device is gone and its place is no longer kept; it may join again."""
 
     device: str
     reason: str
@@ -228,7 +230,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Left:
-    """A device has said goodbye, or the server, in good order and for this reason, to the device."""
+    """A device has left the training in an orderly way, or the server has asked it to, for this reason."""
 
     device: str
     reason: str = ""
@@ -244,7 +246,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """A checkpoint could not be written; the training goes on, and the one before it is still there."""
+    """A checkpoint could not be written; the training continues, and the previous checkpoint still exists."""
 
     epoch: int
     reason: str
@@ -252,29 +254,29 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The training goes on from a checkpoint; this epoch was the last one in it, and so many behind it were over."""
+    """The training resumes from a checkpoint, of which this epoch is the last; `again` later rounds were lost."""
 
     epoch: int
-    again: int = 0  # rounds that are trained once more
+    again: int = 0  # rounds that are trained again
 
 
 @dataclass(frozen=True)
 class ReportWritten:
-    """A page about the run is there."""
+    """The report of the run was written."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class ReportFailed:
-    """The page about the run could not be made; the run itself is complete."""
+    """The report could not be written; the run itself is complete."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Welcomed:
-    """This device takes part in a training, by this plan."""
+    """This device takes part in a training with this plan."""
 
     device: str
     plan: str
@@ -287,20 +289,20 @@ class Trained:
     device: str
     epoch: int
     samples: int
-    epsilon: float | None = None  # that it has spent by all its updates, where they have noise and it can tell
-    target: float | None = None  # that it has to spend, if there is a limit
+    epsilon: float | None = None  # of all its updates, if they have noise and it can be computed
+    target: float | None = None  # the largest epsilon allowed, if there is a limit
 
 
 @dataclass(frozen=True)
 class Connecting:
-    """A device looks for its server, for the first time."""
+    """A device connects to its server for the first time."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A device has reached its server; it is Welcomed when a training begins or goes on."""
+    """A device has reached its server; it is Welcomed when a training starts or continues."""
 
     address: str
 
@@ -313,12 +315,12 @@ class Reconnecting:
     attempt: int
     wait_s: float
     reason: str
-    is_on_purpose: bool = False  # the server said that it stops
+    is_on_purpose: bool = False  # the server has said that it is stopping
 
 
 @dataclass(frozen=True)
 class TrackerFailed:
-    """A tracker is told nothing more of this run; the training goes on without it."""
+    """A tracker has failed and gets no more data of this run; the training continues."""
 
     tracker: str
     reason: str
@@ -326,14 +328,14 @@ class TrackerFailed:
 
 @dataclass(frozen=True)
 class Stopping:
-    """The program was asked to end, or has come to its end, and puts everything away."""
+    """The program was asked to stop, or has finished, and cleans up."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The program cannot go on and ends."""
+    """The program cannot continue, and ends."""
 
     reason: str
 
@@ -379,11 +381,11 @@ Observer = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Watch nothing."""
+    """Ignore an event."""
 
 
 def tell_all(*observers: Observer) -> Observer:
-    """Return an observer that passes every event on to all of these, in this order."""
+    """Return an observer that passes every event to all of these, in this order."""
 
     def observe(event: Event) -> None:
         for observer in observers:

@@ -1,4 +1,4 @@
-"""Reading records back from JSON that somebody else may have written: exactly their fields, of the right shape."""
+"""Reads records from JSON that may come from elsewhere: they need exactly their fields, of the right types."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def only_fields(record: type, tree: Any) -> dict[str, Any]:
 
 
 def read_fields(record: type, text: str, version: int) -> dict[str, Any]:
-    """Return the values of a record that was written as JSON, with this number as its `format`."""
+    """Return the values of a record from JSON whose `format` is this version."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is not valid JSON ({error}).") from None
     if not isinstance(tree, dict) or tree.get("format") != version:
         given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
-        raise ConfigError(f"its format is {given}, not {version}, which is the one that this version reads.")
+        raise ConfigError(f"its format is {given}, not {version}, the only one that this version reads.")
     return only_fields(record, {key: value for key, value in tree.items() if key != "format"})
 
 
 def list_of(value: Any, key: str) -> list[Any]:
-    """Return what stands at a key if it is a list."""
+    """Return the value of a key if it is a list."""
     if not isinstance(value, list):
         raise ConfigError(f"{key} is not a list.")
     return value
 
 
 def object_of(value: Any, key: str) -> dict[str, Any]:
-    """Return what stands at a key if it is an object."""
+    """Return the value of a key if it is an object."""
     if not isinstance(value, dict):
         raise ConfigError(f"{key} is not an object.")
     return value

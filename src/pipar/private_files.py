@@ -1,4 +1,4 @@
-"""Files with secrets: there whole or not at all, for their owner only, and never written over by mistake."""
+"""Files with secrets: written atomically, readable by their owner only, never overwritten by mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipar.errors import InputError
 
 
 def write_private(path: Path, content: bytes, *, mode: int = 0o600) -> None:
-    """Write a file that nobody but its owner may read (unless `mode` says so), atomically."""
+    """Write a file atomically that only its owner may read, unless `mode` allows more."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # readable by its owner only
@@ -29,14 +29,14 @@ def write_private(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 
 
 def refuse_existing(paths: Iterable[Path], *, force: bool) -> None:
-    """Raise if one of the files is there already, and is not to be replaced."""
+    """Raise if one of the files exists, unless `force` allows replacing it."""
     found = [str(path) for path in paths if path.exists()]
     if found and not force:
         raise InputError(f"There is already {', '.join(found)}; --force replaces what is there.")
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """Return a file's content; `what` says in the error what it should have been."""
+    """Return a file's content; errors name it as `what`."""
     try:
         return path.read_bytes()
     except OSError as error:

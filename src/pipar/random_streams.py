@@ -1,7 +1,7 @@
-"""Randomness that is looked up by what it is for, not drawn from a shared stream.
+"""Random numbers by purpose and key, not from a shared stream.
 
-Two parties that name the same (seed, purpose, key) draw the same numbers, in any process and in any order, so data
-order, augmentation and noise do not depend on the method, the split, the threads or who came first.
+The same (seed, purpose, key) gives the same numbers in any process and in any order. So data order, augmentation and
+noise do not depend on the method, the split, the threads or the order in which devices arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def generator(seed: int, purpose: str, *key: str | int) -> np.random.Generator:
     """Return a fresh generator for this key: equal arguments give equal numbers on every machine.
 
     The generator is numpy's Philox, whose 128-bit key is the BLAKE2b digest of the arguments. Strings and integers
-    differ (device 1 is not device "1"), and so does where one part ends and the next begins.
+    differ (device 1 is not device "1"), and so do keys whose parts are divided differently.
     """
     digest = hashlib.blake2b(b"".join(map(_encoded, (seed, purpose, *key))), digest_size=16)
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "little")))

@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 from pipar.errors import ConfigError, InputError
 
-#: What is faster than this is limited by the machines, not by the link.
+#: A higher rate is limited by the machines, not by the link.
 LIMITLESS_BPS = 2e9
 
 _RATES = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
@@ -54,14 +54,14 @@ def format_rate(bits_per_second: float | None) -> str:
 
 
 def format_mbits(bits_per_second: float | None, digits: int = 6) -> str:
-    """Return a rate in Mbit/s for people, without the unit and rounded to so many digits; None has no limit."""
+    """Return a rate in Mbit/s without the unit, rounded to this number of digits; None is no limit."""
     if bits_per_second is None:
         return "unlimited"
     return f"{float(f'{bits_per_second / 1e6:.{digits}g}'):g}"  # g alone would write 1234 in three digits as 1.23e+03
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size for people: '16.4 MB'."""
+    """Return a size such as '16.4 MB'."""
     for unit in ("B", "KB", "MB", "GB"):
         if size_bytes < 1000 or unit == "GB":
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -70,7 +70,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_percent(share: float, digits: int = 1) -> str:
-    """Return a share in per cent, "59.3" of 0.5925: a half goes up, as on pages, where a browser rounds.
+    """Return a share in per cent, "59.3" for 0.5925; a half is rounded up, as browsers do.
 
     Python by itself rounds a half to the even digit.
     """

@@ -29,7 +29,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
 
 
 def call_factory(spec: str, *arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
-    """Return what the function gives; whatever it raises becomes one sentence with its name."""
+    """Return the function's result; an error that it raises becomes one sentence with its name."""
     function = load_factory(spec)
     try:
         return function(*arguments, **(keywords or {}))
@@ -45,7 +45,7 @@ def _is_dotted_name(text: str) -> bool:
 
 
 def _import(module_name: str, spec: str) -> ModuleType:
-    """Return the module, or raise one sentence that says what failed."""
+    """Return the module; raise an error with the reason if it cannot be imported."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -71,6 +71,6 @@ def _look_up(module: ModuleType, name: str, spec: str) -> object:
         found: object = reduce(getattr, name.split("."), module)
     except AttributeError:
         raise ConfigError(
-            f"factory {spec!r}: {module.__name__} has no {name!r}: check the name behind the colon."
+            f"factory {spec!r}: {module.__name__} has no {name!r}: check the name after the colon."
         ) from None
     return found

@@ -1,4 +1,4 @@
-"""Links, devices, plans and privacy in the words that tables and pages have in common."""
+"""Texts about links, devices, plans and privacy that tables and pages share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def range_text(numbers: Sequence[int]) -> str:
 
 
 def privacy_text(result: Mapping[str, Any], config: Config | None, between: str = "; ") -> str | None:
-    """Return how a run hid what left its devices, and what that cost; None if it hid nothing."""
+    """Return the privacy measures of a run and its epsilon; None if there were none."""
     said = [_updates_text(result["privacy"], str(result.get("method")))] if result.get("privacy") else []
     privacy = config.privacy if config else None
     if privacy and privacy.pixel_epsilon is not None:
@@ -76,9 +76,9 @@ def ruled_out_text(most: float, ruled_out: Mapping[int, float]) -> str:
 
 
 def guess_text(most: float, guess: float | None) -> str:
-    """Return what is wrong with a limit below what somebody rebuilds who has seen no activation; nothing if it is not.
+    """Return a warning if a limit is below the score of an attacker without any activation; else an empty text.
 
-    An attack that learns nothing from activations comes to about as much.
+    An attack that learns nothing from activations reaches about that score.
     """
     if guess is None or most >= guess:
         return ""
@@ -89,7 +89,7 @@ def guess_text(most: float, guess: float | None) -> str:
 
 
 def _updates_text(privacy: Mapping[str, Any], method: str) -> str:
-    """Return what the devices have spent, by what, and what it does not speak of."""
+    """Return the devices' epsilon, the noise that gives it, and what it does not cover."""
     devices = privacy["devices"]
     spent, releases = [one["epsilon"] for one in devices] or [0.0], [one["releases"] for one in devices] or [0]
     least, most = (f"{value:.4g}" for value in (min(spent), max(spent)))

@@ -135,7 +135,7 @@ SAID: list[tuple[Event, str]] = [
     ),
     (
         BudgetSpent(9, "pi-9", 9.5678, 9.0),
-        "warning: Training ends behind epoch 9: one more would bring pi-9 to epsilon 9.568, and privacy.target_epsilon "
+        "warning: Training ends after epoch 9: one more would bring pi-9 to epsilon 9.568, and privacy.target_epsilon "
         "is 9.",
     ),
     (
