@@ -1,9 +1,9 @@
-"""The paper's evaluation, run and checked in: `results/reproduction` has tables, comparisons, figures and every cell.
+"""The paper's evaluation, run and checked in: `results/reproduction` has tables, comparisons, figures and cells.
 
 `python -m benchmarks reproduction` runs `python -m reproduction all --quick` from nothing, for minutes.
-`python -m benchmarks reproduction_full` runs every experiment without --quick, for hours, in the folder `reproduction`:
-after an interruption it goes on from there. Its tables take the place of quick ones, and no quick run takes them away
-again. `python -m benchmarks.reproduction time-small --quick` renews one experiment.
+`python -m benchmarks reproduction_full` runs every experiment without --quick, for hours, in the folder
+`runs/reproduction`, and resumes there after an interruption. Its tables replace quick ones, and no quick run replaces
+them. `python -m benchmarks.reproduction time-small --quick` updates one experiment.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from reproduction.experiment import LEARNING
 from reproduction.learning import EQUAL
 
 PLACE = RESULTS / "reproduction"
-#: Where long ones are run, and go on.
+#: Folder in which long runs are made and resumed.
 KEPT = Path("runs/reproduction")
-#: Seconds that everything quick may take on two cores, and the full set of what is timed.
+#: Maximum seconds of the quick set on two cores, and of the full set of timing experiments.
 MOST_QUICK_S, MOST_TIMING_S = 20 * 60.0, 3 * 3600.0
 _CORES = 2
-#: Beside an experiment's tables: how and when they came about.
+#: Beside an experiment's tables: how and when they were made.
 ABOUT = "run.json"
 _HASH = re.compile(r"\b[0-9a-f]{16}\b")
 
-Told = dict[str, Any]
+Document = dict[str, Any]
 
 
 def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
-    """Run everything quickly, from nothing; check it in."""
+    """Run the quick set from nothing, and check it in."""
     seconds = {ALL: _timed_s([ALL, "--quick"], folder)}
     took = Claim(
         f"python -m reproduction all --quick, {os.cpu_count()} processes", seconds[ALL], "s", most=MOST_QUICK_S
     )
-    told = _told([ALL, "--quick"], folder)
-    publish(told, folder)
-    return [took, *claims(told, PLACE)], {"seconds": seconds, "experiments": _tallies(told)}
+    document = _document([ALL, "--quick"], folder)
+    publish(document, folder)
+    return [took, *claims(document, PLACE)], {"seconds": seconds, "experiments": _tallies(document)}
 
 
 def measure_full(_: Path) -> tuple[list[Claim], dict[str, object]]:
-    """Run everything, or what is missing of it; check it in."""
+    """Run everything that is missing, and check it in."""
     is_new = not (KEPT / CELLS).exists()
     seconds = {name: _timed_s([name], KEPT) for name in EXPERIMENTS}
-    told = _told([ALL], KEPT)
-    publish(told, KEPT)
+    document = _document([ALL], KEPT)
+    publish(document, KEPT)
     took = [Claim("core seconds of the full timing set / 2", timing_cpu_s(KEPT) / _CORES, "s", most=MOST_TIMING_S)]
     if is_new:  # otherwise some of them had been run before
         waited_s = sum(taken for name, taken in seconds.items() if not _learns(name))
         took += [Claim(f"the full timing set, {os.cpu_count()} processes", waited_s, "s", most=MOST_TIMING_S)]
-    return [*took, *claims(told, PLACE)], {"seconds": seconds, "experiments": _tallies(told)}
+    return [*took, *claims(document, PLACE)], {"seconds": seconds, "experiments": _tallies(document)}
 
 
 def _learns(name: str) -> bool:
@@ -82,16 +82,16 @@ def timing_cpu_s(folder: Path) -> float:
 
 
 def _timed_s(words: Sequence[str], folder: Path) -> float:
-    """Run the command with its lines of progress, and return how long it took."""
+    """Run the command with its progress, and return its seconds."""
     began = time.monotonic()
     subprocess.run(_command(words, folder), check=True)
     return time.monotonic() - began
 
 
-def _told(words: Sequence[str], folder: Path) -> Told:
-    """Return the document of what was run: nothing is run again for it."""
+def _document(words: Sequence[str], folder: Path) -> Document:
+    """Return the JSON document of finished experiments; nothing is run again for it."""
     done = subprocess.run([*_command(words, folder), "--json"], check=True, stdout=subprocess.PIPE, text=True)
-    content: Told = json.loads(done.stdout)
+    content: Document = json.loads(done.stdout)
     return content
 
 
@@ -102,9 +102,9 @@ def _command(words: Sequence[str], folder: Path) -> list[str]:
 # --- what is claimed of it
 
 
-def claims(told: Told, place: Path) -> list[Claim]:
-    """Return what an evaluation has to show, from all of its comparisons and from what is checked in."""
-    by_name = {of["name"]: of for of in told["experiments"]}
+def claims(document: Document, place: Path) -> list[Claim]:
+    """Return the claims about an evaluation, from its comparisons and the files that are checked in."""
+    by_name = {of["name"]: of for of in document["experiments"]}
     lines = [line for of in by_name.values() for line in of["comparison"]]
     outside = [line for line in lines if line["verdict"] in ("below", "above", "wider")]
     drawn = [name for name, of in by_name.items() if any(file.endswith(".png") for file in of["files"])]
@@ -116,7 +116,7 @@ def claims(told: Told, place: Path) -> list[Claim]:
         ),
         Claim(
             "cases in which the server is idle longer with pipar",
-            _counted(lines, "the server idles longer by pipar"),
+            _counted(lines, "the server is idle longer with pipar"),
             "",
             most=0,
         ),
@@ -141,10 +141,10 @@ def _counted(lines: Iterable[Mapping[str, Any]], words: str) -> float:
     return sum(float(line["ours"]) for line in lines if words in line["what"])
 
 
-def _tallies(told: Told) -> dict[str, dict[str, int]]:
-    """Return how many lines of each experiment have which verdict, of those that the paper says something of."""
+def _tallies(document: Document) -> dict[str, dict[str, int]]:
+    """Return the number of lines of each experiment by verdict, of those that the paper makes a statement about."""
     found: dict[str, dict[str, int]] = {}
-    for of in told["experiments"]:
+    for of in document["experiments"]:
         counts = found.setdefault(of["name"], {})
         for line in of["comparison"]:
             if line["is_counted"]:
@@ -157,7 +157,7 @@ def _tallies(told: Told) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """Tables of one experiment that are checked in, and where they come from."""
+    """The checked-in tables of one experiment, and their origin."""
 
     name: str
     title: str
@@ -188,16 +188,16 @@ class Checked:
         return f"{self.name}/comparison.md"
 
 
-def publish(told: Told, folder: Path, place: Path = PLACE) -> None:
-    """Copy tables, comparisons, figures and the cells that they name; renew the page, and the times that `list` tells.
+def publish(document: Document, folder: Path, place: Path = PLACE) -> None:
+    """Copy tables, comparisons, figures and their cells; update the page, and the durations that `list` shows.
 
-    Tables of a full run stay if this one was quick. Cells that no table names any more go.
+    Tables of a full run are kept if this one was quick. Cells that no table names any more are removed.
     """
     durations = _json(folder / DURATIONS)
-    for of in told["experiments"]:
-        if told["quick"] and _is_full(place / of["name"]):
+    for of in document["experiments"]:
+        if document["quick"] and _is_full(place / of["name"]):
             continue
-        _copy(of, folder, place, durations, quick=told["quick"])
+        _copy(of, folder, place, durations, quick=document["quick"])
     named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
     records = {**read_cells(place), **read_cells(folder)}
     write_cells(place, (record for cell, record in records.items() if cell in named))
@@ -210,8 +210,8 @@ def _is_full(place: Path) -> bool:
     return (place / ABOUT).exists() and not _json(place / ABOUT)["is_quick"]
 
 
-def _copy(of: Told, folder: Path, place: Path, durations: Told, *, quick: bool) -> None:
-    """Put an experiment's files in place of those that are there."""
+def _copy(of: Document, folder: Path, place: Path, durations: Document, *, quick: bool) -> None:
+    """Replace an experiment's files."""
     into, size = place / of["name"], "quick" if quick else "full"
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
@@ -273,25 +273,25 @@ def _count(of: Checked, *verdicts: str) -> int:
     return sum(of.verdicts.get(verdict, 0) for verdict in verdicts)
 
 
-def _keep_durations(measured: Told) -> None:
-    """Note the times in the package, from where `python -m reproduction list` tells them."""
+def _keep_durations(measured: Document) -> None:
+    """Write the durations to the package, where `python -m reproduction list` reads them."""
     file = Path(reproduction.__file__).with_name(DURATIONS)
     noted = _json(file)
     merged = {name: {**noted.get(name, {}), **measured.get(name, {})} for name in {**noted, **measured}}
     file.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", "utf-8")
 
 
-def _json(file: Path) -> Told:
-    content: Told = json.loads(file.read_text("utf-8"))
+def _json(file: Path) -> Document:
+    content: Document = json.loads(file.read_text("utf-8"))
     return content
 
 
 def main(words: list[str]) -> None:
-    """Run one experiment, or all, in the folder where long ones are run, and check it in."""
+    """Run one experiment, or all, in the folder of long runs, and check it in."""
     _timed_s(words, KEPT)
-    told = _told(words, KEPT)
-    publish(told, KEPT)
-    for claim in claims(told, PLACE):
+    document = _document(words, KEPT)
+    publish(document, KEPT)
+    for claim in claims(document, PLACE):
         print(claim)
 
 

@@ -1,4 +1,4 @@
-"""What choosing plans again costs on links that change between 4g, 4g+ and wifi; the paper's figure of it."""
+"""The cost of choosing new plans on links that change between 4g, 4g+ and wifi (Fig. 14)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from itertools import product
 from reproduction.experiment import Cell, Compared, Experiment, Found, Outcome, Row
 from reproduction.plots import plot_if_possible
 from reproduction.published import Statement, published
-from reproduction.reasons import who
+from reproduction.reasons import device_count
 from reproduction.tables import against
 from reproduction.testbed import DEVICES, LINKS, SMALL, Trial
 
-#: Minutes for which links stay as they are. Longer ones are computed from the longest that was run: a change of the
-#: links is planned for once, however long they stayed.
+#: Minutes between changes of the links. Longer intervals are computed from the longest one that was run: each change
+#: is planned for once, whatever the interval.
 RUN_MINUTES = (1, 5, 10)
 COMPUTED_MINUTES = (30, 60)
-#: A training lasts for so many changes, and no less than this.
+#: Changes of the links in a training, and its minimum duration.
 _CHANGES, _LEAST_S = 3, 600.0
-_LONGER = "choosing simulates the whole fleet on one core of this machine, which was slower or had other work"
+_LONGER = "choosing simulates the whole fleet on one core of this machine, which was slower or busy"
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -54,7 +54,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def _computed(row: Row, minutes: int) -> Row:
-    """Return the row of a longer interval: as many seconds of choosing for each change of the links."""
+    """Return the row of a longer interval, with the same seconds of choosing per change."""
     changes = max(1.0, row["training_s"] / (60.0 * row["minutes"]))
     share = row["planning_s"] / changes / (60.0 * minutes)
     same = {key: row[key] for key in ("network", "devices", "run")}
@@ -62,17 +62,17 @@ def _computed(row: Row, minutes: int) -> Row:
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
-    """Hold the shares of choosing against what the text says."""
+    """Compare the overhead of choosing with what the paper says."""
     lines = []
     for statement in published().about("bandwidth"):
         if statement.name == "intervals":
-            continue  # how it is set up
+            continue  # part of the set-up
         least, most = _minutes(statement)
         here = [row for row in rows if row["network"] in statement.models and least <= row["minutes"] <= most]
         values = [Found(row["overhead_percent"], row["run"]) for row in here]
         computed = "" if any(row["is_run"] for row in here) else ", computed from shorter intervals"
-        whose = ", ".join(dict.fromkeys(who(row["devices"]) for row in here))
-        what = f"{', '.join(statement.models)}, {whose}: {statement.what}{computed}"
+        devices_text = ", ".join(dict.fromkeys(device_count(row["devices"]) for row in here))
+        what = f"{', '.join(statement.models)}, {devices_text}: {statement.what}{computed}"
         lines.append(against(statement, values, what=what, above=_LONGER, better="less"))
     return lines
 
@@ -83,7 +83,7 @@ def _minutes(statement: Statement) -> tuple[int, int]:
 
 BANDWIDTH = Experiment(
     "bandwidth",
-    "What choosing again costs when bandwidth changes (Fig. 14)",
+    "Cost of choosing new plans when bandwidth changes (Fig. 14)",
     _cells,
     (
         "network", "devices", "minutes", "is_run", "epochs", "training_s", "first_planning_s", "searches", "replans",
@@ -92,8 +92,8 @@ BANDWIDTH = Experiment(
     compare,
     partial(plot_if_possible, "bandwidth"),
     rows=_rows,
-    notes="Links go from 4g to 4g+ to wifi and back every so many minutes. first_planning_s are the CPU seconds of the "
-    "first choice, before the training; planning_s those of all choices behind it, which are made beside the training: "
-    "no round waits for them. The overhead is planning_s over training_s. Where nothing was run, the share is what a "
-    "choice took in the longest run, over the minutes.",
+    notes="Links cycle through 4g, 4g+ and wifi; `minutes` is the time between changes. first_planning_s are the CPU "
+    "seconds of planning before the training; planning_s those of all later searches, which run in the background: no "
+    "round waits for them. The overhead is planning_s over training_s. Intervals that were not run use the duration of "
+    "a search in the longest run.",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the paper did not run: exact encodings on its testbed, and its networks on today's boards and links."""
+"""Experiments beyond the paper: exact encodings, faster servers, and current boards and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIRED = (*WHERE, "wire")
 
 
 def _rows_with_bytes(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return the rows of times, with all bytes that travelled."""
+    """Return the rows of times, with the bytes that were sent and received."""
     rows = time_rows(outcomes, _WIRED)
     travelled = side_by_side(outcomes, _WIRED, {"up": "bytes_up", "down": "bytes_down"})
     for row, bytes_of in zip(rows, travelled, strict=True):
@@ -35,7 +35,7 @@ def _rows_with_bytes(outcomes: Sequence[Outcome]) -> list[Row]:
 
 EXACT_WIRE = Experiment(
     "exact-wire",
-    "The same epochs with fewer bytes and the same bits",
+    "The same epochs with exact encodings",
     lambda quick: [
         cell
         for encoding in ("raw", "auto")
@@ -48,11 +48,11 @@ EXACT_WIRE = Experiment(
     compare_methods,
     plot_times,
     rows=_rows_with_bytes,
-    notes="`wire` is wire.encoding: raw as in the paper, auto with what the planner finds best of the exact "
-    "encodings, also for models. GB are what all devices send and receive in the epoch. " + TIME_NOTES,
+    notes="`wire` is wire.encoding: raw as in the paper, or auto, with the exact encodings that the planner finds "
+    "best, also for models. GB is what all devices send and receive in the epoch. " + TIME_NOTES,
 )  # fmt: skip
 
-#: Links of today: usual rates in towns, not the best ones.
+#: Current links: usual rates in towns, not the best ones.
 TODAYS_LINKS: dict[str, dict[str, str]] = {
     "5g": {"up": "50Mbit/s", "down": "200Mbit/s", "latency": "15ms"},
     "wifi-6": {"up": "400Mbit/s", "down": "400Mbit/s", "latency": "3ms"},
@@ -73,18 +73,18 @@ def _todays_cells(quick: bool) -> list[Cell]:
 _BOARDED = (*WHERE, "board")
 TODAY = Experiment(
     "today",
-    "The same networks on today's boards and links",
+    "The same networks on current boards and links",
     _todays_cells,
     (*_BOARDED, "fl_s", "sfl_s", "pipar_s", "fl/pipar", "sfl/pipar", "sfl_plan", "pipar_plan", "run"),
     compare_methods,
     plot_times,
     rows=partial(time_rows, keys=_BOARDED),
-    notes="100 boards with all the speed that their named profiles have, on CPUs: the paper's software has reached "
-    f"{BOARD_SPEED:g} of that on its boards, and what it would reach on these is not known. 5g has 50 Mbit/s up and "
-    "200 down at 15 ms, wifi-6 400 both ways at 3 ms; the server is the paper's. " + TIME_NOTES,
+    notes="100 boards with the full speed of their named profiles, on CPUs: the paper's software reached "
+    f"{BOARD_SPEED:g} of that speed on its boards, and what it would reach on these is unknown. 5g has 50 Mbit/s up "
+    "and 200 down at 15 ms, wifi-6 400 both ways at 3 ms; the server is the paper's. " + TIME_NOTES,
 )
 
-#: The fitted speed of the server, and ones that fit the paper's rows of VGG-5 hardly worse.
+#: The fitted speed of the server, and faster ones that fit the paper's rows of VGG-5 almost as well.
 SERVER_SPEEDS = (SERVER_SPEED, 3.0, 9.0)
 _SERVED = (*WHERE, "server_speed")
 SERVER_SPEEDS_TRIED = Experiment(
@@ -101,7 +101,7 @@ SERVER_SPEEDS_TRIED = Experiment(
     compare_methods,
     plot_times,
     rows=partial(time_rows, keys=_SERVED),
-    notes="What the paper prints of VGG-5 hardly tells how fast its server is: the fit is off by 31 % (root mean "
-    f"square) with {SERVER_SPEED:g} times the named one, by 34 % with 3 and by 35 % with 9 times, while other rows ask "
-    "for more, see `testbed`. So these are the epochs of 100 devices with a faster one. " + TIME_NOTES,
+    notes="The paper's numbers for VGG-5 hardly determine the speed of its server: the error of the fit is 31 % (root "
+    f"mean square) with {SERVER_SPEED:g} times the named server, 34 % with 3 times and 35 % with 9 times, while other "
+    "rows need a faster one, see `testbed`. These are the epochs of 100 devices with such servers. " + TIME_NOTES,
 )  # fmt: skip

@@ -25,7 +25,7 @@ EXPERIMENTS = {
         CONVERGENCE, ACCURACY,
     )
 }  # fmt: skip
-#: Stands for all of them.
+#: The name for all of them.
 ALL = "all"
 
 
@@ -36,5 +36,5 @@ def experiments(name: str) -> list[Experiment]:
     if name not in EXPERIMENTS:
         close = difflib.get_close_matches(name.lower(), [*EXPERIMENTS, ALL], n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
-        raise InputError(f"'{name}' is not an experiment{hint}; there are {', '.join(EXPERIMENTS)} and {ALL}.")
+        raise InputError(f"'{name}' is not an experiment{hint}; choose from {', '.join(EXPERIMENTS)} and {ALL}.")
     return [EXPERIMENTS[name]]

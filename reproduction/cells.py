@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 def run_cell(how: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> Result:
-    """Return what came out of a cell. That no plan fits into a device's memory is a result, too."""
+    """Return the result of a cell; that no plan fits into a device's memory is a result, too."""
     try:
         return {"fits": True, **RUNNERS[how](config_from(config), options)}
     except TooLittleMemoryError as error:
@@ -45,7 +45,7 @@ def run_cell(how: str, config: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 
 def _timing(config: Config, options: Mapping[str, Any]) -> Result:
-    """Run epochs without mathematics and return the last one's times, bytes and idle times."""
+    """Run epochs timing-only and return the times, bytes and idle times of the last one."""
     del options
     job, planning_s = _planned(config)
     results: list[EpochResult] = []
@@ -66,7 +66,7 @@ def _timing(config: Config, options: Mapping[str, Any]) -> Result:
 
 
 def _planned(config: Config) -> tuple[Job, float]:
-    """Return the job with its plans, and the CPU seconds that choosing them took."""
+    """Return the job with its plans, and the CPU seconds of choosing them."""
     job = _unplanned(config)
     began = time.process_time()
     job = with_plans(job, rehearse)
@@ -75,7 +75,7 @@ def _planned(config: Config) -> tuple[Job, float]:
 
 def _unplanned(config: Config) -> Job:
     job = unplanned_timing_only_job(config)
-    assert job is not None, "a named network and a named dataset need not be looked at"
+    assert job is not None, "a named network and a named dataset need no inspection"
     return job
 
 
@@ -110,9 +110,9 @@ def _plan(config: Config, options: Mapping[str, Any]) -> Result:
 
 
 def _map(config: Config, options: Mapping[str, Any]) -> Result:
-    """Choose a plan, and predict an epoch in which everybody has it, and by every P with each of the given N.
+    """Choose a plan, and predict the epoch of a fleet with this plan and with every P and each of the given N.
 
-    The two N on either side of the chosen one are tried with them: a coarse grid would find nothing better than it.
+    The two N on either side of the chosen one are added: a coarse grid alone could not find a better plan.
     """
     fleet = _unplanned(config).fleet()
     (kind,) = fleet.device_kinds()
@@ -127,10 +127,10 @@ def _map(config: Config, options: Mapping[str, Any]) -> Result:
 
 
 def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
-    """Return what models take on the server: weights, gradients and momentum of each replica, and what comes back.
+    """Return the size of the models on the server: weights, gradients and momentum of each replica, and returned parts.
 
-    The global model before and behind the aggregation come on top; activations of the micro-batches that are being
-    computed, a core each, are left out.
+    The global model before and after the aggregation is included; activations of micro-batches that are being computed,
+    one per core, are not.
     """
     profile = fleet.server.profile
     whole = profile.parameter_bytes(1, fleet.layers)
@@ -145,14 +145,14 @@ def server_bytes(fleet: Fleet, plans: Mapping[str, Plan]) -> int:
 
 
 def _search(config: Config, options: Mapping[str, Any]) -> Result:
-    """Choose plans, and search all of them in a world that the planner does not know."""
+    """Choose plans, and score them by exhaustive search with times that the planner does not know."""
     fleet = _unplanned(config).fleet()
     before = PlansToScore.of(fleet, options.get("micro_batches"))
     return asdict(score_plans(fleet, before, seed=options["seed"], epochs=0))
 
 
 def _replan(config: Config, options: Mapping[str, Any]) -> Result:
-    """Train on links that change for about `training_s` seconds; return what choosing again took of a core."""
+    """Train for about `training_s` seconds on links that change; return the CPU seconds of choosing again."""
     job, first_planning_s = _planned(config)
     epochs = options.get("epochs") or max(5, math.ceil(options["training_s"] / predict_s(job.fleet(), job.plans)))
     run = job.config.run.model_copy(update={"epochs": epochs})
@@ -177,7 +177,7 @@ def _train(config: Config, options: Mapping[str, Any]) -> Result:
 
 
 def _alike(config: Config, options: Mapping[str, Any]) -> Result:
-    """Train by several methods; return how far apart their weights are, over the largest weight."""
+    """Train with several methods; return the largest difference of their weights, over the largest weight."""
     from pipar.launch.run import run, with_method
 
     with TemporaryDirectory() as folder, _runs_in(folder):
@@ -194,7 +194,7 @@ def _trained_plans(content: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _runs_in(folder: str) -> Iterator[None]:
-    """Let runs have their folders there."""
+    """Put the folders of runs there."""
     before = os.environ.get("PIPAR_RUNS")
     os.environ["PIPAR_RUNS"] = folder
     try:

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: A linear axis shows values that differ by more than this as nothing.
+#: A linear axis cannot show values whose ratio exceeds this.
 _TOO_FAR_APART = 20
 
 
 def draw_losses(rows: Rows) -> Figure:
     """Return Fig. 8 or 9: validation losses epoch by epoch, the mean over the seeds and the span between them.
 
-    Curves that are equal lie on each other: each one is thinner than the one below it.
+    Equal curves overlap: each one is thinner than the one below it.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -127,7 +127,7 @@ def _line(axes: Axes, rows: Rows, across: str, up: str, name: str, look: Look) -
 
 
 def _mark_not_run(panel: Panel, words: str) -> None:
-    """Say in the legend what a hollow mark is, where there are some."""
+    """Explain hollow marks in the legend, if there are any."""
     if not all(map(_is_run, panel.rows)):
         panel.axes.plot(
             [], [], linestyle="none", marker="o", markersize=4, markerfacecolor="white", markeredgecolor=BLACK,
@@ -147,7 +147,7 @@ def _mark_values(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Return the values that are at least a tenth of a logarithmic axis behind the one before them."""
+    """Return the values that are at least a tenth of a logarithmic axis after the previous one."""
     kept = list(values[:1])
     for value in values[1:]:
         if math.log(value / kept[-1]) >= 0.1 * math.log(values[-1] / values[0]) - 1e-9:
@@ -156,7 +156,7 @@ def _apart(values: Sequence[float]) -> list[float]:
 
 
 def _scale_lines(axes: Axes, values: Sequence[float]) -> None:
-    """Give lines an axis on which all values are seen: a logarithmic one if a linear one would show some as nothing."""
+    """Use a logarithmic axis if a linear one could not show all values."""
     positive = [value for value in values if value > 0]
     if positive and max(positive) > _TOO_FAR_APART * min(positive):
         axes.set_yscale("log")
@@ -167,7 +167,7 @@ def _scale_lines(axes: Axes, values: Sequence[float]) -> None:
 
 
 def draw_bandwidth(rows: Rows) -> Figure:
-    """Return Fig. 14: what choosing again costs, in percent of the training, by the minutes between two changes."""
+    """Return Fig. 14: the cost of choosing again in percent of the training, by the minutes between changes."""
     figure, found = panels(having(rows, "overhead_percent"), across="network")
     for panel in found:
         _line(panel.axes, panel.rows, "minutes", "overhead_percent", "pipar", LOOKS["pipar"])

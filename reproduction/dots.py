@@ -1,4 +1,4 @@
-"""Figures of dots: how good each chosen plan is, a line for each training; and what each seed has learned."""
+"""Figures of dots: the score of each chosen plan, and the accuracy of each seed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from reproduction.published import published
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: What our chosen plans are held to: the paper's are held to what it prints.
+#: The minimum score wanted here; the paper's own minimum is printed.
 WANTED = 0.98
 
 
 def draw_scores(rows: Rows) -> Figure:
     """Return the scores of Table VII or VIII, a line for each training, with what was reached and what is wanted.
 
-    A score is the seconds of the best epoch over those of the chosen one: what is further to the left is worse.
+    A score is the seconds of the best epoch over those of the chosen one: further left is worse.
     """
     titled = [{**row, "of": "epoch by the best plan over epoch by the chosen one"} for row in having(rows, "score")]
     figure, found = panels(titled, across="of")
@@ -48,7 +48,7 @@ def _dots(panel: Panel) -> None:
     scores = [row["score"] for row in rows]
     axes.plot(scores, lines, linestyle="none", marker=look.marker, color=look.colour, label=name_of("pipar"), zorder=3)
     printed = [(row["its_score"], line) for line, row in enumerate(rows) if row.get("its_score") is not None]
-    # A little below: most of both are 1, and would lie on each other.
+    # A little below: most of both are 1 and would overlap.
     places = [score for score, _ in printed], [line + 0.25 for _, line in printed]
     mark_published(axes, *places, f"the paper's plans, {PUBLISHED}")
     _mark_thresholds(panel, least=min([*scores, *(score for score, _ in printed)]))
@@ -76,8 +76,8 @@ def _mark_thresholds(panel: Panel, *, least: float) -> None:
 def draw_accuracies(rows: Rows) -> Figure:
     """Return Tables V and VI as a figure: a panel for each training, the test accuracy of every seed by each method.
 
-    A line is the mean of a method's seeds. The paper's accuracies, of longer trainings, are not there: beside them the
-    differences of methods would not be seen.
+    A line is the mean of a method's seeds. The paper's accuracies, of longer trainings, are left out: on their
+    scale the differences between methods would be invisible.
     """
     figure, found = panels(rows, across="network", down="data")
     for panel in found:

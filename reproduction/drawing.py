@@ -1,6 +1,6 @@
-"""How figures look: colours that everybody can tell apart, panels as the paper arranges them, files that repeat.
+"""The style of figures: colours for every kind of colour vision, the paper's panels, reproducible files.
 
-matplotlib is imported when something is drawn: everything else of this package does without.
+matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
 @dataclass(frozen=True)
 class Look:
-    """How one series looks. Hatch, marker and dashes tell it from others where a printer knows only grey."""
+    """The style of one series. Hatch, marker and dashes distinguish it in greyscale, too."""
 
     colour: str
     hatch: str
@@ -50,7 +50,7 @@ LOOKS = {
 }
 _OTHERS = (Look(VERMILLION, "---", "P", "-"), Look(BLACK, "++", "X", ":"), Look(YELLOW, "oo", "*", "-."))
 
-#: What the paper calls them.
+#: Names in the paper.
 NAMES = {
     "vgg5": "VGG-5", "resnet18": "ResNet-18", "mobilenetv3_small": "MobileNetV3-Small",
     "vgg16": "VGG-16", "resnet101": "ResNet-101", "mobilenetv3_large": "MobileNetV3-Large",
@@ -87,12 +87,12 @@ _LETTER, _HANDLE = 0.065, 0.55
 
 
 def name_of(key: Any) -> str:
-    """Return what the paper calls a network, dataset, link or method; anything else is called what it is."""
+    """Return what the paper calls a network, dataset, link or method; other keys are returned as text."""
     return NAMES.get(key, str(key)) if isinstance(key, str) else f"{key:g}" if isinstance(key, float) else str(key)
 
 
 def look_of(key: str, among: Sequence[Any]) -> Look:
-    """Return the look of a series; those that are no methods get one each, in their order."""
+    """Return the look of a series; those that are not methods get one each, in order."""
     if key in LOOKS:
         return LOOKS[key]
     others = [one for one in among if one not in LOOKS]
@@ -109,7 +109,7 @@ def distinct(rows: Rows, key: str) -> list[Any]:
     found = list(dict.fromkeys(row[key] for row in rows if row.get(key) is not None))
     if all(isinstance(one, int | float) for one in found):
         return sorted(found)
-    return sorted(found, key=lambda one: _ORDER.get(one, len(_ORDER)))  # stable: others stay as they came
+    return sorted(found, key=lambda one: _ORDER.get(one, len(_ORDER)))  # stable: others keep their order
 
 
 def is_as_in_the_paper(row: Row) -> bool:
@@ -119,7 +119,7 @@ def is_as_in_the_paper(row: Row) -> bool:
 
 
 def having(rows: Rows, *keys: str) -> list[Row]:
-    """Return the rows in which all of these columns are numbers or words: what is missing cannot be drawn."""
+    """Return the rows that have all of these columns."""
     return [row for row in rows if all(row.get(key) is not None for key in keys)]
 
 
@@ -127,7 +127,7 @@ def having(rows: Rows, *keys: str) -> list[Row]:
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is here."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -136,7 +136,7 @@ def can_draw() -> bool:
 
 
 def check_matplotlib() -> None:
-    """Raise one sentence if figures cannot be drawn here."""
+    """Raise if matplotlib is not installed."""
     if not can_draw():
         raise InputError("Figures need matplotlib, which is not installed: pip install 'pipar[reproduce]'.")
 
@@ -156,7 +156,7 @@ def styled() -> Iterator[None]:
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png and return their paths; the same figure gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Left to itself matplotlib writes the date and its version.
+    # By default matplotlib writes the date and its version.
     formats: dict[str, dict[str, Any]] = {
         "svg": {"metadata": {"Date": None, "Creator": "pipar"}},
         "png": {"metadata": {"Software": "pipar"}, "dpi": 160},
@@ -179,9 +179,9 @@ class Panel:
 
 
 def panels(rows: Rows, *, across: str, down: str | None = None) -> tuple[Figure, list[Panel]]:
-    """Return a figure with a panel for each value of a column across, and of another down; empty ones are left out.
+    """Return a figure with a panel for each value of a column across, and of another down; empty panels are left out.
 
-    Without rows it has none.
+    Without rows the figure has no panels.
     """
     from matplotlib.figure import Figure
 
@@ -211,7 +211,7 @@ def _title(row: Row, across: str, down: str | None) -> str:
 
 
 def legend(figure: Figure) -> None:
-    """Say once above all panels what each look means, in as many lines as it takes."""
+    """Add one legend above all panels, in as many lines as needed."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -219,14 +219,18 @@ def legend(figure: Figure) -> None:
     labels = sorted(handles, key=_place_in_legend)
     if labels:
         columns = _columns(labels, figure.get_figwidth())
-        told = [label for column in columns for label in column]
+        ordered = [label for column in columns for label in column]
         figure.legend(
-            [handles[label] for label in told], told, loc="outside upper center", ncols=len(columns), frameon=False
+            [handles[label] for label in ordered],
+            ordered,
+            loc="outside upper center",
+            ncols=len(columns),
+            frameon=False,
         )
 
 
 def _place_in_legend(label: str) -> int:
-    """Return where an entry stands: methods first, what the paper has last."""
+    """Return the sort key of an entry: methods first, the paper's values last."""
     return 0 if label in map(name_of, METHODS) else 2 if PUBLISHED in label else 1
 
 
@@ -243,7 +247,7 @@ def _columns(labels: Sequence[str], inches: float) -> list[Sequence[str]]:
 
 
 def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
-    """Write what axes show, and that they are logarithmic where they are."""
+    """Label the axes, and mark logarithmic ones."""
     if across:
         axes.set_xlabel(across if axes.get_xscale() == "linear" else f"{across}, {LOGARITHMIC}")
     if up:
@@ -251,7 +255,7 @@ def name_axes(axes: Axes, *, across: str = "", up: str = "") -> None:
 
 
 def scale_heights(axes: Axes, values: Sequence[float]) -> None:
-    """Give bars of these heights room for what stands above them; from 0 up, or their lengths would say nothing."""
+    """Scale the axis from 0, with room for labels above bars of these heights."""
     if (highest := max(values, default=0.0)) > 0:
         axes.set_ylim(0, 1.3 * highest)
     axes.grid(axis="y", linewidth=0.3, color="0.8")
@@ -259,7 +263,7 @@ def scale_heights(axes: Axes, values: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Places:
-    """Where bars stand: groups around 0, 1, 2, ..., and in each the series side by side."""
+    """Positions of bars: groups around 0, 1, 2, ..., and in each the series side by side."""
 
     groups: Sequence[Any]
     series: Sequence[Any]
@@ -274,7 +278,7 @@ class Places:
         return self.groups.index(group) + self.width * (self.series.index(one) - (len(self.series) - 1) / 2)
 
     def beside(self, group: Any, one: Any) -> float:
-        """Return where a mark stands that belongs to a bar: on the right of it, apart from the number above it."""
+        """Return the position of a mark that belongs to a bar: to its right, away from the number above it."""
         return self.at(group, one) + self.width / 2 + 0.06
 
 
@@ -284,7 +288,7 @@ def filled(look: Look) -> dict[str, Any]:
 
 
 def mark_published(axes: Axes, across: Sequence[float], up: Sequence[float], label: str) -> None:
-    """Put a mark where the paper has a number for what is drawn."""
+    """Mark the values that the paper prints."""
     if across:
         axes.plot(
             across, up, linestyle="none", marker="D", markersize=4, markerfacecolor="white", markeredgecolor=BLACK,

@@ -1,7 +1,6 @@
-"""How long experiments take: counted while they are run, kept beside their tables, told before the next time.
+"""How long experiments take: measured while they run, and kept in `durations.json` beside their tables.
 
-`durations.json` of this package is such a file, of a folder in which everything was run; what was not measured is not
-in it.
+The file of this package comes from a folder in which everything was run; `python -m reproduction list` shows it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FILE = "durations.json"
 
 
 def cpu_s(experiment: Experiment, *, quick: bool) -> float | None:
-    """Return the seconds of one core that all of its cells were measured to take; None if these cells never were."""
+    """Return the measured CPU seconds of all its cells; None if these cells were not measured."""
     found = _measured().get(experiment.name, {}).get(_size(quick), {})
     return float(found["cpu_s"]) if found.get("cells") == len(experiment.cells(quick)) else None
 
@@ -34,11 +33,11 @@ def _measured() -> dict[str, Any]:
 
 
 def keep_duration(experiment: Experiment, outcomes: Sequence[Outcome], folder: Path, *, quick: bool) -> None:
-    """Note in a folder how long an experiment's cells took, those that had been run before among them."""
+    """Write to a folder how long an experiment's cells took, including those that were run before."""
     taken = {outcome.cell.hash: outcome.cpu_s for outcome in outcomes}
     seconds = [each for each in taken.values() if each is not None]
     if len(seconds) < len(taken):
-        return  # some are of a time when nobody counted
+        return  # some were run without measuring
     noted = _noted(folder / FILE)
     own = {**noted.get(experiment.name, {}), _size(quick): {"cells": len(outcomes), "cpu_s": round(sum(seconds), 1)}}
     text = json.dumps({**noted, experiment.name: own}, indent=1, sort_keys=True) + "\n"
@@ -49,7 +48,7 @@ def keep_duration(experiment: Experiment, outcomes: Sequence[Outcome], folder: P
 
 
 def _noted(file: Path) -> dict[str, Any]:
-    """Return what a file has; nothing if there is none, or none that can be read."""
+    """Return the content of a file; nothing if it is missing or damaged."""
     try:
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Seconds and idle time of an epoch by fl, sfl and pipar: the paper's figures of both, and the same beyond it.
+"""Training time and idle time per epoch with fl, sfl and pipar (Fig. 4 to 7).
 
-The same cells serve several tables: an epoch that was run for its time is read for its idle time.
+The same cells serve both tables.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from reproduction.reasons import (
     NOT_THE_BEST,
     ROUNDING,
     SERVER_BOUND,
+    device_count,
     is_server_bound,
     named,
-    who,
     why_idle,
     why_less,
     why_more,
@@ -37,7 +37,7 @@ from reproduction.tables import NEAR, against, runs
 from reproduction.testbed import CALIBRATION, DEVICES, LARGE, SMALL, Trial, is_fitted_to, trainings
 
 METHODS = ("fl", "sfl", "pipar")
-#: The paper's number of devices, and with how many a server of eight cores hardly matters.
+#: The paper's number of devices, and smaller ones for which a server of eight cores is hardly a bottleneck.
 DEVICE_COUNTS = (DEVICES, 10, 1)
 
 WHERE = ("network", "data", "link", "devices")
@@ -51,7 +51,7 @@ def timed(trial: Trial, **labels: Any) -> Cell:
 
 
 def by_all_methods(trials: Iterable[Trial], **labels: Any) -> list[Cell]:
-    """Return the cells of trainings by each of the three methods."""
+    """Return the cells of trainings with each of the three methods."""
     return [timed(replace(trial, method=method), **labels) for trial in trials for method in METHODS]
 
 
@@ -63,16 +63,16 @@ def _paper_cells(models: tuple[str, ...], quick: bool) -> list[Cell]:
 def side_by_side(
     outcomes: Sequence[Outcome], keys: Sequence[str] = WHERE, values: Mapping[str, str] | None = None
 ) -> list[Row]:
-    """Return a row for each training with the values of all methods beside each other: `fl_s`, `sfl_s`, `pipar_s`.
+    """Return a row for each training with the values of all methods side by side: `fl_s`, `sfl_s`, `pipar_s`.
 
-    A method that does not fit into the devices' memory has none.
+    A method that does not fit into the devices' memory has no value.
     """
     names = values or {"s": "seconds"}
     return beside([outcome.row for outcome in outcomes], keys, names)
 
 
 def beside(rows: Iterable[Row], keys: Sequence[str], names: Mapping[str, str]) -> list[Row]:
-    """Return a row for each training from those by each method."""
+    """Return a row for each training from one row per method."""
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), {})[row["method"]] = row
@@ -93,7 +93,7 @@ def _row(where: Row, of: Mapping[str, Row], names: Mapping[str, str]) -> Row:
 
 
 def bottleneck(result: Mapping[str, Any]) -> str:
-    """Return the lane that is busy for most of an epoch."""
+    """Return the lane that is busy for the largest share of an epoch."""
     busy: Mapping[str, float] = result.get("utilisation") or {"nothing": 0.0}
     return max(busy, key=lambda lane: busy[lane])
 
@@ -139,7 +139,7 @@ def over_others(rows: Iterable[Row]) -> list[Found]:
 
 
 def compare_times(rows: Sequence[Row]) -> list[Compared]:
-    """Hold printed seconds, and what the text says of the methods, against ours: for each number of devices."""
+    """Compare printed seconds and statements about the methods with ours, for each number of devices."""
     lines = []
     for devices, here in by_device_count(rows).items():
         for statement in published().about("time"):
@@ -158,33 +158,35 @@ def by_device_count(rows: Iterable[Row]) -> dict[int, list[Row]]:
 
 
 def compare_methods(rows: Sequence[Row]) -> list[Compared]:
-    """Hold against each other what the paper has no numbers for: pipar is never slower, ties are explained."""
+    """Compare the methods where the paper has no numbers: pipar is never slower, and ties are explained."""
     return [line for here in by_device_count(rows).values() for line in never_slower(here)]
 
 
 def never_slower(rows: Sequence[Row]) -> list[Compared]:
-    """Count the cases in which another method takes as long as pipar, as its planner sees it, or less; name them."""
-    whose = who(rows[0]["devices"])
+    """Count and name the cases in which another method takes no longer than pipar, within the planner's tolerance."""
+    devices_text = device_count(rows[0]["devices"])
     ties = [row for row in rows if any(abs(each.value - 1) <= TIE for each in over_others([row]))]
     slower = [row for row in rows if any(each.value < 1 - TIE for each in over_others([row]))]
     whole, cut = [row for row in ties if row["is_whole"]], [row for row in ties if not row["is_whole"]]
-    place, as_long = "V-B1, Fig. 4 and 5", f"{whose}: cases in which fl or sfl takes as long as pipar"
+    place, as_long = "V-B1, Fig. 4 and 5", f"{devices_text}: cases in which fl or sfl takes as long as pipar"
     return [
         counted(place, f"{as_long}, which has chosen P = Q", _apart(whole, _is_beaten), _why_whole),
         counted(
             place, f"{as_long}, which has cut the network", _apart(cut, lambda row: is_server_bound([row])), why_uncut
         ),
-        counted(place, f"{whose}: cases in which pipar takes longer than fl or sfl", [slower], lambda _: NOT_THE_BEST),
+        counted(
+            place, f"{devices_text}: cases in which pipar takes longer than fl or sfl", [slower], lambda _: NOT_THE_BEST
+        ),
     ]
 
 
 def _apart(rows: Sequence[Row], differs: Callable[[Row], bool]) -> list[list[Row]]:
-    """Return the rows in two groups, which have reasons of their own."""
+    """Return the rows in two groups that have different reasons."""
     return [[row for row in rows if differs(row) == wanted] for wanted in (True, False)]
 
 
 def counted(place: str, what: str, groups: Sequence[Sequence[Row]], why: Callable[[Sequence[Row]], str]) -> Compared:
-    """Return how many rows there are of which there should be none, which they are, and why each group is there."""
+    """Return the number of rows that should not exist, with their names and the reason of each group."""
     rows = [row for group in groups for row in group]
     above = "; ".join(f"{named(group)}: {why(group)}" for group in groups if group) or why([])
     folders = runs(Found(0.0, row["run"]) for row in rows) or "all of table.md"
@@ -200,14 +202,14 @@ def _why_whole(rows: Sequence[Row]) -> str:
 
 
 def _least(rows: Sequence[Row]) -> float:
-    """Return the quickest of the others' epochs that are a tie with pipar's, over that."""
+    """Return the shortest epoch of another method that ties with pipar's, over pipar's."""
     return min((each.value for each in over_others(rows) if each.value >= 1 - TIE), default=1.0)
 
 
 def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> list[Compared]:
     if not rows:
         return []
-    what = f"{', '.join(dict.fromkeys(row['network'] for row in rows))}, {who(devices)}: {statement.what}"
+    what = f"{', '.join(dict.fromkeys(row['network'] for row in rows))}, {device_count(devices)}: {statement.what}"
     if statement.name == "no-fl-large":
         fits = [row for row in rows if row.get("fl_s") is not None]
         return [counted(statement.place, what, [fits], lambda _: FITS)]
@@ -222,13 +224,13 @@ def _of_statement(statement: Statement, rows: Sequence[Row], devices: int) -> li
             if values
             else []
         )
-    # "In all cases": a plan that is federated learning is a tie with it.
-    what = f"{what}, or as quick (ties are counted below)"
+    # "In all cases": a plan that is federated learning ties with it.
+    what = f"{what}, or as fast (ties are counted below)"
     return [against(statement, over_others(rows), what=what, within=TIE, below=NOT_THE_BEST)]
 
 
 def _is_fitted(statement: Statement, devices: int) -> bool:
-    """Return whether the testbed was fitted to epochs of fl that were computed from this range."""
+    """Return whether the testbed was fitted to epochs of fl that follow from this range."""
     return is_fitted_to(statement.models, devices) and (statement.method, statement.against) == ("pipar", "fl")
 
 
@@ -249,7 +251,7 @@ def _seconds(row: Row) -> Compared:
     assert printed is not None
     return Compared(
         place=printed.place,
-        what=f"{row['network']}, {row['data']}, {row['link']}, {who(row['devices'])}: seconds of an epoch by pipar",
+        what=f"{row['network']}, {row['data']}, {row['link']}, {device_count(row['devices'])}: epoch with pipar",
         paper=f"{printed.epoch_s:g} s",
         ours=row["pipar_s"],
         low=printed.epoch_s,
@@ -258,7 +260,7 @@ def _seconds(row: Row) -> Compared:
         within=NEAR,
         below=FITTED,
         above=SERVER_BOUND if is_server_bound([row]) else FITTED,
-        run=row["run"].split()[-1],  # that by pipar
+        run=row["run"].split()[-1],  # of pipar
         is_fitted=is_fitted_to([row["network"]], row["devices"]),
     )
 
@@ -268,9 +270,9 @@ _TIME_COLUMNS = (
     "run",
 )  # fmt: skip
 TIME_NOTES = (
-    "Seconds of an epoch by each method: sfl with its best split point, pipar with the plan that its planner chooses; "
-    "paper_s is what the paper prints of pipar. A method without seconds does not fit into a board's memory. `run` "
-    "names the folders of fl, sfl and pipar, in this order."
+    "Seconds of an epoch with each method: sfl with its best split point, pipar with the plan that its planner "
+    "chooses; paper_s is what the paper prints for pipar. A method without seconds does not fit into a board's memory. "
+    "`run` names the cells of fl, sfl and pipar, in this order."
 )
 
 
@@ -295,13 +297,13 @@ def _idle_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def compare_idle(rows: Sequence[Row]) -> list[Compared]:
-    """Hold how much shorter idle times are against what the text says: for each number of devices."""
+    """Compare how much shorter idle times are with what the paper says, for each number of devices."""
     lines = []
     for devices, here in by_device_count(rows).items():
         for statement in published().about("idle"):
             concerned, value = about(statement, here), "_".join(statement.name.split("-")[:2])
             values = ratios(concerned, str(statement.against), value=value)
-            what = f"{who(devices)}: {statement.what}, at most"
+            what = f"{device_count(devices)}: {statement.what}, at most"
             less, more = why_idle(value, concerned)
             lines += [against(statement, values, what=what, below=less, above=more)] if values else []
         lines.append(_never_more("server", ("fl", "sfl"), here, _why_the_server_idles))
@@ -310,10 +312,10 @@ def compare_idle(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _never_more(lane: str, others: Sequence[str], rows: Sequence[Row], why: Callable[[Sequence[Row]], str]) -> Compared:
-    """Count the rows in which the server, or the devices, idle longer by pipar than by other methods; name them."""
+    """Count and name the rows in which the server, or the devices, are idle longer with pipar than with others."""
     worse = [row for row in rows if any(_idles_less_by(row, lane, other) for other in others)]
-    whose = who(rows[0]["devices"])
-    what = f"{whose}: cases in which the {lane} idles longer by pipar than by {' or '.join(others)}"
+    devices_text = device_count(rows[0]["devices"])
+    what = f"{devices_text}: cases in which the {lane} is idle longer with pipar than with {' or '.join(others)}"
     return counted("V-B2, Fig. 6 and 7", what, [worse], why)
 
 
@@ -333,9 +335,9 @@ _IDLE_COLUMNS = (
 )  # fmt: skip
 _IDLE_NOTES = (
     "Seconds of an epoch in which the server (the mean of its cores) and the devices (the mean of all) compute "
-    "nothing. The epochs are those of the tables of times. Micro-batches add calls on the server, which is busier for "
-    "that alone: a part of what it idles less is work that the other methods do not have. `run` names the folders of "
-    "fl, sfl and pipar, in this order."
+    "nothing. The epochs are those of the tables of times. Micro-batches add calls on the server and keep it busier: "
+    "part of its shorter idle time is work that the other methods do not have. `run` names the cells of fl, sfl and "
+    "pipar, in this order."
 )
 
 

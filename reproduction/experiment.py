@@ -1,4 +1,4 @@
-"""An experiment: trainings to run, a table of what came out, and what it is compared with."""
+"""An experiment: trainings to run, a table of the results, and a comparison with the paper."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, Literal, NamedTuple
 
 from reproduction.sources import counted_images, counted_libraries, counted_sources
 
-#: How cells are run that train with the mathematics: on images, by torch.
+#: Kinds of cells that train with the mathematics, on images with torch.
 LEARNING = ("train", "alike")
-#: In place of what the paper says where it says nothing.
+#: Shown where the paper says nothing.
 UNSAID = "says nothing"
-#: A line of a table, by its columns.
+#: A row of a table, by column.
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration and how it is run. `labels` are the columns that tell it from others; they do not count."""
+    """One configuration and how it is run. `labels` are columns that name it; they do not change its hash."""
 
     how: str  # one of RUNNERS in `reproduction/cells.py`
     config: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)  # what running it takes beside the configuration
+    options: Mapping[str, Any] = field(default_factory=dict)  # needed to run it, besides the configuration
     labels: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -45,12 +45,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell that was run, and what came out; `was_kept` if it had been run before."""
+    """A cell that was run, and its result; `was_kept` if it had been run before."""
 
     cell: Cell
     result: Mapping[str, Any]
     was_kept: bool = False
-    cpu_s: float | None = None  # that it took when it was run
+    cpu_s: float | None = None  # when it was run
 
     @property
     def row(self) -> Row:
@@ -72,26 +72,26 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Compared:
-    """One thing that the paper says, and ours; `low` and `high` are its range, None where it gives no bound.
+    """One statement of the paper, and ours; `low` and `high` are its range, None where it gives no bound.
 
-    `within` is by how much ours may leave it: a printed time is no range. Who writes a line says before anything is
-    run why ours would be `below` or `above`: there is none that can come out outside and not be explained.
+    `within` is the tolerance of a printed number that is not a range. A line states before anything is run why ours
+    would be `below` or `above`, so that no result outside the range is without a reason.
     """
 
     place: str  # in the paper
     what: str
     paper: str  # as it is printed
-    ours: float | None  # None: nothing of ours tells
+    ours: float | None  # None: not run here
     low: float | None = None
     high: float | None = None
     unit: str = ""
-    most: float | None = None  # where ours is a range, too, up to here
+    most: float | None = None  # the upper end if ours is a range, too
     within: float = 0.0
     better: Literal["more", "less"] | None = None
     below: str = ""
     above: str = ""
     run: str = ""  # hashes of the cells that ours comes from
-    is_fitted: bool = False  # the testbed was fitted to what the paper says here: no more than a check of the fit
+    is_fitted: bool = False  # the testbed was fitted to this statement: it only checks the fit
 
     def __post_init__(self) -> None:
         may_be_below = self.low is not None and self.better != "less"
@@ -101,7 +101,7 @@ class Compared:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is something that the paper says, and that our testbed was not made to say, too."""
+        """Whether the paper says something that our testbed was not fitted to."""
         return self.paper != UNSAID and not self.is_fitted
 
     @property
@@ -119,7 +119,7 @@ class Compared:
 
     @property
     def why(self) -> str:
-        """Why ours is outside what the paper says; nothing if it is not."""
+        """The reason if ours is outside the paper's range; empty if it is not."""
         return {"below": self.below, "above": self.above, "wider": self._why_wider}.get(self.verdict, "")
 
     @property
@@ -128,7 +128,7 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's, where that is one number or one bound."""
+        """Ours over the paper's, if that is a single number or bound."""
         is_range = None not in (self.low, self.high) and self.low != self.high
         bound = self.high if self.low is None else self.low
         if self.ours is None or self.most is not None or is_range or not bound:
@@ -144,9 +144,9 @@ def compare_nothing(rows: Sequence[Row]) -> list[Compared]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What `python -m reproduction NAME` runs. `cells` is asked with quick=True for fewer of them.
+    """What `python -m reproduction NAME` runs. `cells(True)` returns fewer of them, for --quick.
 
-    `columns` are those that the tables show, in their order, of what `rows` makes of the outcomes; the last one is
+    `columns` are those of `rows` that the tables show, in order; the last one is
     `run`, the hashes of the cells that a row comes from. `plot` draws rows into a folder and returns the files.
     """
 
@@ -157,7 +157,7 @@ class Experiment:
     compare: Callable[[Sequence[Row]], list[Compared]] = compare_nothing
     plot: Callable[[Sequence[Row], Path], Sequence[Path]] | None = None
     rows: Callable[[Sequence[Outcome]], list[Row]] = a_row_each
-    notes: str = ""  # for the head of its tables: what a reader has to know
+    notes: str = ""  # shown above its table
 
     def __post_init__(self) -> None:
         assert self.columns[-1] == "run", f"the table of {self.name} does not name the cells of its numbers"

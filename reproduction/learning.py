@@ -1,9 +1,9 @@
-"""What is learned by fl, sfl and pipar: loss curves, accuracies and, in float64, the weights themselves; paper V-C.
+"""Loss curves and accuracies of fl, sfl and pipar and, in float64, their weights; paper V-C.
 
-Real images, the real mathematics, virtual time. A handful of devices share all images, because what a training costs
-here is its mathematics: 100 devices would learn less in the same time, by all three methods. P and N are those that
-the paper prints for WiFi. Batch normalisation is the paper's, and makes pipar's weights differ from the others';
-without it they are the same, as `equality` says to the last digits.
+Real images and mathematics, in virtual time. A handful of devices share all images, because the mathematics is what a
+training costs here: 100 devices would learn less in the same time, with all three methods. P and N are those that the
+paper prints for WiFi. Batch normalisation is the paper's, and makes pipar's weights differ from the others'; without it
+they are the same, as `equality` shows to the last digits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from reproduction.testbed import BOARD, SERVER
 METHODS = ("fl", "sfl", "pipar")
 SEEDS = (0, 1, 2)
 DEVICES = 4
-#: As far as float64 is told apart after some iterations, of the largest weight.
+#: Rounding in float64 after some iterations, relative to the largest weight.
 EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained by each method and from each seed; `samples` are those of one device.
+    """What is trained with each method and each seed; `samples` are those of one device.
 
-    Without a size, validation and test sets are 2,000 and 8,000 images as in the paper, or what there is.
+    Without a size, validation and test sets are 2,000 and 8,000 images as in the paper, or all that there are.
     """
 
     model: str
@@ -78,7 +78,7 @@ FULL = (
     Training("mobilenetv3_small", "mnist", samples=15_000, epochs=3, learning_rate=0.05),
     Training("vgg5", "cifar10", samples=2_500, epochs=8, learning_rate=0.03),
 )
-#: So much of them that it is a matter of minutes.
+#: Small enough to take minutes.
 QUICK = (
     Training("vgg5", "mnist", samples=1_000, epochs=2, validation=500, test=2_000),
     Training("vgg5", "cifar10", samples=500, epochs=4, learning_rate=0.03, validation=400, test=1_600),
@@ -86,7 +86,7 @@ QUICK = (
 
 
 def training_cells(quick: bool) -> list[Cell]:
-    """Return a run of each training by each method from each seed; both experiments look at the same ones."""
+    """Return a run of each training with each method and seed; both experiments use the same ones."""
     return [training.cell(method, seed) for training, seed, method in product(QUICK if quick else FULL, SEEDS, METHODS)]
 
 
@@ -106,14 +106,14 @@ def _epochs(run: Row) -> Iterator[Row]:
 
 
 _BATCH_STATISTICS = (
-    "batch normalisation sees micro-batches, whose statistics are not the batch's; see `equality` for networks without"
+    "batch normalisation uses statistics of micro-batches, not of the batch; see `equality` for networks without it"
 )
 
 
 def compare_losses(rows: Sequence[Row]) -> list[Compared]:
-    """Return how far pipar's curve is from the others' in the epoch that speaks most against it.
+    """Compare pipar's curve with the others', in the epoch with the largest difference.
 
-    Curves lie on each other if in every epoch their means are no further apart than two seeds of one method.
+    Curves overlap if in every epoch their means differ no more than two seeds of one method.
     """
     said = published().statement("curves-overlap")
     compared = []
@@ -126,7 +126,7 @@ def compare_losses(rows: Sequence[Row]) -> list[Compared]:
         compared.append(
             Compared(
                 place=said.place,
-                what=f"{what}; within what seeds change",
+                what=f"{what}; compared with the difference between seeds",
                 paper=str(said),
                 ours=gap,
                 low=0.0,
@@ -140,7 +140,7 @@ def compare_losses(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _gaps(rows: Sequence[Row]) -> Iterator[tuple[int, float, float]]:
-    """Yield of every epoch how far the means of pipar and of another are apart, and two seeds of one method."""
+    """Yield for every epoch the largest difference of pipar's mean to another's, and of two seeds of one method."""
     for epoch in sorted({row["epoch"] for row in rows}):
         losses = _by_method([row for row in rows if row["epoch"] == epoch], "val_loss")
         ours = mean(losses["pipar"])
@@ -152,7 +152,7 @@ def _gaps(rows: Sequence[Row]) -> Iterator[tuple[int, float, float]]:
 
 
 def accuracy_rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return a row for each training: percent of the test set by each method, means over the seeds."""
+    """Return a row for each training: percent of the test set with each method, means over the seeds."""
     return [
         _accuracies(model, dataset, own)
         for (model, dataset), own in _by_training([outcome.row for outcome in outcomes]).items()
@@ -188,9 +188,9 @@ def _printed_accuracies(model: str, dataset: str) -> str:
 
 
 def compare_accuracies(rows: Sequence[Row]) -> list[Compared]:
-    """Return pipar's difference to the better of the others, against how much the seeds change; then every column.
+    """Compare pipar's difference to the better of the others with the difference between seeds; then every column.
 
-    Those of trainings that are not run here say so.
+    Trainings that are not run here are marked so.
     """
     return [
         *(_within_seeds(row) for row in rows),
@@ -203,8 +203,8 @@ def _within_seeds(row: Row) -> Compared:
     said = published().accuracy(row["network"], row["data"])
     return Compared(
         place="V-C2" if said is None else said.place,
-        what=f"{row['network']}, {row['data']}: accuracy of pipar minus the better of fl and sfl; within what "
-        "seeds change",
+        what=f"{row['network']}, {row['data']}: accuracy of pipar minus the better of fl and sfl; compared with the "
+        "difference between seeds",
         paper="" if said is None else f"{said.difference:+g}",
         ours=row["difference"],
         low=-row["spread"],
@@ -216,11 +216,11 @@ def _within_seeds(row: Row) -> Compared:
     )
 
 
-_SEEDS_CHANGE_MORE = "these are means of three seeds after few epochs, of which two differ by more than that"
+_SEEDS_CHANGE_MORE = "these are means of three seeds after few epochs; two seeds differ by more than that"
 
 
 def _differences(rows: Sequence[Row]) -> list[Compared]:
-    """Return what the text says of differences: over all trainings, and of the worst one."""
+    """Compare the differences that the paper states: over all trainings, and the worst one."""
     lines = []
     for statement in published().about("accuracy"):
         here = [
@@ -239,14 +239,14 @@ def _difference(row: Row, other: str | None) -> float:
 
 
 def _columns(said: Accuracy, rows: Sequence[Row]) -> Iterator[Compared]:
-    """Yield the accuracies of one training by each method, as printed and as they came out."""
+    """Yield the accuracies of one training with each method, printed and ours."""
     row = next((row for row in rows if (row["network"], row["data"]) == (said.model, said.dataset)), None)
     for method in METHODS:
         printed = float(getattr(said, method))
         epochs = "" if row is None else f" for {row['epochs']} epochs"
         yield Compared(
             place=said.place,
-            what=f"{said.model}, {said.dataset}: accuracy by {method}{epochs}",
+            what=f"{said.model}, {said.dataset}: accuracy with {method}{epochs}",
             paper=f"{printed:g} %",
             ours=None if row is None else row[method],
             low=printed,
@@ -277,7 +277,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def equality_cells(quick: bool) -> list[Cell]:
-    """Return short trainings in float64 that are run by all methods, and their weights compared."""
+    """Return short trainings in float64 that are run with all methods to compare their weights."""
     networks = ("vgg5",) if quick else ("vgg5", "mobilenetv3_small")
     return [_equality_cell(model, norm) for model, norm in product(networks, ("none", "group"))]
 
@@ -295,12 +295,12 @@ _DEFECT = "the methods do not train the same weights"
 
 
 def compare_weights(rows: Sequence[Row]) -> list[Compared]:
-    """Return how far apart the weights of the methods are."""
+    """Compare the weights of the methods."""
     return [
         Compared(
             place="IV",
-            what=f"{row['network']}, norm {row['norm']}, float64: largest difference of a weight by fl, sfl and pipar "
-            "over the largest weight",
+            what=f"{row['network']}, norm {row['norm']}, float64: largest difference of a weight between fl, sfl and "
+            "pipar over the largest weight",
             paper=UNSAID,
             ours=row["largest_difference"],
             low=0.0,
@@ -315,8 +315,8 @@ def compare_weights(rows: Sequence[Row]) -> list[Compared]:
 
 _NOTES = (
     f'{DEVICES} devices share the images; P and N are those that the paper prints for WiFi; norm = "batch", as in the '
-    f"paper; seeds {', '.join(map(str, SEEDS))}. `spread` is what seeds change: the largest difference of two runs "
-    "by one method. `by seed` are the differences of pipar to fl and to sfl with the same seed."
+    f"paper; seeds {', '.join(map(str, SEEDS))}. `spread` is the difference between seeds: the largest one of two "
+    "runs with one method. `by seed` are the differences of pipar to fl and to sfl with the same seed."
 )
 
 CONVERGENCE = Experiment(
@@ -331,13 +331,13 @@ CONVERGENCE = Experiment(
 )
 ACCURACY = Experiment(
     "accuracy",
-    "Test accuracy by fl, sfl and pipar, percent (V-C2)",
+    "Test accuracy of fl, sfl and pipar in percent (V-C2)",
     training_cells,
     ("network", "data", "norm", "epochs", "fl", "sfl", "pipar", "difference", "by_seed", "spread", "printed", "run"),
     compare_accuracies,
     partial(plot_if_possible, "accuracy"),
     accuracy_rows,
-    _NOTES + " The paper trained longer: `printed` has its accuracies by fl, sfl and pipar.",
+    _NOTES + " The paper trained longer: `printed` has its accuracies of fl, sfl and pipar.",
 )
 EQUALITY = Experiment(
     "equality",
@@ -345,7 +345,7 @@ EQUALITY = Experiment(
     equality_cells,
     ("network", "data", "norm", "plan", "largest_difference", "run"),
     compare_weights,
-    notes="The same training by each method from the same seed. With batch normalisation pipar's weights would differ: "
-    "statistics of a micro-batch are not those of the batch.",
+    notes="The same training with each method and the same seed. With batch normalisation pipar's weights would "
+    "differ: statistics of a micro-batch are not those of the batch.",
 )
 EXPERIMENTS = (CONVERGENCE, ACCURACY, EQUALITY)

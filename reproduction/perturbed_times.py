@@ -1,7 +1,7 @@
-"""A world that the planner does not know, to judge its choices in.
+"""Times that the planner does not know, to score its choices.
 
-Machines differ from their profiles, layer by layer, and no stage takes the same time twice. Both are drawn from a seed
-that the planner is not given.
+Machines differ from their profiles layer by layer, and no stage takes the same time twice. Both are drawn from a seed
+that the planner does not know.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import BatchTimes
 from pipar.planner.timing import Simulate, SimulateWithin, Timing
 
-#: How far a layer's time may lie from its profile, either way.
+#: Maximum difference of a layer's time from its profile, either way.
 PERTURBATION = 0.15
-#: How far a single stage may lie from the usual, either way.
+#: Maximum difference of a single stage from its usual time, either way.
 JITTER = 0.05
 _STAGES = ("fc", "encode", "u", "served", "d", "decode", "bc")
 _MOST_MICRO_BATCHES = 1024
@@ -30,12 +30,12 @@ _REMEMBERED = 400_000
 
 
 def perturbed(fleet: Fleet, seed: int) -> Fleet:
-    """Return the fleet with other times for every layer, on each machine by its own factors; kinds stay kinds."""
+    """Return the fleet with other times for every layer, by factors of each machine; kinds of devices are kept."""
     return fleet.varied(lambda machine: _factors(seed, machine))
 
 
 def jittered_simulation(seed: int) -> Simulate:
-    """Return a simulation in which every stage of every device lasts a little more or less than it should."""
+    """Return a simulation in which every stage takes a little more or less than its usual time."""
     world = _World(seed)
 
     def simulate_world(fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None) -> Timing:
@@ -45,7 +45,7 @@ def jittered_simulation(seed: int) -> Simulate:
 
 
 def jittered_simulation_within(seed: int) -> SimulateWithin:
-    """Return the same simulation, given up as soon as an epoch cannot be as short as it is to be."""
+    """Return the same simulation, which stops as soon as an epoch must exceed a limit."""
     world = _World(seed)
 
     def simulate_world(
@@ -63,7 +63,7 @@ def jitter(seed: int) -> Disturb:
 
     def usual(times: BatchTimes) -> np.ndarray:
         nonlocal latest
-        if latest is None or latest[0] is not times:  # one device after another has the same
+        if latest is None or latest[0] is not times:  # consecutive devices often have the same
             latest = times, np.array([getattr(times, stage) for stage in _STAGES])
         return latest[1]
 
@@ -74,14 +74,14 @@ def jitter(seed: int) -> Disturb:
             known[key] = draw.uniform(1 - JITTER, 1 + JITTER, (len(_STAGES), _MOST_MICRO_BATCHES))
         factors = known[key][:, : len(times.fc)]
         changed = dict(zip(_STAGES, (usual(times) * factors).tolist(), strict=True))
-        answer = (np.array(times.answer) * factors[_STAGES.index("served")]).tolist()  # a part of what is served
+        answer = (np.array(times.answer) * factors[_STAGES.index("served")]).tolist()  # a part of `served`
         return replace(times, **changed, answer=answer)
 
     return disturb
 
 
 class _World:
-    """The same factors for one fleet after another. With two kinds of devices, each plan comes with many others."""
+    """Keeps jittered times, which are needed again: with two kinds of devices, each plan is tried with many others."""
 
     def __init__(self, seed: int) -> None:
         self._disturb = jitter(seed)
@@ -90,7 +90,7 @@ class _World:
         self._micro_batches = 0
 
     def disturb(self, fleet: Fleet, plans: Mapping[str, Plan]) -> Disturb:
-        """Return what changes the times of these plans, always in the same way."""
+        """Return a function that jitters the times of these plans, always in the same way."""
         if fleet is not self._fleet:
             self._fleet = fleet
             self._forget()

@@ -1,4 +1,4 @@
-"""How long an epoch takes by each P and N, and where in this landscape the planner chooses; paper V-D."""
+"""Epoch times for each P and N, and the pair that the planner chooses; paper V-D."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reproduction.experiment import Cell, Experiment, Outcome, Row
 from reproduction.plots import plot_if_possible
 from reproduction.testbed import LINKS, Trial
 
-#: Every N up to where an epoch hardly changes any more, then fewer.
+#: Every N until an epoch hardly changes any more, then fewer.
 MICRO_BATCHES = (*range(1, 17), 20, 25, 33, 50, 100)
 FEWER = (1, 2, 4, 8, 16)
 
@@ -29,7 +29,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def _pairs(outcome: Outcome) -> list[Row]:
-    """Return a row for each pair that was tried; the best of them is the quickest. Where none fits, one without."""
+    """Return a row for each pair that was tried; if no plan fits, one row without numbers."""
     if not outcome.result["fits"]:
         return [outcome.row]
     pairs, chosen = outcome.result["pairs"], outcome.result["chosen"]
@@ -50,13 +50,13 @@ def _pairs(outcome: Outcome) -> list[Row]:
 
 PLAN_MAP = Experiment(
     "plan-map",
-    "Seconds of an epoch by P and N, and the chosen pair (V-D)",
+    "Epoch times by P and N, and the chosen pair (V-D)",
     _cells,
     ("network", "data", "link", "split_point", "micro_batches", "seconds", "score", "chosen", "run"),
     plot=partial(plot_if_possible, "selection"),
     rows=_rows,
-    notes="Seconds of an epoch of 100 devices that all have this plan, as the planner simulates them; how well it does "
-    "where it does not know the costs is in `selection-small`. Every P has a row with each N of "
+    notes="Seconds of an epoch of 100 devices that all have this plan, as the planner simulates them; "
+    "`selection-small` has its choices with times that it does not know. Every P has a row with each N of "
     f"{', '.join(map(str, MICRO_BATCHES))} (with --quick: {', '.join(map(str, FEWER))}) and with the chosen N and the "
     "two on either side of it, unless that does not fit into a board's memory. The score is the best epoch of these "
     "over this one. A row without numbers: no plan of it fits.",

@@ -1,7 +1,7 @@
-"""A choice of plans against exhaustive search, in a world that the planner does not know; paper V-D.
+"""Scores of chosen plans against exhaustive search, with times that the planner does not know; paper V-D.
 
-The judge's costs are perturbed by up to 15 % a layer and jittered by 5 % a stage, from a seed that the planner does
-not get.
+Times are perturbed by up to 15 % per layer and jittered by up to 5 % per stage, from a seed that the planner does not
+know.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from reproduction.perturbed_times import JITTER, jittered_simulation, jittered_s
 
 @dataclass(frozen=True)
 class PlanScores:
-    """One training, planned and searched; plans are those of each kind of device."""
+    """The scores of one training; plans are those of each kind of device."""
 
     chosen: str
     chosen_s: float
     best: str
     best_s: float
     score: float
-    learned: str  # the plans after some epochs in the judge's world
+    learned: str  # the plans after some epochs with the perturbed times
     learned_score: float
-    profiled: str  # the best of all plans if machines were as profiled: more nobody can know before a training
+    profiled: str  # the best plans by the profiles: the most that can be known before a training
     profiled_score: float
     paper: str
     paper_score: float
@@ -48,17 +48,17 @@ class PlanScores:
 
 @dataclass(frozen=True)
 class PlansToScore:
-    """What there is before a training, whatever world it will be in: the choice, and what it is compared with."""
+    """The plans to compare, which do not depend on the perturbed times: chosen, by the profiles, by the paper."""
 
     choice: SearchResult
     planning_s: float
     profiled: PlansByKind
     paper: PlansByKind
-    micro_batches: Sequence[int] | None  # that were searched; None: all
+    micro_batches: Sequence[int] | None  # N that are searched; None: all
 
     @classmethod
     def of(cls, fleet: Fleet, micro_batches: Sequence[int] | None = None) -> PlansToScore:
-        """Choose for a fleet, and search every P with every N, or with these."""
+        """Choose plans for a fleet, and search every P with every N, or with the given ones."""
         began = time.process_time()
         choice = search_kinds(fleet, simulate, within=simulate_within)
         planning_s = time.process_time() - began
@@ -69,10 +69,7 @@ class PlansToScore:
 
 
 def score_plans(fleet: Fleet, known: PlansToScore, *, seed: int, epochs: int) -> PlanScores:
-    """Return how good the choice for a fleet is: at the start, learned from so many epochs, by the paper's estimate.
-
-    Also how good the best plan by the profiles alone is.
-    """
+    """Return the scores of plans: chosen at the start, learned over epochs, best by the profiles, by the paper."""
     micro_batches = known.micro_batches
     truth, world = perturbed(fleet, seed), jittered_simulation(seed)
     began = time.process_time()
@@ -105,12 +102,12 @@ def score_plans(fleet: Fleet, known: PlansToScore, *, seed: int, epochs: int) ->
 
 
 def learned_plans(fleet: Fleet, truth: Fleet, plans: Mapping[str, Plan], epochs: int) -> Mapping[str, Plan]:
-    """Return the plans after epochs in which the server saw how long machines really compute, and chose again."""
+    """Return the plans after epochs in which the server measured compute times and chose again."""
     predictor = Predictor(fleet, plans)
     for epoch in range(1, epochs + 1):
         predictor.learn(epoch, *compute_seconds(truth, predictor.plans))
         if predictor.has_learned():
-            # Behind the last epoch nothing is tried: what it has taught is to be judged.
+            # No trial plan after the last epoch: the learned plans are to be scored.
             settings = UNHURRIED if epoch < epochs else replace(UNHURRIED, trial_cost=0.0)
             predictor.replan(epoch + 1, search_again(predictor.latest({}), predictor.plans, settings))
     return predictor.plans

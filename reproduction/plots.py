@@ -13,7 +13,7 @@
     scores         one                     network, data, link, score, its_score
     scale          link x what grows       devices, method, seconds, up_GB, down_GB, server_GB, planning_s
 
-A table has methods beside each other (`fl_s`, `sfl_s`, `pipar_s`) or below each other (`method`, `seconds`); both are
+A table has methods side by side (`fl_s`, `sfl_s`, `pipar_s`) or below each other (`method`, `seconds`); both are
 drawn. What is None is not: federated learning of a network that does not fit on the device has no time. Marks of rows
 with `is_run` False are hollow.
 """
@@ -30,14 +30,14 @@ from reproduction.curves import draw_bandwidth, draw_batch_sizes, draw_losses, d
 from reproduction.dots import draw_accuracies, draw_scores
 from reproduction.drawing import LOOKS, Row, Rows, can_draw, name_of, save, styled
 from reproduction.maps import draw_selection
-from reproduction.reasons import who
+from reproduction.reasons import device_count
 from reproduction.testbed import LARGE
 
-#: What a table calls a value behind the method's name.
+#: The ending of a value's column, after the method's name.
 _SHORT = {"seconds": "s", "server_idle_s": "server_idle", "device_idle_s": "device_idle"}
 
 _TESTBEDS = ("size", "devices", "wire", "board", "server_speed")
-#: How each is drawn, and which columns have figures of their own.
+#: How each is drawn, and the columns whose values have separate figures.
 FIGURES: dict[str, tuple[Callable[[Rows], Any], Sequence[str]]] = {
     "time": (draw_times, _TESTBEDS),
     "idle": (draw_idle_times, _TESTBEDS),
@@ -61,7 +61,7 @@ def plot_if_possible(name: str, rows: Rows, folder: Path) -> list[Path]:
 def plot(name: str, rows: Rows, folder: Path) -> list[Path]:
     """Draw the figures of an experiment into a folder, each as SVG and PNG, and return the files."""
     if name not in FIGURES:
-        raise InputError(f"'{name}' is no figure; there are {', '.join(FIGURES)}.")
+        raise InputError(f"'{name}' is not a figure; choose from {', '.join(FIGURES)}.")
     draw, apart = FIGURES[name]
     files = []
     with styled():
@@ -76,7 +76,7 @@ def plot(name: str, rows: Rows, folder: Path) -> list[Path]:
 def _about(row: Row, apart: Sequence[str]) -> str:
     """Return what all rows of a figure have in common and no panel says: "100 devices"."""
     words: dict[str, Callable[[Any], str]] = {
-        "devices": who,
+        "devices": device_count,
         "server_speed": lambda speed: f"a server with {speed:g} times the speed of the named one",
         "board": name_of,
         "wire": lambda wire: f"wire {wire}",

@@ -1,4 +1,4 @@
-"""What differential privacy adds to an epoch: noise on the devices' updates, and noise on their inputs; paper V-F2."""
+"""Training time with differential privacy: noise on the devices' updates, or on their inputs; paper V-F2."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from reproduction.tables import against
 from reproduction.testbed import LINKS, SMALL, Trial
 
 WITHOUT = "none"
-#: How much noise does not change how long it takes.
+#: The amount of noise does not change its duration.
 MECHANISMS: dict[str, dict[str, float]] = {
     WITHOUT: {},
     "classic-dp": {"clip": 1.0, "noise_multiplier": 1.0},
     "pixeldp": {"pixel_epsilon": 1.0},
 }
 #: Why epochs grow by more than in the paper.
-_SLOWER = "noise takes the seconds for each byte that the profile of the board has, scaled with its fitted speed"
-_UNHIDDEN = "by pipar less of an epoch is waiting that noise could be done in"
+_SLOWER = "noise takes the seconds per byte of the board's profile, scaled by its fitted speed"
+_UNHIDDEN = "with pipar there is less waiting in an epoch that could hide the noise"
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -44,7 +44,7 @@ def _cells(quick: bool) -> list[Cell]:
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
-    """Hold the seconds that noise adds against the paper's largest."""
+    """Compare the seconds that noise adds with the paper's largest."""
     lines = []
     for statement in published().about("privacy"):
         if statement.name == "dp-not-more":
@@ -59,7 +59,7 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _adds_more(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows in which noise adds more to an epoch by pipar than by another method."""
+    """Return the rows in which noise adds more to an epoch with pipar than with another method."""
     without = {(row["network"], row["link"]): row for row in rows if row["mechanism"] == WITHOUT}
     found = []
     for row in rows:
@@ -71,7 +71,7 @@ def _adds_more(rows: Sequence[Row]) -> list[Row]:
 
 
 def _added(rows: Sequence[Row], mechanism: str, method: str) -> list[Found]:
-    """Return the seconds that a mechanism adds to an epoch by a method, of every network and link."""
+    """Return the seconds that a mechanism adds to an epoch with a method, for every network and link."""
     by_place = {(row["network"], row["link"], row["mechanism"]): row for row in rows}
     found = []
     for (network, link, name), noisy in by_place.items():

@@ -1,7 +1,7 @@
-"""What the paper reports: every number of its evaluation, with the place where it stands.
+"""What the paper reports: every number of its evaluation, with its place.
 
 The numbers are in `published.toml`; the paper's text and pictures are not. Names of networks, datasets, links and
-methods are those of the configuration, so that a row of ours finds what was printed for it.
+methods are those of the configuration, so that our rows can be matched with printed ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 class _Printed(BaseModel):
-    """Anything that the paper prints: a key that nobody knows, or a number for a word, is a mistake in our file."""
+    """Anything that the paper prints; an unknown key, or a number in place of text, is an error in our file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,7 +47,7 @@ class _Printed(BaseModel):
 class Statement(_Printed):
     """One number or range of the text. "Up to" has only a `high`, "at least" only a `low`; a single number has both.
 
-    `in_words`: the paper gives no number; the bound, if there is one, is what its words mean.
+    `in_words`: the paper gives no number; the bound, if any, is what its words mean.
     """
 
     name: _Name
@@ -72,7 +72,7 @@ class Statement(_Printed):
         return self
 
     def __str__(self) -> str:
-        """The range as a table has it: "1.4 to 3.4 x", "up to 64.1 x", "at least 0.96", "27 %"."""
+        """The range as tables show it: "1.4 to 3.4 x", "up to 64.1 x", "at least 0.96", "27 %"."""
         return f"{_range(self.low, self.high)} {self.unit}".strip()
 
 
@@ -89,7 +89,7 @@ def _range(low: float | None, high: float | None) -> str:
 
 
 class Accuracy(_Printed):
-    """A column of the two tables of accuracies: percent of the test set that the trained model answers right."""
+    """A column of the two tables of accuracies, in percent of the test set."""
 
     model: Model
     dataset: Dataset
@@ -117,7 +117,7 @@ class Selection(_Printed):
 
     @property
     def score(self) -> float:
-        """T_opt / T from the printed times; in two rows of Table VIII the printed score is another."""
+        """T_opt / T from the printed times; two printed scores of Table VIII differ from it."""
         return self.best_epoch_s / self.epoch_s
 
     @property
@@ -154,10 +154,10 @@ class Published(BaseModel):
         for statement in self.statements:
             if statement.name == name:
                 return statement
-        raise InputError(f"'{name}' is no statement of the paper; there are {self._names()}.")
+        raise InputError(f"'{name}' is not a statement of the paper; choose from {self._names()}.")
 
     def about(self, experiment: str) -> tuple[Statement, ...]:
-        """Return what the text says about one experiment, in its order; nothing if it says nothing."""
+        """Return the statements about one experiment, in the order of the text."""
         return tuple(statement for statement in self.statements if statement.experiment == experiment)
 
     def accuracy(self, model: str, dataset: str) -> Accuracy | None:
@@ -180,7 +180,7 @@ def published() -> Published:
 
 
 def read_published(text: str) -> Published:
-    """Return what a file of published numbers says; one sentence about the first mistake in it."""
+    """Return the content of a file of published numbers; raise one sentence about the first error in it."""
     try:
         tree = tomllib.loads(text)
         return Published.model_validate(
@@ -204,7 +204,7 @@ def _statements(by_experiment: dict[str, list[dict[str, Any]]]) -> list[dict[str
 
 
 def _rows(tables: list[dict[str, Any]], columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the rows of tables as records: what stands above a table's rows holds for each of them."""
+    """Return the rows of tables as records; the keys above a table's rows apply to each of them."""
     return list(chain.from_iterable(_table_rows(table, columns) for table in tables))
 
 
@@ -216,4 +216,4 @@ def _table_rows(table: dict[str, Any], columns: tuple[str, ...]) -> list[dict[st
 def _refuse_twice(names: Sequence[object], of_what: str) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"{twice[0]} stands twice in the {of_what}")
+        raise ValueError(f"{twice[0]} occurs twice in the {of_what}")

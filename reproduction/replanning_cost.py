@@ -1,4 +1,4 @@
-"""A training on links that change, and what choosing plans again takes of it."""
+"""The cost of choosing new plans in a training on links that change."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipar.planner.search_settings import SearchSettings
 
 
 def replanning_cost(job: Job) -> dict[str, float | int]:
-    """Train a job, timing-only; return its epochs and seconds, and how often and how long plans were chosen again.
+    """Train a job timing-only; return its epochs and seconds, and the number and duration of searches.
 
-    Seconds of choosing are CPU time: it is done beside the training, which waits for none of it.
+    Durations of searches are CPU seconds: searches run in the background, and training does not wait for them.
     """
     searches: list[float] = []
     seconds: list[float] = []
     replans: list[Replanned] = []
 
     async def search(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings) -> Mapping[str, Plan]:
-        # A search has a process of its own: it does not collect the garbage of what a whole training has on its heap.
+        # In production a search has its own process, so it must not pay for garbage collection of the training's heap.
         gc.freeze()
         began = time.process_time()
         try:

@@ -1,4 +1,4 @@
-"""What an experiment needs that may not be here: images, and the package that tells what noise is worth."""
+"""What an experiment needs that may be missing: images, and the package that computes epsilon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reproduction.experiment import LEARNING, Cell, Experiment
 
 
 def missing_requirement(experiment: Experiment, *, quick: bool) -> str | None:
-    """Return in one sentence what an experiment cannot be run without, and how to get it; None if all is here."""
+    """Return in one sentence what an experiment lacks and how to get it; None if it can run."""
     try:
         for cell in experiment.cells(quick):
             _check(cell)

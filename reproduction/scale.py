@@ -1,4 +1,4 @@
-"""From one device to 100,000: how long an epoch takes, what travels, what the server holds, what planning costs."""
+"""From one device to 100,000: time and bytes of an epoch, models on the server, and planning time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from reproduction.experiment import UNSAID, Cell, Compared, Experiment, Outcome,
 from reproduction.plots import plot_if_possible
 from reproduction.testbed import Trial
 
-#: Up to so many devices the programs themselves are run; of larger fleets a sample of 128 is forecast, with its share
-#: of the server's cores.
+#: Fleets up to this size run the programs; for larger ones a sample of 128 devices is simulated, with its share of the
+#: server's cores.
 RUN_DEVICES = 1000
 COUNTS = (1, 10, 30, 100, 300, 1000, 10_000, 100_000)
-#: One server is enough while an epoch is at most so many times as long as with one device.
+#: One server is enough while an epoch takes at most this many times as long as with one device.
 _ENOUGH = 1.1
 _SERVER_BYTES = 32e9
 
@@ -27,7 +27,7 @@ def _cells(quick: bool) -> list[Cell]:
 
 
 def _cell(model: str, link: str, count: int, method: str) -> Cell:
-    # No dataset has 500 samples for each of so many.
+    # No dataset has 500 samples for each of 100,000 devices.
     trial = Trial(model, "synthetic", link, method=method, devices=count, samples=500)
     is_run = count <= RUN_DEVICES
     where = {"network": model, "link": link, "devices": count, "method": method}
@@ -55,7 +55,7 @@ def _row(outcome: Outcome) -> Row:
 
 
 def _compare(rows: Sequence[Row]) -> list[Compared]:
-    """Hold the methods against each other, for every number of devices; tell up to how many one server is enough."""
+    """Compare the methods for every number of devices, and find for how many one server is enough."""
     lines = compare_methods(beside(rows, ("network", "link", "devices"), {"s": "seconds"}))
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -64,13 +64,13 @@ def _compare(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _enough(network: str, link: str, method: str, rows: Sequence[Row]) -> Compared:
-    """Return with how many devices, of those that were tried, one server is enough, and with how many no longer."""
+    """Return the largest number of devices, of those that were tried, for which one server is enough."""
     up_to = list(takewhile(lambda row: row["is_enough"], rows))
     too_many = rows[len(up_to)]["devices"] if len(up_to) < len(rows) else None
-    more = f", and no longer with {too_many:,}" if too_many is not None else ""
+    more = f"; it is not enough for {too_many:,}" if too_many is not None else ""
     return Compared(
         place="-",
-        what=f"{network}, {link}: one server is enough for so many devices by {method}{more}",
+        what=f"{network}, {link}: number of devices for which one server is enough with {method}{more}",
         paper=UNSAID,
         ours=float(up_to[-1]["devices"]) if up_to else None,
         unit="devices",
@@ -89,9 +89,9 @@ SCALE = Experiment(
     _compare,
     partial(plot_if_possible, "scale"),
     rows=_rows,
-    notes="500 samples of 3x32x32 a device. Up to 1,000 devices the programs are run, beyond that a sample of the "
-    "fleet is forecast. server_GB are the models on the server, planning_s CPU seconds; server_Gbit/s is what its "
-    "network carries on average, which is not limited here. One server is enough while an "
-    "epoch lasts at most 1.1 times as long as with one device (times one), and its 32 GB hold the models; behind that "
-    "the planner leaves ever more to the devices, up to federated learning (P = Q).",
+    notes="500 samples of 3x32x32 per device. Up to 1,000 devices the programs are run; beyond that a sample of the "
+    "fleet is simulated. server_GB is the size of the models on the server, planning_s CPU seconds; server_Gbit/s is "
+    "the average traffic of the server, which is not limited here. One server is enough while an "
+    "epoch lasts at most 1.1 times as long as with one device (times one), and its 32 GB hold the models; beyond "
+    "that the planner leaves more and more layers to the devices, up to federated learning (P = Q).",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The chosen plans against exhaustive search: the paper's two tables of parameters."""
+"""The chosen plans compared with exhaustive search (Tables VII and VIII)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from reproduction.tables import NEAR, against
 from reproduction.testbed import BATCH_SIZE, LARGE, SAMPLES, SMALL, Trial, trainings
 
 SEED = 20240612
-#: N of a quick search.
+#: N that a quick search tries.
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 50)
-#: Epochs of a training that a choice is for, at least: "hundreds or more".
+#: Minimum epochs of a training for which plans are chosen: "hundreds or more".
 _EPOCHS = 100
-#: As good as the best, for who trains by it.
+#: Minimum score of a plan that is as good as the best in practice.
 _OPTIMAL = 0.995
-_UNKNOWN_WORLD = (
-    "the world in which plans are judged is not the one that the planner knows: layers take up to 15 % more or less"
-)
+_UNKNOWN_WORLD = "plans are scored with times that the planner does not know: layers take up to 15 % more or less"
 _FEWER_PLANS = (
-    "every plan counts as quick as the best, while the paper's search trained by the slow ones as well; with --quick "
-    "there are fewer plans"
+    "every plan is assumed to be as fast as the best, while the paper's search also trained with slow ones; with "
+    "--quick there are fewer plans"
 )
-_MORE_PLANS = "the best epoch takes longer here, and every plan counts as long"
-#: Scores are printed with two digits.
+_MORE_PLANS = "the best epoch takes longer here, and every plan is assumed to take as long"
+#: Scores are printed with two decimals.
 _DIGITS = 0.005
 _SHORT_EPOCHS = "choosing simulates the whole fleet on one core of this machine, and epochs are shorter here"
 
@@ -54,14 +52,14 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def _with_the_chosen_among_all(row: Row) -> Row:
-    """Return the row with the chosen plan as the best one, where a search of a few N has found none as quick."""
+    """Return the row with the chosen plan as the best one if a search of a few N found no faster one."""
     if row["chosen_s"] >= row["best_s"]:
         return row
     return {**row, "best": row["chosen"], "best_s": row["chosen_s"], "score": 1.0}
 
 
 def _costs(row: Row) -> Row:
-    """Return what finding a plan takes: by choosing, by simulating every plan, and by training with every plan."""
+    """Return the time of finding a plan: by choosing, by simulating every plan, and by training with every plan."""
     training_s = _training_every_pair_s(row)
     return {
         "choosing_cpu_s": row["planning_s"],
@@ -72,7 +70,7 @@ def _costs(row: Row) -> Row:
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
-    """Hold scores, and what choosing takes, against what the text says."""
+    """Compare scores and planning times with what the paper says."""
     if not rows:
         return []
     of, every_run = published().statement, " ".join(row["run"] for row in rows)
@@ -90,7 +88,7 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         against(
             of("optimal-plans"),
             mean(optimal),
-            below=f"{_UNKNOWN_WORLD}, and plans beside the best take as long to a part in a hundred",
+            below=f"{_UNKNOWN_WORLD}, and plans near the best one differ by less than 1 %",
             better="more",
         ),
         Compared(
@@ -101,20 +99,20 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
             unit="%",
             run=every_run,
         ),
-        against(of("optimal-split-points"), mean(same_cut), below="other cuts may be as good", better="more"),
+        against(of("optimal-split-points"), mean(same_cut), below="other split points may be as good", better="more"),
         against(of("planning-cost"), mean(costs), above=_SHORT_EPOCHS, better="less"),
         against(
             of("planning-speed-up"),
             mean(faster) if faster else [],
-            what="seconds of an iteration by every plan of pipar, all as quick as the best, over CPU seconds to choose "
-            "(training all/choosing), on average",
+            what="seconds of an iteration with every plan of pipar, each as fast as the best, over CPU seconds of "
+            "choosing (training all/choosing), on average",
             below=_FEWER_PLANS,
             better="more",
         ),
         against(
             of("planning-overhead"),
             mean([cost / _EPOCHS for cost in costs]),
-            what=f"time in which pipar chooses, of {_EPOCHS} epochs",
+            what=f"planning time of pipar over {_EPOCHS} epochs",
             above=_SHORT_EPOCHS,
             better="less",
         ),
@@ -123,15 +121,15 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _line_by_line(row: Row) -> list[Compared]:
-    """Return a row of the paper's table, number by number, and ours; the seconds of epochs are in the tables of times.
+    """Compare a row of the paper's table with ours, number by number; epoch times are in the tables of times.
 
-    Where another plan is the better one here, what the paper's estimate would choose is told beside it.
+    The reason for a different plan includes what the paper's estimate would choose here.
     """
     said = published().selection(row["network"], row["data"], row["link"])
     assert said is not None
     (split_point, micro_batches), (best_cut, best_n) = _numbers(row["chosen"]), _numbers(row["best"])
     other = (
-        "plans are chosen for other machines than the paper's rows imply, see `testbed`, which has the epoch by the "
+        "plans are chosen for other machines than the paper's rows imply, see `testbed`, which has the epoch with the "
         f"paper's plan; its estimate would choose {row['paper']} here, with a score of {row['paper_score']:.3g}"
     )
     return [
@@ -205,7 +203,7 @@ def _numbers(plan: str) -> tuple[int, int]:
 
 
 def _training_every_pair_s(row: Row) -> float:
-    """Return what the paper's search takes at least: each plan is trained for one iteration, the best as all others."""
+    """Return the minimum time of the paper's search: an iteration with each plan, all as fast as the best."""
     iterations = -(-SAMPLES[row["data"]] // BATCH_SIZE)
     return float((row["searched"] + row["ruled_out"]) * row["best_s"] / iterations)
 
@@ -216,15 +214,15 @@ _COLUMNS = (
     "paper", "paper_score", "in_the_paper", "paper_s", "its_score", "run",
 )  # fmt: skip
 _NOTES = (
-    "Plans that were chosen, and the best of all in a world that the planner does not know: every layer takes up to "
-    "15 % more or less than its profile says, every stage 5 %. The score is best_s over chosen_s, seconds of an epoch "
-    f"in that world. With --quick the search tries N of {', '.join(map(str, GRID))} only, and the chosen plan: where "
-    "that is quicker than all of these it is the best one.\n\n"
-    "What finding a plan takes: choosing_cpu_s is the planner, which simulates likely plans, the best of them in "
-    "several worlds; simulating_all_cpu_s is the search for the best one, which simulates in one world every plan that "
-    "its bound does not rule out, and may so be shorter. Both are CPU seconds of the machine that this was run on. "
-    "training_all_s is what the paper's search would take at least: devices train an iteration by every plan, here all "
-    "of them as quick as the best. training_all/choosing is what the paper's 6957x is of.\n\n"
+    "Chosen plans, and the best of all plans with times that the planner does not know: every layer takes up to 15 % "
+    "more or less than its profile says, every stage up to 5 %. The score is best_s over chosen_s, seconds of an epoch "
+    f"with these times. With --quick the search tries only N of {', '.join(map(str, GRID))}, and the chosen plan: if "
+    "that is faster than all others, it is the best one.\n\n"
+    "Time of finding a plan: choosing_cpu_s is the planner, which simulates likely plans, the best of them with "
+    "several variations of times; simulating_all_cpu_s is the exhaustive search, which simulates every plan that its "
+    "bound does not rule out with one set of times, and may be shorter. Both are CPU seconds of the machine that ran "
+    "this. training_all_s is the minimum time of the paper's search: devices train an iteration with every plan, each "
+    "assumed to be as fast as the best. training_all/choosing corresponds to the paper's 6957x.\n\n"
     "`paper` is what the paper's estimate chooses here, with its score; `in the paper` is what the paper prints."
 )
 
@@ -234,5 +232,5 @@ def _selection(name: str, title: str, models: tuple[str, ...]) -> Experiment:
     return Experiment(name, title, cells, _COLUMNS, compare, plot, rows=_rows, notes=_NOTES)
 
 
-SELECTION_SMALL = _selection("selection-small", "Chosen plans and the best ones, small networks (Table VII)", SMALL)
-SELECTION_LARGE = _selection("selection-large", "Chosen plans and the best ones, large networks (Table VIII)", LARGE)
+SELECTION_SMALL = _selection("selection-small", "Chosen and best plans, small networks (Table VII)", SMALL)
+SELECTION_LARGE = _selection("selection-large", "Chosen and best plans, large networks (Table VIII)", LARGE)

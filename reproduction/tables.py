@@ -1,4 +1,4 @@
-"""What an experiment leaves: its rows as Markdown and CSV, and line by line what the paper says against ours."""
+"""The tables of an experiment: its rows as Markdown and CSV, and the comparison with the paper, line by line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipar.storage.run_folder import write_atomically
 from reproduction.experiment import UNSAID, Compared, Experiment, Found, Row
 from reproduction.published import Statement
 
-#: Shown in place of what a row does not have.
+#: Shown for a missing value.
 _NOTHING = "-"
-#: A number that the paper prints alone, or as its largest ("up to 34.6x"), is met if ours is off by no more than this.
+#: Tolerance of a single printed number, or of a largest one ("up to 34.6x").
 NEAR = 0.25
 
 
 def write_tables(experiment: Experiment, rows: Sequence[Row], folder: Path, *, quick: bool = False) -> list[Path]:
-    """Write NAME/table.md, table.csv and comparison.md, and the pictures that there are; return the files."""
+    """Write NAME/table.md, table.csv, comparison.md and the figures; return the files."""
     place = folder / experiment.name
     texts = {
         "table.md": page(experiment, rows, quick=quick),
@@ -48,16 +48,16 @@ def _write(place: Path, texts: Mapping[str, str]) -> None:
 
 
 def page(experiment: Experiment, rows: Sequence[Row], *, quick: bool = False) -> str:
-    """Return the table with its title, and what a reader has to know."""
+    """Return the table with its title and notes."""
     notes = [experiment.notes, ""] if experiment.notes else []
     words = f"`python -m reproduction {experiment.name}{' --quick' if quick else ''}`."
     command = f"{words} `run` names the cells in `cells.jsonl` that a row comes from, by hash."
-    told = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
-    return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, told)])
+    shown = [name for name in experiment.columns if any(row.get(name) is not None for row in rows)]
+    return "\n".join([f"# {experiment.title}", "", command, "", *notes, as_markdown(rows, shown)])
 
 
 def as_markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Return a Markdown table; numbers stand on the right."""
+    """Return a Markdown table; numbers are right-aligned."""
     numeric = {name: any(isinstance(row.get(name), int | float) for row in rows) for name in columns}
     lines = [
         _line(name.replace("_", " ") for name in columns),
@@ -72,7 +72,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a value as a table shows it: four digits of a number, a word for what is not there."""
+    """Return a value as a table shows it: a number with four digits, a dash for a missing value."""
     match value:
         case None:
             return _NOTHING
@@ -88,7 +88,7 @@ def text(value: Any) -> str:
 
 
 def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Return the rows with every digit."""
+    """Return the rows as CSV, with all digits."""
     written = io.StringIO()
     table = csv.writer(written, lineterminator="\n")
     table.writerow(columns)
@@ -96,7 +96,7 @@ def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return written.getvalue()
 
 
-# --- against the paper
+# --- comparison with the paper
 
 
 def against(
@@ -110,10 +110,10 @@ def against(
     better: Literal["more", "less"] | None = None,
     is_fitted: bool = False,
 ) -> Compared:
-    """Return what a statement of the paper says, and all of ours that it is about.
+    """Compare a statement of the paper with all of our values that it is about.
 
-    "At least" is held against our smallest, a range against both ends of ours. "Up to" is a number that the paper has
-    reached: our largest has to come near it. Of what is `better` the worst of ours counts.
+    "At least" is compared with our smallest value, a range with both ends of ours. "Up to" is a value that the paper
+    reached: our largest has to be near it. If more or less is `better`, our worst value counts.
     """
     found = sorted(values)
     up_to = statement.low is None
@@ -145,7 +145,7 @@ def runs(found: Iterable[Found]) -> str:
 
 
 def comparison(title: str, lines: Sequence[Compared]) -> str:
-    """Return the page that says, line by line, what the paper says, ours, and whether that is inside."""
+    """Return the page with each statement of the paper, our value, and the verdict."""
     head = [f"# {title}: the paper and ours", ""]
     if not lines:
         return "\n".join([*head, "The paper has no numbers for this.", ""])
@@ -182,16 +182,16 @@ def _verdict(line: Compared) -> str:
 
 
 def tally(lines: Sequence[Compared]) -> str:
-    """Return how many lines are inside what the paper says, and how many better, in words."""
-    told = [line for line in lines if line.is_counted]
+    """Return the number of lines inside the paper's range, better, and not run, in words."""
+    counted = [line for line in lines if line.is_counted]
     fitted, unsaid = sum(line.is_fitted for line in lines), sum(line.paper == UNSAID for line in lines)
     inside, better, left = (
-        sum(line.verdict == verdict for line in told) for verdict in ("inside", "better", "not run")
+        sum(line.verdict == verdict for line in counted) for verdict in ("inside", "better", "not run")
     )
     more = (f", {better} better" if better else "") + (f", {left} not run" if left else "")
-    more += f"; {fitted} more are what the testbed was fitted to" if fitted else ""
-    more += f"; of {unsaid} more it says nothing" if unsaid else ""
-    return f"{inside} of {len(told)} lines are inside what the paper says{more}"
+    more += f"; the testbed was fitted to {fitted} more" if fitted else ""
+    more += f"; about {unsaid} more it says nothing" if unsaid else ""
+    return f"{inside} of {len(counted)} lines are inside the paper's range{more}"
 
 
 def _ours(line: Compared) -> str:

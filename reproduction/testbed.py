@@ -31,21 +31,22 @@ DEVICES = 100
 BATCH_SIZE = 100
 
 BOARD, SERVER = "raspberry-pi-3b", "i7-11850h"
-#: How fast the paper's machines are, as shares of the named ones.
+#: Speeds of the paper's machines, relative to the named ones.
 BOARD_SPEED, SERVER_SPEED = 0.19, 1.8
-#: The same for who reads a table.
+#: The same as a note for tables.
 CALIBRATION = (
     f"Boards have {BOARD_SPEED:g} of the speed of the named {BOARD}, the server {SERVER_SPEED:g} times that of the "
-    f"named {SERVER}: fitted to the paper's rows of VGG-5, and the same for everything else. What the paper's own rows "
-    "ask of its server differs by more than a factor of ten, see `testbed`: there are rows for 100 devices, 10 and one."
+    f"named {SERVER}: fitted to the paper's rows of VGG-5, and the same for everything else. The server speeds that "
+    "the paper's own rows imply differ by more than a factor of ten, see `testbed`: there are rows for 100, 10 and one "
+    "device."
 )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training on the testbed; as it is in the paper where nothing else is said.
+    """One training on the testbed, by default as in the paper.
 
-    `slow` is the speed of every other board, as a share of the others'.
+    `slow` is the speed of every second board, relative to the others.
     """
 
     model: str
@@ -92,7 +93,7 @@ class Trial:
 
 
 def trainings(models: tuple[str, ...], *, quick: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yield (network, dataset, link) of the paper's figures; quick, only the colour images of 32 x 32."""
+    """Yield (network, dataset, link) of the paper's figures; with `quick` only the colour images of 32 x 32."""
     for model in models:
         datasets = [name for name in DATASETS[model] if not quick or name.startswith("cifar")]
         for dataset, link in product(datasets, LINKS):
@@ -104,7 +105,7 @@ def trainings(models: tuple[str, ...], *, quick: bool = False) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Printed:
-    """An epoch that the paper prints, or that follows from what it prints; the trial has the plan of it."""
+    """An epoch that the paper prints, or that follows from what it prints; the trial has its plan."""
 
     trial: Trial
     seconds: float
@@ -119,7 +120,7 @@ class Printed:
 
 
 def printed_epochs() -> list[Printed]:
-    """Return what the paper prints of VGG-5: six epochs by the best plans, and two of federated learning.
+    """Return what the paper prints for VGG-5: six epochs with the best plans, and two of federated learning.
 
     Those of fl follow from its range over pipar, 1.4 to 3.4: an epoch of MNIST took between 14.7 and 15.3 s, one of
     CIFAR-10 between 27.7 and 35 s. The geometric means are taken.
@@ -134,18 +135,18 @@ def printed_epochs() -> list[Printed]:
 
 
 def is_fitted_to(models: Collection[str], devices: int) -> bool:
-    """Return whether what the paper says of these networks with so many devices is what the speeds were fitted to."""
+    """Return whether the speeds were fitted to what the paper says of these networks and this number of devices."""
     return set(models) == {"vgg5"} and devices == DEVICES
 
 
 def error(rows: list[Printed], board_speed: float, server_speed: float) -> float:
-    """Return by how much the logarithms of predictions are off, as root mean square: 0.1 is about 10 %."""
+    """Return the root mean square error of the predictions' logarithms: 0.1 is about 10 %."""
     off = [math.log(row.predicted_s(board_speed, server_speed) / row.seconds) for row in rows]
     return math.sqrt(sum(each**2 for each in off) / len(off))
 
 
 def fitted_speeds(rows: list[Printed], steps: tuple[float, ...] = (1.6, 1.25, 1.1, 1.05)) -> tuple[float, float]:
-    """Return the speeds of board and server that are least off: a walk over finer and finer steps of both factors."""
+    """Return the speeds of board and server with the smallest error, by a search with finer and finer steps."""
     known: dict[tuple[float, float], float] = {}
 
     def off(at: tuple[float, float]) -> float:

@@ -1,4 +1,4 @@
-"""The paper's own plans on the fitted testbed, for 100 devices, 10 and one, and what its rows ask of a server."""
+"""The paper's own plans on the fitted testbed with 100, 10 and one device, and the server speed that they imply."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 from reproduction.efficiency import DEVICE_COUNTS, bottleneck, timed
 from reproduction.experiment import Cell, Compared, Experiment, Outcome, Row
 from reproduction.published import Selection, published
-from reproduction.reasons import FITTED, SERVER_BOUND, who
+from reproduction.reasons import FITTED, SERVER_BOUND, device_count
 from reproduction.tables import NEAR
 from reproduction.testbed import CALIBRATION, LARGE, SERVER_SPEED, SMALL, Trial, is_fitted_to, trainings
 
-#: What the paper's server has.
+#: Memory of the paper's server.
 _SERVER_GB = 32.0
-_CONTRADICTION = "one server cannot have all of these speeds: the paper's rows contradict each other, or 100 devices"
+_CONTRADICTION = (
+    "one server cannot have all of these speeds: the paper's rows contradict each other, or its 100 devices"
+)
 
 
 def _cells(quick: bool) -> list[Cell]:
@@ -43,8 +45,8 @@ def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
 def _row(printed: Selection, by_count: dict[int, Outcome]) -> Row:
     """Return one training: seconds for each number of devices, and what 100 of them need on the server.
 
-    `server_speed` is how many times as fast as the named machine a server must be to do its part of the printed epoch
-    at all, with all of its cores busy all the time.
+    `server_speed` is the minimum speed, relative to the named machine, at which the server can do its part of the
+    printed epoch, with all of its cores always busy.
     """
     row: Row = {"plan": f"P={printed.split_point} N={printed.micro_batches}", "paper_s": printed.epoch_s}
     for count, outcome in by_count.items():
@@ -73,7 +75,7 @@ def _seconds(row: Row, count: int) -> Compared:
     assert of is not None
     return Compared(
         place=of.place,
-        what=f"{row['network']}, {row['data']}, {row['link']}, {row['plan']}, {who(count)}: an epoch by pipar",
+        what=f"{row['network']}, {row['data']}, {row['link']}, {row['plan']}, {device_count(count)}: epoch with pipar",
         paper=f"{of.epoch_s:g} s",
         ours=row[f"{count}_s"],
         low=of.epoch_s,
@@ -88,11 +90,11 @@ def _seconds(row: Row, count: int) -> Compared:
 
 
 def _server_speed(rows: Sequence[Row]) -> Compared:
-    """Hold the speeds that the paper's rows ask of its server against the one that was fitted."""
+    """Compare the server speeds that the paper's rows imply with the fitted one."""
     least, most = min(rows, key=_speed), max(rows, key=_speed)
     return Compared(
         place="V-D, Tables VII and VIII",
-        what="how fast the server must at least be, over the named one, by its printed epochs of pipar; by row",
+        what="minimum speed of the server that the printed epochs of pipar imply, relative to the named one, by row",
         paper="one machine",
         ours=least["server_speed"],
         low=SERVER_SPEED,
@@ -113,13 +115,13 @@ def _server_memory(rows: Sequence[Row]) -> Compared:
     largest = max(rows, key=lambda row: float(row["server_GB"]))
     return Compared(
         place="V-A",
-        what="models of 100 devices on the server by pipar, the largest network: weights, gradients and momentum of "
-        "replicas",
+        what="models of 100 devices on the server with pipar, for the largest network: weights, gradients and momentum "
+        "of replicas",
         paper="32 GB",
         ours=largest["server_GB"],
         high=_SERVER_GB,
         unit="GB",
-        above="the paper's server cannot have held them",
+        above="they do not fit into the paper's server",
         run=largest[f"{DEVICE_COUNTS[0]}_run"],
     )
 
@@ -131,8 +133,8 @@ TESTBED = Experiment(
     ("network", "data", "link", "plan", "paper_s", "100_s", "10_s", "1_s", "server_speed", "server_GB", "run"),
     _compare,
     rows=_rows,
-    notes="Seconds of an epoch by the plan that the paper chose, with 100 devices, 10 and one, beside those that it "
-    "prints. server_speed is how many times as fast as the named machine the server must be to do its part for 100 "
-    "devices in the printed time at all; the fit has one speed for all rows. server_GB is what the models of 100 "
-    f"devices take there. `run` names the folders of 100 devices, of 10 and of one, in this order. {CALIBRATION}",
+    notes="Seconds of an epoch with the plan that the paper chose, with 100, 10 and one device, and the printed ones. "
+    "server_speed is the minimum speed, relative to the named machine, at which the server can do its part for 100 "
+    "devices in the printed time; the fit has one speed for all rows. server_GB is the size of the models of 100 "
+    f"devices there. `run` names the cells of 100, 10 and one device, in this order. {CALIBRATION}",
 )

@@ -1,4 +1,4 @@
-"""Epochs with other batch sizes, and with boards of two speeds: the paper's figures of both."""
+"""Training time with other batch sizes (Fig. 10 and 11), and with boards of two speeds (Fig. 12)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from reproduction.tables import against
 from reproduction.testbed import LINKS, SMALL, Trial
 
 BATCH_SIZES = (25, 50, 100, 250)
-_UNEVEN = "larger batches come to the server in larger pieces, which its cores share less evenly than smaller ones"
-_WAITING = "slow boards leave the server without work by pipar, while by fl they take time of their own only"
+_UNEVEN = "larger batches arrive at the server in larger pieces, which its cores share less evenly"
+_WAITING = "with pipar slow boards leave the server without work, while with fl they only cost their own time"
 
 
 def _batch_size_cells(quick: bool) -> list[Cell]:
@@ -55,14 +55,14 @@ def _compare_batch_sizes(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _quicker_with_more(rows: Sequence[Row]) -> dict[str, Found]:
-    """Return each epoch over the one of the next larger batches, of every method, network and link."""
+    """Return each epoch over the one with the next larger batch size, for every method, network and link."""
     found = {}
     for network, link in dict.fromkeys((row["network"], row["link"]) for row in rows):
         here = [row for row in rows if (row["network"], row["link"]) == (network, link)]
         for method in METHODS:
             timed = [row for row in here if row.get(f"{method}_s") is not None]
             for small, large in pairwise(sorted(timed, key=lambda row: row["batch_size"])):
-                case = f"{network} {link} by {method} from {small['batch_size']} to {large['batch_size']}"
+                case = f"{network} {link} with {method} from {small['batch_size']} to {large['batch_size']}"
                 quicker = small[f"{method}_s"] / large[f"{method}_s"]
                 found[case] = Found(quicker, f"{small['run']} {large['run']}")
     return found
@@ -96,7 +96,7 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
     lines = []
     for statement in published().about("heterogeneous"):
         if statement.name.startswith("slow-half"):
-            continue  # how it is set up
+            continue  # part of the set-up
         if statement.name == "heterogeneous-difference":
             lines.append(against(statement, _added(rows), within=TIE, below=_WAITING))
         elif statement.against is not None:
@@ -111,7 +111,7 @@ def _compare_heterogeneous(rows: Sequence[Row]) -> list[Compared]:
 
 
 def _added(rows: Sequence[Row]) -> list[Found]:
-    """Return the seconds that slow boards add to fl over those that they add to pipar, of every network and link."""
+    """Return the seconds that slow boards add to fl over those that they add to pipar, for every network and link."""
     by_boards: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         by_boards.setdefault((row["network"], row["link"]), {})[row["boards"]] = row
@@ -133,5 +133,5 @@ HETEROGENEOUS = Experiment(
     _compare_heterogeneous,
     partial(plot_if_possible, "heterogeneous"),
     rows=partial(time_rows, keys=_MIXED),
-    notes="Every other board at half its clock: half its speed. " + TIME_NOTES,
+    notes="Every second board runs at half its clock, at half its speed. " + TIME_NOTES,
 )

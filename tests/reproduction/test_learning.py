@@ -120,7 +120,7 @@ def test_accuracies_are_means_over_seeds_and_their_spread_is_of_one_method() -> 
 @pytest.mark.parametrize(("lost", "verdict"), [(0.0, "inside"), (0.009, "inside"), (0.03, "below"), (-0.03, "above")])
 def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, verdict: str) -> None:
     rows = accuracy_rows(outcomes(lambda method, seed: 0.9 + seed / 100 - (lost if method == "pipar" else 0.0)))
-    (compared,) = [line for line in compare_accuracies(rows) if "seeds change" in line.what]
+    (compared,) = [line for line in compare_accuracies(rows) if "difference between seeds" in line.what]
     assert compared.verdict == verdict
     assert (compared.paper, compared.place) == ("-0.02", "V-C2, Table V")
 
@@ -128,10 +128,10 @@ def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, v
 def test_every_printed_accuracy_is_held_against_ours_or_said_not_to_be_run() -> None:
     rows = accuracy_rows(outcomes(lambda method, _: 0.98 if method == "pipar" else 0.9))
     lines = {line.what: line for line in compare_accuracies(rows)}
-    columns = [line for what, line in lines.items() if "accuracy by" in what]
+    columns = [line for what, line in lines.items() if "accuracy with" in what]
     assert len(columns) == 3 * len(published().accuracies)
     assert {line.verdict for line in columns} == {"below", "better", "not run"}
-    by_fl, by_pipar = (lines[f"vgg5, mnist: accuracy by {method} for 2 epochs"] for method in ("fl", "pipar"))
+    by_fl, by_pipar = (lines[f"vgg5, mnist: accuracy with {method} for 2 epochs"] for method in ("fl", "pipar"))
     assert (by_fl.paper, by_fl.ours, by_fl.verdict) == ("97.96 %", pytest.approx(90.0), "below")
     assert (by_pipar.verdict, len(by_pipar.run.split())) == ("better", 9)
     (over_all,) = [line for line in lines.values() if line.paper == "-0.2 to 2.07 points"]

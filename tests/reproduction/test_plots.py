@@ -241,7 +241,7 @@ def test_losses_are_the_mean_of_the_seeds_with_their_span_behind_it() -> None:
     assert curves(axes) == {name: ([1, 2], [5.0, 3.0]) for name in ("FL", "SFL", "PiPar")}
     widths = [line.get_linewidth() for line in axes.get_lines()]
     assert widths == sorted(widths, reverse=True)
-    assert len(set(widths)) == 3, "curves that lie on each other must all be seen"
+    assert len(set(widths)) == 3, "curves that overlap must all be visible"
     assert all(float(tick).is_integer() for tick in axes.get_xticks()), "there is no half epoch"
     spans = [band.get_paths()[0].get_extents().intervaly.tolist() for band in axes.collections]
     assert spans == [[2.0, 6.0]] * 3
@@ -428,7 +428,7 @@ def test_no_rows_are_no_figure(tmp_path: Path) -> None:
 
 
 def test_an_unknown_figure_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'tmie' is no figure; there are time, idle, "):
+    with pytest.raises(InputError, match="'tmie' is not a figure; choose from time, idle, "):
         plot("tmie", [], tmp_path)
 
 

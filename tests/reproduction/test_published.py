@@ -177,8 +177,8 @@ def test_every_experiment_has_something_said_about_it() -> None:
     assert published().about("unheard-of") == ()
 
 
-def test_a_statement_that_nobody_made_is_refused() -> None:
-    with pytest.raises(InputError, match="'speedup' is no statement of the paper; there are devices, "):
+def test_an_unknown_statement_is_refused() -> None:
+    with pytest.raises(InputError, match="'speedup' is not a statement of the paper; choose from devices, "):
         published().statement("speedup")
 
 
@@ -212,7 +212,7 @@ def test_a_small_file_is_read() -> None:
         (file_with(STATEMENT + 'low = "1"'), "low"),
         (file_with(STATEMENT + "low = nan"), "low"),
         (file_with(STATEMENT + 'low = 1\nmodels = ["vgg6"]'), "models"),
-        (file_with(STATEMENT + "low = 1\n[[statements.idle]]\n" + STATEMENT + "low = 2"), "a stands twice"),
+        (file_with(STATEMENT + "low = 1\n[[statements.idle]]\n" + STATEMENT + "low = 2"), "a occurs twice"),
         (file_with(rest="more = 1\naccuracy = []\nselection = []\n"), "more"),
         (file_with(rest="accuracy = []\n"), "selection"),
         (

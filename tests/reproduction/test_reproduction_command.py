@@ -117,7 +117,7 @@ def test_cells_that_two_experiments_share_or_that_are_kept_do_not_count_as_time_
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["tinny"], "'tinny' is not an experiment (did you mean 'tiny'?); there are tiny and all."),
+        (["tinny"], "'tinny' is not an experiment (did you mean 'tiny'?); choose from tiny and all."),
         (["tiny", "--processes", "0"], "0 is not in the range"),
         (["tiny", "-o", "/dev/null/x"], "Cannot make the folder /dev/null/x"),
         ([], "Missing argument 'NAME'"),

@@ -155,7 +155,7 @@ def test_with_other_sources_everything_is_run_again(
     assert runs.seeds == [1, 1]
 
 
-def test_what_is_computed_while_somebody_edits_the_sources_is_not_kept(
+def test_results_computed_while_sources_are_edited_are_not_kept(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coming = sweep(cells(1, 2), tmp_path)
@@ -202,14 +202,14 @@ def test_a_folder_that_is_not_writable_is_reported_in_one_sentence(runs: Runs, t
 
 @pytest.fixture
 def _own_fork_server() -> Iterator[None]:
-    """End the fork server behind a test: a process has one, and this one lacks what those of a real run begin with."""
+    """End the fork server after a test: a process has only one, and this one lacks a real run's preloaded modules."""
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_fork_server")
-def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path) -> None:
+def test_two_processes_give_what_one_does_and_leave_no_process_running(tmp_path: Path) -> None:
     tiny = [Cell("timing", {**TINY.tree(), "run": {**TINY.tree()["run"], "seed": seed}}) for seed in (1, 2, 3)]
 
     def found(folder: str, processes: int) -> dict[str, Any]:
@@ -219,12 +219,12 @@ def test_two_processes_give_what_one_does_and_leave_nobody_behind(tmp_path: Path
     assert found("two", 2) == found("one", 1)
     reader = sweep(tiny, tmp_path / "left", processes=2)
     next(reader)
-    reader.close()  # who reads has enough
+    reader.close()  # the caller has read enough
     assert not [child for child in multiprocessing.active_children() if child.is_alive()]
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_done_says_how_to_continue_and_exits_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
     environment = {**os.environ, "CI": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -135,7 +135,7 @@ def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> N
     a, b, c = (explained("V-B", f"time of {which}", "10 s", s, 10.0, 10.0, "s", within=0.25, run=which)
                for which, s in (("A", 9.0), ("B", 30.0), ("C", 2.0)))  # fmt: skip
     told = comparison("Times", [a, b, replace(c, better="less")])
-    assert "1 of 3 lines are inside what the paper says, 1 better." in told
+    assert "1 of 3 lines are inside the paper's range, 1 better." in told
     assert "| V-B | time of A | 10 s | 9 s | 0.9 | inside | A |" in told
     assert "| V-B | time of B | 10 s | 30 s | 3 | above: too much | B |" in told
     assert "| V-B | time of C | 10 s | 2 s | 0.2 | better | C |" in told
@@ -174,6 +174,6 @@ def test_what_the_paper_says_nothing_of_is_not_counted_as_inside() -> None:
         Compared("-", "ours alone", UNSAID, 7.0),
         Compared("-", "wanted", UNSAID, 0.0, 0.0, 1.0, below="why", above="why"),
     ]
-    assert tally(lines) == "1 of 1 lines are inside what the paper says; of 2 more it says nothing"
+    assert tally(lines) == "1 of 1 lines are inside the paper's range; about 2 more it says nothing"
     verdicts = [row.split(" | ")[5] for row in comparison("Title", lines).splitlines()[-3:]]
     assert verdicts == ["inside", "-", "holds"]
