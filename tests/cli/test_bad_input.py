@@ -129,7 +129,7 @@ COMMANDS = [
     ("plan --profile gone.json", "gone.json"),
     ("plan --profile torn.toml", "torn.toml is not a profile"),
     ("plan --set devices.profile=nobodys-board", "nobodys-board"),
-    ("plan --set devices.memory=100MB", "device-1 has 95 MiB of memory, but the smallest plan"),
+    ("plan --set devices.memory=100MB", "device-1 has 95 MiB of memory, but its smallest allowed plan"),
     ("plan --json --micro-batches 101", "101 micro-batches are outside 1..100"),
     ("plan gone.toml", "Cannot read the configuration gone.toml"),
     ("plan --exhaustive --devices 5 --set data.samples_per_device=[10,110,210,310,410]", "of 5 kinds of devices"),

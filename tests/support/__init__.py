@@ -23,4 +23,5 @@ Small things to train, plan and send:
 Second implementations to compare with:
     reference           every training method, from its definition
     plain_aggregators   every aggregator, from its paper
+    recursion           when each stage of an iteration ends, by the definition of the stage graph
 """
