@@ -62,13 +62,10 @@ def test_a_page_follows_a_run_without_errors(tmp_path: Path, profiles: Path, ope
     tree = training()
     tree["run"]["epochs"] = 2
     with place(tmp_path, profiles, tree) as here:
-        here.hold("run")
         run = here.run("run", "run", "train.toml", "--dashboard", "127.0.0.1:0")
         with open_page(page_of(run)) as seen:
-            here.wait_until_held("run")
             seen.page.wait_for_selector("tr[data-device=pi-1][data-state=training]")
             assert seen.page.inner_text("[data-live=epoch]") == "1 of 2"
-            here.let_go("run")
             for key in ("iteration", "loss"):
                 assert len(texts(seen, key, wanted=2)) == 2, key
             # It counts down by itself: to look for a second value would prove nothing.
