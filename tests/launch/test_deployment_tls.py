@@ -96,7 +96,7 @@ def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_wit
         (here.device("pi-2", address, "--certs", "stranger"), ("cannot be verified with the device's ca.pem",)),
         (here.device("pi-2", address, "--certs", "mixed"), ("refuses the device's certificate",)),
         (here.device("pi-2", address, "--certs", "late"), ("refuses the device's certificate", "expired")),
-        (here.device("pi-1", address, "--certs", "borrowed"), ("The credential is that of 'pi-2', but the device calls itself 'pi-1'",)),
+        (here.device("pi-1", address, "--certs", "borrowed"), ("credential is that of 'pi-2', but",)),
         (here.device("pi-2", address), ("uses TLS",)),
         (here.device("pi-2", address, "--certs", "certs", "--server-name", "other.local"), ("other names",)),
     ]
