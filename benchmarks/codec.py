@@ -19,8 +19,8 @@ from pipar.config_file import load_config
 from pipar.job.workload import Workload
 from pipar.nn.runtime import one_thread
 from pipar.wire.bitpacking import not_zero
-from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import EXACT, chunk_sizes, is_sparse
+from pipar.wire.tensor_codec import decode, encode
 
 _IMAGES = 1000
 _EPOCHS = 3

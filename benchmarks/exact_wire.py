@@ -26,8 +26,8 @@ from pipar.nn.parts import Optimizer
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.nn.split import split_model
-from pipar.wire.codec import encode
 from pipar.wire.encodings import chunk_sizes
+from pipar.wire.tensor_codec import encode
 
 BATCH, MICRO_BATCH = 100, 10
 EPOCHS = (1, 10)

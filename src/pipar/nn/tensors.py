@@ -17,11 +17,11 @@ import torch
 
 from pipar.errors import ProtocolError
 from pipar.wire import bitpacking
-from pipar.wire.codec import decode, encode
 from pipar.wire.delta import decode_changes, encode_changes
 from pipar.wire.encodings import chunk_sizes, row_values
 from pipar.wire.lossy import Lossy
 from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
+from pipar.wire.tensor_codec import decode, encode
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

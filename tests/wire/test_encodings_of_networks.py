@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pipar.data.datasets import load_dataset
 from pipar.nn.models import build_model
 from pipar.nn.split import split_model
-from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import chunk_sizes
+from pipar.wire.tensor_codec import decode, encode
 
 
 def sent(tensor: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | None = None) -> tuple[NDArray[Any], float]:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import EXACT, OVERHEAD_BYTES, chunk_sizes, row_values
+from pipar.wire.tensor_codec import decode, encode
 
 CODED = [encoding for encoding in EXACT if encoding != "raw"]
 #: NaNs with and without a payload, infinities, both zeros, the smallest and largest subnormals, ordinary values.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipar.wire import lossy
-from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import LOSSY, OVERHEAD_BYTES, chunk_sizes, row_values
 from pipar.wire.lossy import Lossy, Residual
+from pipar.wire.tensor_codec import decode, encode
 
 
 def sent(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from support import memory_peak
 
 from pipar.errors import ProtocolError
-from pipar.wire.codec import decode, encode
 from pipar.wire.encodings import EXACT, LOSSY
+from pipar.wire.tensor_codec import decode, encode
 
 ENCODINGS = [*(encoding for encoding in EXACT if encoding != "raw"), *LOSSY]
 COUNT, ROW = 1000, 100
