@@ -38,7 +38,8 @@ def trace(
     def see(frame: FrameType, event: str, _: Any) -> None:
         nonlocal is_on, is_over
         module = str(frame.f_globals.get("__name__", ""))
-        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # neither a module nor the body of a class
+        # Neither a module nor the body of a class; nor the constructor of a dataclass, which Python writes.
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and not frame.f_code.co_filename.startswith("<")
         if event != "call" or is_over or not is_function or not module.startswith("pipar."):
             return
         is_on = is_on or begins(frame)

@@ -1,4 +1,16 @@
-"""Pipelined split federated learning across real devices, and their testbed in virtual time."""
+"""Pipelined split federated learning across real devices, and their testbed in virtual time.
+
+Where to find the paper: Algorithm 1 in `device.program`, Algorithm 2 in `server.program`, the stage graph in
+`execution.stages`, the estimate in `planner.paper_estimate`, the choice of P and N in `planner.search`. The wire format
+is in `wire.frames`, exact encodings in `wire.exact`, the checkpoint format in `storage.checkpoint`, the live page in
+`dashboard.web`.
+
+Packages, in reading order: `nn` (the mathematics), `data`, `execution` (work on lanes in time), `wire` (messages and
+their bytes), `transport` (connections), `privacy`, `leakage` (what cuts reveal), `profiling` (what a network costs on a
+machine), `planner`, `device`, `server`, `job` (from a configuration to a training with every choice made), `storage`
+(the files of a run), `monitoring`, `report` (the page of a run), `dashboard` (the live page), `launch` (starting the
+programs), `cli`.
+"""
 
 from pipar.config import Config
 from pipar.config_file import load_config

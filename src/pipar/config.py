@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pipar.aggregation import all_parameters, check_devices, check_method, known_aggregator
+from pipar.aggregator_settings import all_parameters, check_devices, check_method, known_aggregator
 from pipar.errors import ConfigError, InputError
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS

@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S
 from pipar.execution.clock import run_virtually, sleep_until
 from pipar.execution.lanes import Lanes, ThreadLanes, VirtualLanes
 from pipar.execution.spans import Recorder, Span
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 
 
 def work(kind: str = "fs", n: int = 1, seconds: int = 0, device: str = "pi") -> Work:

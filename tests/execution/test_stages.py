@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recursion import end_times
+from support.recursion import KINDS, all_stages, end_times, following, parse, previous
 
-from pipar.errors import PlanError
-from pipar.execution.stages import KINDS, Stage, all_stages, following, previous
+from pipar.execution.stages import DATA_FROM, Stage
 
 # Paper III-C, table of stages, typed row by row: stage | previous | next, with n = 3 as the row 1 < n < N and
 # N = 5. One correction: the next stage of f_s n is b_s n; the paper prints b_s n+1.
@@ -50,7 +49,7 @@ def timed_iterations(draw: st.DrawFn) -> tuple[int, dict[Stage, float]]:
 def test_a_stage_has_the_previous_and_next_stages_of_the_papers_table(
     stage: list[str], before: list[str], after: list[str]
 ) -> None:
-    one = Stage.parse(stage[0])
+    one = parse(stage[0])
     assert {str(needed) for needed in previous(one, 5)} == set(before)
     assert {str(later) for later in following(one, 5)} == set(after)
 
@@ -67,7 +66,7 @@ def test_first_backward_waits_for_last_forward_even_if_its_gradient_came_early()
 
 
 @given(micro_batches)
-def test_every_stage_is_listed_once_and_behind_all_it_waits_for(n: int) -> None:
+def test_every_stage_is_listed_once_and_after_all_it_waits_for(n: int) -> None:
     order = all_stages(n)
     assert len(order) == len(set(order)) == 6 * n
     for place, stage in enumerate(order):
@@ -119,19 +118,23 @@ def test_the_last_backward_ends_the_iteration(iteration: tuple[int, dict[Stage, 
 @given(st.sampled_from(KINDS), st.integers(1, 10**6))
 def test_a_stage_prints_as_text_that_parses_back(kind: str, n: int) -> None:
     stage = Stage(kind, n)
-    assert Stage.parse(str(stage)) == stage
+    assert parse(str(stage)) == stage
 
 
 def test_a_stage_prints_short() -> None:
     assert str(Stage("fc", 3)) == "fc3"
 
 
-@pytest.mark.parametrize("text", ["", "fc", "fc0", "fc-1", "fc01", "xs1", "fc1 ", "FC1", "3", "fcs1"])
-def test_text_that_is_not_a_stage_is_refused_by_a_sentence_that_quotes_it(text: str) -> None:
-    with pytest.raises(PlanError, match=f"'{text}' is not a stage"):
-        Stage.parse(text)
+def test_the_data_of_each_stage_comes_from_the_stage_that_the_papers_table_names() -> None:
+    """Between two stages of the paper, data passes only stages that the paper leaves out."""
 
+    def papers_sources(kind: tuple[str, str]) -> set[str]:
+        before = DATA_FROM.get(kind, ())
+        return {source for one in before for source in ({one[1]} if one[1] in KINDS else papers_sources(one))}
 
-def test_an_unknown_kind_of_stage_has_no_previous() -> None:
-    with pytest.raises(PlanError, match="'x' is not a kind of stage"):
-        previous(Stage("x", 1), 1)
+    of_the_paper = {kind: papers_sources(kind) for kind in DATA_FROM if kind[1] in KINDS}
+    assert {name: sources for (_, name), sources in of_the_paper.items()} == {
+        one.kind: {before.kind for before in previous(one, 5) if before.micro_batch == 3}
+        for one in all_stages(5)
+        if one.micro_batch == 3
+    }

@@ -15,7 +15,7 @@ import torch
 from support import plain_aggregators as plain
 from torch import nn
 
-from pipar.aggregation import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end
+from pipar.aggregator_settings import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, ProtocolError, TrainingError
 from pipar.nn import robust_aggregators
 from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels

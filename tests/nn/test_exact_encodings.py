@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
 from pipar.nn.models import build_model
-from pipar.nn.parts import Optimizer, TorchDevicePart, TorchServerPart
+from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
 from pipar.nn.tensors import weights_sha256

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import ProtocolError
-from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
-from pipar.nn.parts import Optimizer, TorchDevicePart, TorchServerPart
+from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message

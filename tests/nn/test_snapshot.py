@@ -14,8 +14,7 @@ from torch import nn
 
 from pipar.errors import InputError
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.micro_batches import cut_micro_batches
-from pipar.nn.parts import Optimizer, TorchDevicePart
+from pipar.nn.parts import Optimizer, TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body, weights_sha256

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.planner.costs import Costs, interpolate
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 

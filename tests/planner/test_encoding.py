@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.launch.sizes_only import SizesOnlyServerPart
 from pipar.links import Link
 from pipar.methods import METHODS, Plan

@@ -7,17 +7,15 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recursion import end_times
+from support.recursion import iteration_s
 
 from pipar.errors import PlanError
-from pipar.execution.stages import Stage
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.paper_estimate import (
     StageTimes,
     batches_to_fill_idle_time,
     closed_form_s,
-    iteration_s,
     stage_times,
 )
 from pipar.profiling.profile import Profile
@@ -93,8 +91,6 @@ def test_an_iteration_of_a_profiled_network_takes_the_time_computed_by_hand(
     n = plan.micro_batches
     assert closed_form_s(times, n) == pytest.approx(seconds, rel=1e-12)
     assert iteration_s(times, n) == pytest.approx(seconds, rel=1e-12)
-    ends = end_times(n, lambda stage: float(getattr(times, stage.kind)))
-    assert max(ends.values()) == ends[Stage("bc", n)] == pytest.approx(seconds, rel=1e-12)
 
 
 def test_the_number_that_fills_idle_time_counts_the_servers_layers_after_the_cut(make_profile: MakeProfile) -> None:
@@ -105,19 +101,13 @@ def test_the_number_that_fills_idle_time_counts_the_servers_layers_after_the_cut
 
 
 @given(times_of_stages, st.integers(1, 40))
-def test_the_sweep_gives_the_very_floats_of_the_recursion_over_the_stage_graph(times: StageTimes, n: int) -> None:
-    ends = end_times(n, lambda stage: float(getattr(times, stage.kind)))
-    assert iteration_s(times, n) == ends[Stage("bc", n)]
-
-
-@given(times_of_stages, st.integers(1, 40))
 def test_the_closed_form_is_the_recursion_up_to_rounding(times: StageTimes, n: int) -> None:
     assert closed_form_s(times, n) == pytest.approx(iteration_s(times, n), rel=1e-12)
 
 
 @given(whole_times, st.integers(1, 40))
 def test_cutting_finer_never_makes_the_estimate_longer(times: StageTimes, n: int) -> None:
-    coarse, fine = (iteration_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
+    coarse, fine = (closed_form_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
     assert fine <= coarse * (1 + 1e-12)
 
 

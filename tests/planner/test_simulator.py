@@ -15,7 +15,7 @@ from pipar.config_file import config_from
 from pipar.events import EpochResult, ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse

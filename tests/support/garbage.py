@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.wire.delta import CHANGED, SAME, WHOLE, encode_changes
+from pipar.wire.changes import CHANGED, SAME, WHOLE, encode_changes
 from pipar.wire.encodings import CODED, chunk_sizes, row_values
 from pipar.wire.frames import HEADER_BYTES, cut_message, pack_frame
 from pipar.wire.lossy import Lossy

@@ -1,10 +1,55 @@
-"""The paper's recursion over the stage graph, stage by stage: what programs and closed forms are compared with."""
+"""The paper's table of stages and its recursion, stage by stage: what programs and closed forms are compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipar.execution.stages import Stage, all_stages, previous
+from pipar.execution.stages import Stage
+from pipar.planner.paper_estimate import StageTimes
+
+#: The paper's six kinds, in the order in which a micro-batch passes them.
+KINDS = ("fc", "u", "fs", "bs", "d", "bc")
+
+
+def parse(text: str) -> Stage:
+    """Return the stage that prints as this text."""
+    kind = text.rstrip("0123456789")
+    return Stage(kind, int(text.removeprefix(kind)))
+
+
+def previous(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
+    """Return the stages that have to end before this one starts, with N micro-batches in the iteration."""
+    n = stage.micro_batch
+    match stage.kind:
+        case "fc":
+            needed = [Stage("fc", n - 1)]
+        case "u":
+            needed = [Stage("u", n - 1), Stage("fc", n)]
+        case "fs":
+            needed = [Stage("u", n), Stage("bs", n - 1)]
+        case "bs":
+            needed = [Stage("fs", n)]
+        case "d":
+            needed = [Stage("d", n - 1), Stage("bs", n)]
+        case "bc":
+            # The first backward waits for the last forward: all forwards first.
+            needed = [Stage("bc", n - 1) if n > 1 else Stage("fc", micro_batches), Stage("d", n)]
+        case _:
+            raise AssertionError(stage)
+    return tuple(before for before in needed if before.micro_batch >= 1)
+
+
+def all_stages(micro_batches: int) -> list[Stage]:
+    """Return the 6N stages of an iteration, each after all the stages that it waits for."""
+    order = [Stage("fc", n) for n in range(1, micro_batches + 1)]
+    for n in range(1, micro_batches + 1):
+        order += [Stage(kind, n) for kind in ("u", "fs", "bs", "d", "bc")]
+    return order
+
+
+def following(stage: Stage, micro_batches: int) -> tuple[Stage, ...]:
+    """Return the stages that wait for this one: the table's third column, derived from its second."""
+    return tuple(later for later in all_stages(micro_batches) if stage in previous(later, micro_batches))
 
 
 def end_times(micro_batches: int, seconds: Callable[[Stage], float]) -> dict[Stage, float]:
@@ -14,3 +59,10 @@ def end_times(micro_batches: int, seconds: Callable[[Stage], float]) -> dict[Sta
         start = max((ends[before] for before in previous(stage, micro_batches)), default=0.0)
         ends[stage] = start + seconds(stage)
     return ends
+
+
+def iteration_s(times: StageTimes, micro_batches: int) -> float:
+    """Return T(b_c N), the end of the iteration."""
+    ends = end_times(micro_batches, lambda stage: float(getattr(times, stage.kind)))
+    assert ends[Stage("bc", micro_batches)] == max(ends.values())
+    return ends[Stage("bc", micro_batches)]

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from pipar.aggregation import AGGREGATORS
+from pipar.aggregator_settings import AGGREGATORS
 from pipar.config import Config, DeviceSection
 from pipar.links import NAMED_LINKS
 from pipar.profiling.machines import MACHINES

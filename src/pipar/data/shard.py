@@ -16,7 +16,7 @@ from torch import Tensor
 from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
-from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
+from pipar.nn.parts import MicroBatch, cut_micro_batches
 from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4

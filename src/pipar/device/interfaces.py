@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, IO, NOISE, Recorder
-from pipar.execution.stages import Place
+from pipar.execution.work import Place
 from pipar.privacy.budget import PrivacyGuard
 from pipar.profiling.profile import Profile
 from pipar.wire.messages import Body, Message

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipar.device.interfaces import DevicePart
 from pipar.errors import ProtocolError
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.privacy.budget import PrivacyGuard
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Body, Kind, Message
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it imports numpy
     from pipar.privacy.mechanisms import NoiseSource
 
 
-class DeviceModel:
+class DeviceSideModel:
     """Layers 1..P: built, installed, protected and packed on the compute lane."""
 
     def __init__(

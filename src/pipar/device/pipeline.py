@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pipar.device.interfaces import DeviceLanes, Samples
-from pipar.device.model import DeviceModel
+from pipar.device.model import DeviceSideModel
 from pipar.errors import ProtocolError
 from pipar.execution.lanes import Lanes
 from pipar.execution.schedule import cut_batch, cut_epoch
 from pipar.execution.spans import COMPUTE, Recorder
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Kind, Message, chunk_count
 
@@ -26,7 +26,7 @@ _Place = tuple[int, int, int]  # epoch, iteration, micro-batch
 class BatchLoader:
     """Loads the batches of a device, off its compute lane."""
 
-    def __init__(self, samples: Samples, model: DeviceModel, lanes: DeviceLanes) -> None:
+    def __init__(self, samples: Samples, model: DeviceSideModel, lanes: DeviceLanes) -> None:
         self._samples = samples
         self._model = model
         self._lanes = lanes
@@ -60,7 +60,7 @@ class BatchLoader:
 class MicroBatchExchange:
     """Sends the activations of micro-batches in the order of their forwards, and awaits their gradients."""
 
-    def __init__(self, model: DeviceModel, channel: Channel, io: Lanes) -> None:
+    def __init__(self, model: DeviceSideModel, channel: Channel, io: Lanes) -> None:
         self.abandoned = 0  # epochs up to this one are over without this device
         self._model = model
         self._channel = channel

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.device.interfaces import DeviceLanes, Equipment
-from pipar.device.model import DeviceModel
+from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
     LinkError,
@@ -28,7 +28,7 @@ from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.execution.clock import clock_machine
 from pipar.execution.schedule import device_order
 from pipar.execution.spans import Clock, Recorder, pack_trace
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.privacy.budget import BudgetUse
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import read_traffic
@@ -113,7 +113,9 @@ class Device:
 
     def _build(self, orders: Orders) -> None:
         """Build M^c_k by P^k, and what feeds it."""
-        self._model = DeviceModel(orders, self._equipment.build_part, self._lanes.compute, self._channel, self._guard)
+        self._model = DeviceSideModel(
+            orders, self._equipment.build_part, self._lanes.compute, self._channel, self._guard
+        )
         self._batches = BatchLoader(self._samples, self._model, self._lanes)
         self._exchange = MicroBatchExchange(self._model, self._channel, self._lanes.io)
 

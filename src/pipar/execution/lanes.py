@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 
 #: Work and its function. The first function of a job takes no argument, each other one the result of the previous.
 Step = tuple[Work, Callable[..., Any]]

@@ -7,8 +7,7 @@ import torch
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.micro_batches import MicroBatch
-from pipar.nn.parts import TorchDevicePart
+from pipar.nn.parts import MicroBatch, TorchDevicePart
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.split import split_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
-from pipar.aggregation import check_method
+from pipar.aggregator_settings import check_method
 from pipar.config import Config, check_private_updates, device_specs
 from pipar.config_file import load_config, with_settings
 from pipar.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipar.aggregation import all_parameters, is_own
+from pipar.aggregator_settings import all_parameters, is_own
 from pipar.errors import ConfigError, PiparError, TrainingError
 from pipar.nn.aggregators import (
     Aggregator,

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar.errors import InputError, ProtocolError
-from pipar.execution.stages import Place
-from pipar.nn.encoding_errors import EncodingErrors, Generators
-from pipar.nn.micro_batches import MicroBatch
+from pipar.execution.work import Place
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
+    EncodingErrors,
+    Generators,
     arrays,
     changes_body,
     check_finite,
@@ -34,6 +34,30 @@ from pipar.nn.tensors import (
 from pipar.privacy import mechanisms
 from pipar.wire.encodings import chunk_bytes, is_sparse
 from pipar.wire.messages import ITEM_BYTES, Body, Message, tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Inputs and labels of one micro-batch, and the number of samples in its whole batch."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    batch_samples: int
+    sent_labels: torch.Tensor | None = None  # the labels that the server gets, if they differ
+
+    @property
+    def samples(self) -> int:
+        return len(self.labels)
+
+
+def cut_micro_batches(
+    inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int], sent_labels: torch.Tensor | None = None
+) -> list[MicroBatch]:
+    """Return the micro-batches of a batch, in order, as views."""
+    total = len(labels)
+    cut = (torch.split(inputs, sizes), torch.split(labels, sizes))
+    others = [None] * len(sizes) if sent_labels is None else torch.split(sent_labels, sizes)
+    return [MicroBatch(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipar.aggregation import check_devices, trimmed_at_each_end
+from pipar.aggregator_settings import check_devices, trimmed_at_each_end
 from pipar.errors import TooFewDevicesError
 from pipar.nn.aggregators import DeviceModels, Stateless, mean_of
 from pipar.nn.averaging import State

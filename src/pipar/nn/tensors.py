@@ -1,4 +1,4 @@
-"""Tensors and model states as message bodies, and back."""
+"""Tensors and model states as message bodies, and back; the errors that lossy encodings make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from pipar.errors import ProtocolError
+from pipar.execution.work import Place
 from pipar.wire import bitpacking
-from pipar.wire.delta import decode_changes, encode_changes
-from pipar.wire.encodings import chunk_sizes, row_values
-from pipar.wire.lossy import Lossy
+from pipar.wire.changes import decode_changes, encode_changes
+from pipar.wire.encodings import LOSSY, chunk_sizes, row_values
+from pipar.wire.lossy import Lossy, Residual
 from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
 from pipar.wire.tensor_codec import decode, encode
 
@@ -41,6 +42,8 @@ _SAFETENSORS = {
 #: Those that numpy has too.
 _DTYPES_OF_NUMPY = set(_SAFETENSORS.values()) - {torch.bfloat16}
 _PLACES = {dtype: (place, name) for place, (name, dtype) in enumerate(_SAFETENSORS.items())}
+#: Returns the random generator of a place.
+Generators = Callable[..., np.random.Generator]
 
 
 def tensor_body(
@@ -173,6 +176,46 @@ def _last(buffers: tuple[memoryview, ...], size: int) -> bytes:
             parts.append(buffer[max(0, buffer.nbytes - size) :])
             size -= parts[-1].nbytes
     return b"".join(reversed(parts))
+
+
+class EncodingErrors:
+    """The errors of a lossy encoding of one part's tensors, and the residuals that carry them over.
+
+    Devices are kept apart: where they share a server-side model, no device may receive another one's residual.
+    """
+
+    def __init__(self, rounding: Generators | None) -> None:
+        self._rounding = rounding
+        self._lossy: dict[Place, Lossy] = {}  # by the part of a place after its micro-batch: the device
+
+    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
+        """Return the residual and random numbers for encoding this tensor; None if the encoding is exact."""
+        if encoding not in LOSSY:
+            return None
+        device = place[3:]
+        if device not in self._lossy:
+            self._lossy[device] = Lossy(residual=Residual(tensor[0].numel()))
+        lossy = self._lossy[device]
+        lossy.rng = None if self._rounding is None else self._rounding(*place)
+        return lossy
+
+    def take(self) -> tuple[float, float] | None:
+        """Return the sums of squared errors and of squared values since the last call; None if all were exact."""
+        if not self._lossy:
+            return None
+        every = self._lossy.values()
+        sums = (sum(one.squared_error for one in every), sum(one.squared_norm for one in every))
+        for one in every:
+            one.squared_error = one.squared_norm = 0.0
+        return sums
+
+    def keep_only(self, devices: Collection[str]) -> None:
+        """Drop the residuals of all other devices."""
+        for device in [device for device in self._lossy if not set(device) <= set(devices)]:
+            del self._lossy[device]
+
+
+# --- model states
 
 
 def state_body(state: Mapping[str, torch.Tensor]) -> Body:

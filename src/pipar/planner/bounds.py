@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.candidates import Candidate
 from pipar.planner.fleet import Fleet, Member

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipar.errors import PlanError, TooLittleMemoryError
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import METHODS, Method, Plan, check_plan
 from pipar.planner.encoding import with_encodings
 from pipar.planner.fleet import Auto, Fleet, Member, PlansByKind

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.calibration import Shares
 from pipar.planner.fleet import Fleet, Member

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.profiling.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 

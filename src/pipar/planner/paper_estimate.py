@@ -99,30 +99,11 @@ def full_batch_times(
     )
 
 
-def iteration_s(times: StageTimes, micro_batches: int) -> float:
+def closed_form_s(times: StageTimes, micro_batches: int) -> float:
     """Return T(b_c N), the end of the iteration, by T(r) = t(r) + max over previous T(r'); paper III-C, phase 2.
 
-    One sweep over N micro-batches; it returns the same floats as the recursion over the stage graph. All forwards come
-    first, so the first backward also waits for the last forward.
-    """
-    forward = uploaded = served = downloaded = 0.0
-    arrivals = []
-    for _ in range(micro_batches):
-        forward += times.fc
-        uploaded = max(uploaded, forward) + times.u
-        served = max(uploaded, served) + times.fs + times.bs
-        downloaded = max(downloaded, served) + times.d
-        arrivals.append(downloaded)
-    backward = forward
-    for arrived in arrivals:
-        backward = max(backward, arrived) + times.bc
-    return backward
-
-
-def closed_form_s(times: StageTimes, micro_batches: int) -> float:
-    """Return the same T(b_c N) without a sweep, up to rounding.
-
-    A path through the stage graph either takes the edge from the last forward to the first backward, and is
+    The recursion over the stage graph has a closed form. All forwards come first, so the first backward also waits for
+    the last forward. A path through the graph either takes the edge from the last forward to the first backward, and is
     N (f_c + b_c) long, or steps lane by lane: each lane once and the slowest one N - 1 times more, so
 
         T = max( N (f_c + b_c),  sum of all six + (N - 1) max(f_c, u, f_s + b_s, d, b_c) ).

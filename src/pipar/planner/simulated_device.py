@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.stage_times import BatchTimes, batch_times, model_s, transfer_s, work_key

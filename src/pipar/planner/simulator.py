@@ -21,7 +21,7 @@ from heapq import heappop, heappush, heapreplace
 
 from pipar.execution.schedule import device_order
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.bounds import Cutoff
 from pipar.planner.fleet import Fleet

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile

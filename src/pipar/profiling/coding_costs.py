@@ -23,7 +23,7 @@ from torch.nn import functional
 from pipar.profiling.profile import CodingTimes
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
-from pipar.wire.delta import decode_changes, encode_changes
+from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import chunk_sizes, row_values
 from pipar.wire.tensor_codec import decode, encode
 

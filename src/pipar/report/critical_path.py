@@ -16,34 +16,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
+from pipar.execution.stages import DATA_FROM, StageKind
 
 #: The precision of clocks and of rounded times in files.
 _SAME_S = 2e-6
 
-#: A kind of work on a kind of lane.
-Kind = tuple[str, str]
-
-#: Where the data of a span comes from: earlier stages of its micro-batch, or of the exchange of models.
-_UPSTREAM: dict[Kind, tuple[Kind, ...]] = {
-    (NOISE, "noise"): ((IO, "load"),),
-    (COMPUTE, "fc"): ((NOISE, "noise"), (IO, "load")),
-    (IO, "encode"): ((COMPUTE, "fc"),),
-    (UPLINK, "u"): ((IO, "encode"), (COMPUTE, "fc")),
-    (CORE, "decode"): ((UPLINK, "u"),),
-    (CORE, "fs"): ((CORE, "decode"), (UPLINK, "u")),
-    (CORE, "bs"): ((CORE, "fs"),),
-    (CORE, "encode"): ((CORE, "bs"),),
-    (DOWNLINK, "d"): ((CORE, "encode"), (CORE, "bs")),
-    (IO, "decode"): ((DOWNLINK, "d"),),
-    (COMPUTE, "bc"): ((IO, "decode"), (DOWNLINK, "d")),
-    (UPLINK, "model"): ((COMPUTE, "pack"),),
-    (CORE, "install"): ((UPLINK, "model"),),
-    (CORE, "aggregate"): ((CORE, "install"), (UPLINK, "model")),
-    (CORE, "pack"): ((CORE, "aggregate"),),
-    (DOWNLINK, "model"): ((CORE, "pack"), (CORE, "aggregate")),
-    (COMPUTE, "install"): ((DOWNLINK, "model"),),
-}
 _FOR_ALL = ((CORE, "aggregate"), (CORE, "pack"))
 _STAGES = frozenset({"fc", "encode", "u", "decode", "fs", "bs", "d", "bc"})
 
@@ -209,20 +187,20 @@ def _lane_keys(span: Span) -> list[tuple[object, ...]]:
 
 
 def _upstream_keys(span: Span) -> list[tuple[object, ...]]:
-    kinds = _UPSTREAM.get(_kind(span), ())
+    kinds = DATA_FROM.get(_kind(span), ())
     # The averaging needs the models of all devices, and all devices need the average.
     return [
         ("any device", *kind) if span.kind == "aggregate" or kind in _FOR_ALL else _place(kind, span) for kind in kinds
     ]
 
 
-def _kind(span: Span) -> Kind:
+def _kind(span: Span) -> StageKind:
     # A model that was sent as a difference is decoded before it can be averaged.
     is_model = span.kind == "decode" and not span.iteration
     return (lane_of(span), "install" if is_model else span.kind)
 
 
-def _place(kind: Kind, span: Span) -> tuple[object, ...]:
+def _place(kind: StageKind, span: Span) -> tuple[object, ...]:
     """Return the key of the span's own work of this kind, or of the work of this kind that it waited for."""
     if kind[1] in _STAGES:
         return (*kind, subject(span), span.iteration, span.micro_batch)

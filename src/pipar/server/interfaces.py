@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pipar.events import Observer, ignore
 from pipar.execution.lanes import Lanes
 from pipar.execution.spans import Recorder
-from pipar.execution.stages import Place
+from pipar.execution.work import Place
 from pipar.links import Link
 from pipar.methods import Method, Plan
 from pipar.planner.replanner import Replanner

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.server.interfaces import Learner, ServerPart
 from pipar.server.plan_updates import PlanUpdates
 from pipar.server.session import Session

@@ -6,7 +6,7 @@ from functools import partial
 
 from pipar.errors import LinkError, ProtocolError, UnusableProfileError
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.server.interfaces import Enrolment, Learner, Training
 from pipar.server.membership import Membership
 from pipar.server.plan_updates import PlanUpdates

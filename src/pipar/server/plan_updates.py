@@ -8,7 +8,7 @@ from functools import partial
 
 from pipar.events import Replanned
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink

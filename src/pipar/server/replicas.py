@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipar.execution.lanes import Ended, Lanes, Step
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.methods import Method
 from pipar.server.interfaces import Learner, ServerPart
 from pipar.server.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipar.errors import LinkError, ProtocolError, forget_frames
 from pipar.events import Dropped, Observer
-from pipar.execution.stages import Place, Work
+from pipar.execution.work import Place, Work
 from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
 from pipar.server.interfaces import ServerPart
 from pipar.server.membership import Membership

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipar.errors import TrainingError
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.server.epoch_results import ResultCollector
 
 #: Returns the summed loss and the number of correct answers of a batch, by a copy of the model.

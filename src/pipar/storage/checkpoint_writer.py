@@ -10,7 +10,7 @@ from typing import Protocol
 from pipar.errors import CheckpointError
 from pipar.events import Observer, Saved, SaveFailed
 from pipar.execution.lanes import Lanes
-from pipar.execution.stages import Work
+from pipar.execution.work import Work
 from pipar.job.job import Job
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, is_due
 from pipar.storage.run_folder import RunFolder
