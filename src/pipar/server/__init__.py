@@ -6,7 +6,7 @@ their aggregation), `serving` (one device in a round), `replicas` (server-side m
 rounds), `participants` (devices get their orders before a round).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
-(what they say, checked), `limits` (how much they may send), `enrolment` (which may join, and their first plans),
+(what they say, checked), `allowances` (how much they may send), `enrolment` (which may join, and their first plans),
 `liveness` (which have fallen silent).
 
 Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),

@@ -12,8 +12,8 @@ from pipar.execution.work import Work
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
+from pipar.server.allowances import Limits
 from pipar.server.interfaces import Learner, Services
-from pipar.server.limits import Limits
 from pipar.server.membership import Membership
 from pipar.server.session import Session
 from pipar.wire.messages import Body, Kind, Message

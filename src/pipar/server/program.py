@@ -12,9 +12,9 @@ from pipar.errors import PiparError
 from pipar.events import BudgetSpent, RoundOver
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
+from pipar.server.allowances import Limits
 from pipar.server.epoch_results import RoundSummary
 from pipar.server.interfaces import Enrolment, Learner, ServerLanes, Services, SessionSettings, Training
-from pipar.server.limits import Limits
 from pipar.server.membership import Membership
 from pipar.server.model_exchange import ModelExchange
 from pipar.server.participants import Participants
