@@ -1,4 +1,4 @@
-"""The real world against the virtual world on the same configuration, from an earlier profile."""
+"""The real world compared with the virtual world on the same configuration, from an earlier profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Federated learning through gRPC with one device and no link limit, against a bare PyTorch loop."""
+"""Federated learning through gRPC with one device and no link limit, compared with a bare PyTorch loop."""
 
 from __future__ import annotations
 

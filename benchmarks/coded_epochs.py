@@ -1,4 +1,4 @@
-"""How much fewer bytes shorten an epoch: the encodings that `auto` chooses against raw, cut after the first layer.
+"""How much fewer bytes shorten an epoch: the encodings that `auto` chooses compared with raw, cut after layer 1.
 
 VGG-5 and VGG-16 on 4g in virtual time, with costs, coding times and shares profiled on this machine; VGG-5 on real
 CIFAR-10 images also in the real world with two device processes, alternating. On a link without a limit encoding does

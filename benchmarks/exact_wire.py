@@ -1,4 +1,4 @@
-"""The compression of the exact encodings against raw float32, on tensors that cross a cut in real training.
+"""The compression of the exact encodings relative to raw float32, on tensors that cross a cut in real training.
 
 Plain PyTorch training with pipar's defaults (group norm, SGD, batches of 100) on real CIFAR-10 images, a subset of
 them so that all networks together take minutes on one core. After the first and the tenth epoch, activations and
@@ -123,7 +123,7 @@ def crossings(model: nn.Sequential, shard: Shard, epoch: int, split_point: int) 
 
 def _shares(crossed: list[Crossing], *, after_relu: bool) -> dict[str, Any]:
     """Return the bytes as shares of raw float32, by direction and encoding, and those of a run."""
-    # Zeros are compared by bits: -0.0 is a value of its own.
+    # Zeros are compared by bits: -0.0 is a different value.
     kept = [one.activation.view(np.uint32) != 0 for one in crossed]
     raw = sum(one.activation.nbytes for one in crossed)
     table = {}

@@ -47,7 +47,7 @@ def fit(measured: Sequence[tuple[Profile, Counts]]) -> np.ndarray:
     """Return seconds of a dense and a grouped multiply-add, an element and a call, by least squares of logarithms.
 
     Fitted to whole stages, forward and backward of all layers before and after each cut: single layers scatter more
-    than the sums that the planner uses. Every network has the same weight, whatever its number of cuts.
+    than the sums that the planner uses. Every network has the same weight, for any number of cuts.
     """
     rows, times, weights = [], [], []
     for profile, counts in measured:

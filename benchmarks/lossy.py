@@ -1,4 +1,4 @@
-"""The accuracy lost and the bytes saved by each lossy encoding against the exact ones, on digits and CIFAR-10.
+"""The accuracy lost and the bytes saved by each lossy encoding relative to the exact ones, on digits and CIFAR-10.
 
 VGG-5 on four devices in virtual time, cut after the first layer; all other settings are the same. Exact encodings give
 the same weights as raw, bit for bit; for the lossy ones there is no claim beyond the measurement. Needs

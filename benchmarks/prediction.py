@@ -1,4 +1,4 @@
-"""The planner in the real world: its prediction against the epochs that follow, its choice against a sweep.
+"""The planner in the real world: its prediction compared with the following epochs, its choice with a sweep.
 
 Two device processes at a tenth of this machine's speed, a server with one core, three links, two networks, raw values
 on the wire. A prediction uses a profile taken right before it and is not calibrated. The speed of a machine changes by

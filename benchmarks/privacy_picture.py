@@ -1,7 +1,7 @@
 """The cost of privacy drawn as in the paper: a panel per network, a group per link, a bar per method.
 
-The overheads are on top of the bars, and again below on a logarithmic scale: most are too small to be visible beside an
-epoch.
+The overheads are on top of the bars, and again below on a logarithmic scale: most are too small to be visible next to
+an epoch.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KEPT = Path("runs/reproduction")
 #: Maximum seconds of the quick set on two cores, and of the full set of timing experiments.
 MOST_QUICK_S, MOST_TIMING_S = 20 * 60.0, 3 * 3600.0
 _CORES = 2
-#: Beside an experiment's tables: how and when they were made.
+#: The file next to an experiment's tables that says how and when they were made.
 ABOUT = "run.json"
 _HASH = re.compile(r"\b[0-9a-f]{16}\b")
 
@@ -241,7 +241,7 @@ def named_cells(place: Path) -> set[str]:
 
 
 def missing(place: Path = PLACE) -> list[str]:
-    """Return the cells that tables name and that have no line with configuration and result beside them."""
+    """Return the cells that tables name and that have no line with configuration and result next to them."""
     named = set().union(*(named_cells(table.parent) for table in place.glob("*/table.csv")))
     return sorted(named - read_cells(place).keys())
 

@@ -1,4 +1,4 @@
-"""The planner against exhaustive search in worlds with unknown costs; the paper's two tables of parameters.
+"""The planner compared with exhaustive search in worlds with unknown costs; the paper's two tables of parameters.
 
 100 Raspberry Pi 3B and an 8-core i7-11850H, six networks on the paper's datasets, three links; the same with devices 5
 and 20 times as fast, and with half the devices at half the speed. The true costs are perturbed by up to 15 % per layer

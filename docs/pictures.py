@@ -28,7 +28,7 @@ SETTINGS = {
 TITLES = {
     "fl": "fl: each board trains the whole network, then its model travels",
     "sl": "sl: one board after the other; each waits for the server",
-    "sfl": "sfl: both at once, but a board waits until its batch comes back",
+    "sfl": "sfl: both at the same time, but a board waits until its batch comes back",
     "pipar": "pipar: each batch in four micro-batches, which compute and travel at the same time",
 }
 

@@ -23,7 +23,7 @@ from pipar.errors import InputError
 from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
 
 FOLDER = Path(__file__).parent / "reference"
-#: What click leaves for text in a terminal of 80 columns. Fixed, so that the page is the same wherever it is written.
+#: The width that click leaves for text in a terminal of 80 columns; fixed, so that the page is always the same.
 WIDTH = 78
 _MADE_BY = "<!-- Written by `python -m docs.reference_pages`: do not edit. -->"
 
@@ -195,12 +195,12 @@ def _member(name: str, value: Any) -> str:
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Return the signature as it is written in the code, without `def` and the colon."""
+    """Return the signature as written in the code, without `def` and the colon."""
     source = textwrap.dedent(inspect.getsource(function))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef)
     body = definition.body[0]
-    # A body of "..." stands on the line of the signature.
+    # A body of "..." is on the line of the signature.
     lines = source.splitlines()[: body.lineno]
     head = "\n".join([*lines[:-1], lines[-1][: body.col_offset]])
     return head.strip().removesuffix(":").removeprefix("def ")

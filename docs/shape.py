@@ -1,7 +1,7 @@
-"""The shape of the source tree: its imports, held against docs/packages.toml, and its sizes.
+"""The shape of the source tree: its imports, checked by docs/packages.toml, and its sizes.
 
 python -m docs.shape            print sizes, import edges and cycles (`make shape`)
-python -m docs.shape --write    renew the table of packages in docs/architecture.md
+python -m docs.shape --write    update the table of packages in docs/architecture.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "pipar"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 RULES = tomllib.loads((ROOT / "docs" / "packages.toml").read_text("utf-8"))
-#: The vocabulary: what everything may import.
+#: The vocabulary: modules that everything may import.
 ROOT_PACKAGE = "(root)"
 _TABLE = re.compile(r"(<!-- packages -->\n).*?(<!-- /packages -->)", re.DOTALL)
 
@@ -84,7 +84,7 @@ def _is_own_package(module: str, target: str) -> bool:
 
 
 def breaches(module: str, source: str, known: Collection[str]) -> list[str]:
-    """Return what a module does that the rules do not allow, one sentence each."""
+    """Return the module's violations of the rules, one sentence each."""
     package, rules = package_of(module), RULES["packages"]
     found = []
     if package != ROOT_PACKAGE and package not in rules:
@@ -154,7 +154,7 @@ def _visit_all(
 def table() -> str:
     """Return the table of packages for docs/architecture.md."""
     rows = [f"| `{name}` | {rule['owns']} | {_listed(rule['imports'])} |" for name, rule in RULES["packages"].items()]
-    head = ["| package | owns | may import, beside the root |", "|---|---|---|"]
+    head = ["| package | owns | may import, in addition to the root |", "|---|---|---|"]
     root = f"| (root) | settings and vocabulary: {', '.join(f'`{name}`' for name in root_modules())} | - |"
     return "\n".join([*head, root, *rows]) + "\n"
 
@@ -171,7 +171,7 @@ def root_modules() -> list[str]:
 
 
 def with_table(text: str) -> str:
-    """Return the architecture page with the table as the rules have it."""
+    """Return the architecture page with the table of the current rules."""
     return _TABLE.sub(lambda match: match[1] + table() + match[2], text)
 
 

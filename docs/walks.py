@@ -1,7 +1,7 @@
 """The modules that one micro-batch and one plan pass, in order: traced, not listed by hand.
 
     python -m docs.walks            print both
-    python -m docs.walks --write    renew them in docs/architecture.md
+    python -m docs.walks --write    update them in docs/architecture.md
 
 The root's modules, which are vocabulary, do not count, nor what emulates time. A micro-batch is followed from its load
 on the device to its backward pass there, in a training in virtual time with the real mathematics. A plan is followed
@@ -112,7 +112,7 @@ _WALKS = {"micro-batch": micro_batch, "plan": plan}
 
 
 def with_walks(text: str) -> str:
-    """Return the architecture page with both walks as they are now."""
+    """Return the architecture page with the current walks."""
     return _LIST.sub(lambda match: f"{match[1]}{_as_text(_WALKS[match[2]]())}{match[3]}", text)
 
 

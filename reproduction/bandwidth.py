@@ -14,7 +14,7 @@ from reproduction.tables import against
 from reproduction.testbed import DEVICES, LINKS, SMALL, Trial
 
 #: Minutes between changes of the links. Longer intervals are computed from the longest one that was run: each change
-#: is planned for once, whatever the interval.
+#: is planned for once, for any interval.
 RUN_MINUTES = (1, 5, 10)
 COMPUTED_MINUTES = (30, 60)
 #: Changes of the links in a training, and its minimum duration.

@@ -1,4 +1,4 @@
-"""Figures of bars: seconds, idle seconds, and what noise adds to them."""
+"""Bar charts: seconds, idle seconds, and the seconds that noise adds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def draw_times(rows: Rows) -> Figure:
-    """Return Fig. 4 or 5: epochs by link and method, how much shorter they are, and what the paper prints of pipar."""
+    """Return Fig. 4 or 5: epochs by link and method, how much shorter they are, and the paper's values for pipar."""
     figure, found = panels(rows, across="network", down="data")
     for panel in found:
         _bars(panel, "link", _printed_seconds)
@@ -49,7 +49,7 @@ def draw_times(rows: Rows) -> Figure:
 
 
 def draw_heterogeneous(rows: Rows) -> Figure:
-    """Return Fig. 12: epochs with boards that are all alike, and with half of them slowed down."""
+    """Return Fig. 12: epochs with equal boards, and with half of them at half speed."""
     figure, found = panels(rows, across="link", down="network")
     for panel in found:
         _bars(panel, "boards", lambda _: None)
@@ -58,9 +58,9 @@ def draw_heterogeneous(rows: Rows) -> Figure:
 
 
 def _bars(panel: Panel, group: str, printed: Callable[[Row], float | None]) -> None:
-    """Draw a bar for each group and method, and above it its seconds and what they are of another method's: "FL/1.6".
+    """Draw a bar for each group and method; above it its seconds, and how many times faster it is: "FL/1.6".
 
-    Where the paper prints a bar's seconds there is a mark beside the bar: above it, it would take the bar's number.
+    If the paper prints a bar's seconds, they are marked next to the bar: above it, the mark would hide the number.
     """
     axes, rows = panel.axes, panel.rows
     places = Places(distinct(rows, group), distinct(rows, "method"))
@@ -90,7 +90,7 @@ def _write_above(axes: Axes, at: float, height: float, text: str) -> None:
 
 
 def _printed_seconds(row: Row) -> float | None:
-    """Return the seconds that the paper's tables have for a row, which is so for pipar on its testbed only."""
+    """Return the seconds that the paper's tables have for a row; they have only pipar on the paper's testbed."""
     if row["method"] != "pipar" or not is_as_in_the_paper(row):
         return None
     said = published().selection(row["network"], row["data"], row["link"])
@@ -98,7 +98,7 @@ def _printed_seconds(row: Row) -> float | None:
 
 
 def _compared_with(rows: Rows, group: str, row: Row) -> Row:
-    """Return the row of the same group by the first method, which is fl where there is one."""
+    """Return the row of the same group with the first method, which is fl if there is one."""
     own = [one for one in rows if one[group] == row[group]]
     first = distinct(own, "method")[0]
     return next(one for one in own if one["method"] == first)
@@ -112,7 +112,7 @@ def _with_speed_up(row: Row, base: Row) -> str:
 
 
 def _explain_speed_ups(axes: Axes) -> None:
-    """Say in the legend how to read what stands above bars."""
+    """Explain the text above bars in the legend."""
     axes.plot([], [], linestyle="none", label="FL/2: half of the time of FL")
 
 
@@ -126,7 +126,7 @@ def _mark_missing(axes: Axes, rows: Rows, group: str, places: Places) -> None:
 
 
 def draw_idle_times(rows: Rows) -> Figure:
-    """Return Fig. 6 or 7: how long the server (upward) and the devices (downward) have nothing to do in an epoch."""
+    """Return Fig. 6 or 7: how long the server (upward) and the devices (downward) are idle in an epoch."""
     figure, found = panels(rows, across="network", down="data")
     for panel in found:
         _mirrored_bars(panel)
@@ -162,13 +162,13 @@ def _scale_mirrored(axes: Axes, rows: Rows) -> None:
     axes.grid(axis="y", linewidth=0.3, color="0.8")
 
 
-#: Colours of what each mechanism adds; the epoch without noise has its method's.
+#: Colours of the seconds that each mechanism adds; the epoch without noise has the colour of its method.
 _ADDED = (VERMILLION, PURPLE, SKY)
 _WITHOUT = "none"
 
 
 def draw_privacy(rows: Rows) -> Figure:
-    """Return Fig. 13: epochs without noise, and with each mechanism what it adds on top."""
+    """Return Fig. 13: epochs without noise, and on top the seconds that each mechanism adds."""
     figure, found = panels(having(rows, "seconds"), across="link", down="network")
     for panel in found:
         _stacked_bars(panel)
@@ -177,12 +177,12 @@ def draw_privacy(rows: Rows) -> Figure:
 
 
 def _stacked_bars(panel: Panel) -> None:
-    """Draw a bar for each method and mechanism: the epoch without noise, and on top what the mechanism adds."""
+    """Draw a bar for each method and mechanism: the epoch without noise, and on top the seconds that noise adds."""
     axes, rows = panel.axes, panel.rows
     methods = distinct(rows, "method")
     mechanisms = sorted(distinct(rows, "mechanism"), key=lambda one: one != _WITHOUT)  # the one without noise first
     places = Places(methods, mechanisms)
-    width = 0.92 * places.width  # bars of one colour stand side by side
+    width = 0.92 * places.width  # bars of one colour are side by side
     without = {row["method"]: row["seconds"] for row in rows if row["mechanism"] == _WITHOUT}
     colours = dict(zip((one for one in mechanisms if one != _WITHOUT), cycle(_ADDED), strict=False))
     for row in rows:
@@ -192,7 +192,7 @@ def _stacked_bars(panel: Panel) -> None:
         if row["mechanism"] != _WITHOUT:
             added, colour = row["seconds"] - base, colours[row["mechanism"]]
             bars = axes.bar(at, max(added, 0.0), width, bottom=base, color=colour, label=f"+ {row['mechanism']}")
-            # Upright: side by side, numbers are broader than bars.
+            # Vertical text: horizontal numbers are wider than bars.
             axes.bar_label(bars, [_signed(added)], fontsize=SMALL_PRINT, padding=2, rotation=90)
     axes.set_ylim(0, 1.3 * max(row["seconds"] for row in rows))
     axes.grid(axis="y", linewidth=0.3, color="0.8")
@@ -201,5 +201,5 @@ def _stacked_bars(panel: Panel) -> None:
 
 
 def _signed(value: float) -> str:
-    """Return a number with its sign: another plan may make an epoch with noise the shorter one."""
+    """Return a number with its sign: with another plan, an epoch with noise may be shorter."""
     return f"{'-' if value < 0 else '+'}{short(abs(value))}"

@@ -220,7 +220,7 @@ def _run(experiment: Experiment, folder: Path, show: _Shown, *, quick: bool, pro
     places = {id(cell): at for at, cell in enumerate(cells)}
     outcomes: list[Outcome | None] = [None] * len(cells)
     show.begin(experiment)
-    with closing(sweep(cells, folder, processes=processes)) as coming:  # no process survives, whatever ends the loop
+    with closing(sweep(cells, folder, processes=processes)) as coming:  # no process survives the loop, however it ends
         for outcome in coming:
             outcomes[places[id(outcome.cell)]] = outcome
             show.take(outcome)

@@ -1,4 +1,4 @@
-"""Figures of lines: losses by epochs, seconds by batch sizes, what grows with devices, what changing links cost."""
+"""Line charts: losses by epoch, seconds by batch size, growth with the number of devices, cost of changing links."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TOO_FAR_APART = 20
 
 
 def draw_losses(rows: Rows) -> Figure:
-    """Return Fig. 8 or 9: validation losses epoch by epoch, the mean over the seeds and the span between them.
+    """Return Fig. 8 or 9: validation losses by epoch: mean and range over the seeds.
 
     Equal curves overlap: each one is thinner than the one below it.
     """
@@ -68,7 +68,7 @@ def _loss_curve(panel: Panel, method: str, look: Look, *, width: float) -> None:
 
 
 def draw_batch_sizes(rows: Rows) -> Figure:
-    """Return Fig. 10 or 11: epochs by the size of a batch, a panel for each link."""
+    """Return Fig. 10 or 11: seconds per epoch by batch size, a panel for each link."""
     figure, found = panels(having(rows, "seconds"), across="link")
     for panel in found:
         _lines_by_method(panel, "batch_size", "seconds")
@@ -77,7 +77,7 @@ def draw_batch_sizes(rows: Rows) -> Figure:
     return figure
 
 
-#: What grows with the devices: what a panel is called, the columns whose sum it shows, and their unit.
+#: What grows with the number of devices: the title of a panel, the columns whose sum it shows, and their unit.
 _GROWING = (
     ("epoch", ("seconds",), SECONDS),
     ("traffic of an epoch", ("up_GB", "down_GB"), "GB up and down"),
@@ -140,14 +140,14 @@ def _is_run(row: Row) -> bool:
 
 
 def _mark_values(axes: Axes, values: Sequence[float]) -> None:
-    """Make the axis across logarithmic, with a mark at each of these values, and a number where it has room."""
+    """Make the horizontal axis logarithmic, with a mark at each of these values, and a number where there is room."""
     axes.set_xscale("log")
     axes.set_xticks(values, [short(value) if value in _apart(values) else "" for value in values])
     axes.minorticks_off()
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Return the values that are at least a tenth of a logarithmic axis after the previous one."""
+    """Return values that are at least a tenth of the logarithmic axis apart."""
     kept = list(values[:1])
     for value in values[1:]:
         if math.log(value / kept[-1]) >= 0.1 * math.log(values[-1] / values[0]) - 1e-9:
@@ -167,7 +167,7 @@ def _scale_lines(axes: Axes, values: Sequence[float]) -> None:
 
 
 def draw_bandwidth(rows: Rows) -> Figure:
-    """Return Fig. 14: the cost of choosing again in percent of the training, by the minutes between changes."""
+    """Return Fig. 14: the cost of replanning in percent of the training, by the minutes between changes."""
     figure, found = panels(having(rows, "overhead_percent"), across="network")
     for panel in found:
         _line(panel.axes, panel.rows, "minutes", "overhead_percent", "pipar", LOOKS["pipar"])

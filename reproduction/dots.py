@@ -1,4 +1,4 @@
-"""Figures of dots: the score of each chosen plan, and the accuracy of each seed."""
+"""Dot plots: the score of each chosen plan, and the accuracy of each seed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from reproduction.published import published
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The minimum score wanted here; the paper's own minimum is printed.
+#: The minimum score required here; the paper prints its own minimum.
 WANTED = 0.98
 
 
 def draw_scores(rows: Rows) -> Figure:
-    """Return the scores of Table VII or VIII, a line for each training, with what was reached and what is wanted.
+    """Return the scores of Table VII or VIII, a line for each training, with the paper's minimum and ours.
 
     A score is the seconds of the best epoch over those of the chosen one: further left is worse.
     """
@@ -59,7 +59,7 @@ def _dots(panel: Panel) -> None:
 
 
 def _mark_thresholds(panel: Panel, *, least: float) -> None:
-    """Draw what the paper reaches at least, and what is wanted here, and give both room."""
+    """Draw the paper's minimum score and the one required here, with room for both."""
     reached = published().statement("score").low
     assert reached is not None, "the paper prints its lowest score"
     for score, colour, dashes, words in (
@@ -74,7 +74,7 @@ def _mark_thresholds(panel: Panel, *, least: float) -> None:
 
 
 def draw_accuracies(rows: Rows) -> Figure:
-    """Return Tables V and VI as a figure: a panel for each training, the test accuracy of every seed by each method.
+    """Return Tables V and VI as a figure: a panel for each training, the test accuracy of every seed and method.
 
     A line is the mean of a method's seeds. The paper's accuracies, of longer trainings, are left out: on their
     scale the differences between methods would be invisible.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
-#: The palette of Okabe and Ito: eight colours that stay apart for every kind of colour vision.
+#: The palette of Okabe and Ito: eight colours that can be told apart with every kind of colour vision.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
@@ -62,10 +62,10 @@ _METHOD_ORDER = ("fl", "sl", "sfl", "sfl2", "pipar")
 _ORDER = {key: at for at, key in enumerate((*_METHOD_ORDER, *MODELS, *DATASETS, *NAMED_LINKS))}
 assert set(_METHOD_ORDER) == set(METHODS)
 
-#: Inches of one panel, and above all of them for the legend.
+#: Size of one panel in inches, and of the legend above all panels.
 _WIDTH, _HEIGHT, _LEGEND = 3.8, 2.5, 0.5
 _STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+    "font.family": "DejaVu Sans",  # included in matplotlib: the same glyphs on every machine
     "font.size": 8,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -75,19 +75,19 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "pipar",  # names of shapes in a file are random otherwise
 }
-#: What most axes show, and the size of numbers beside marks.
+#: The quantity on most axes, and the size of numbers next to marks.
 SECONDS = "training time per epoch (s)"
 SMALL_PRINT = 6
-#: What a mark of the paper's numbers is called.
+#: The label of the paper's values.
 PUBLISHED = "as published"
-#: What the name of a logarithmic axis ends in.
+#: The end of a logarithmic axis's label.
 LOGARITHMIC = "log scale"
-#: Inches that a letter takes, and what stands before a label of the legend; both rather too much.
+#: Inches of a letter, and of the space before a label of the legend; both are upper estimates.
 _LETTER, _HANDLE = 0.065, 0.55
 
 
 def name_of(key: Any) -> str:
-    """Return what the paper calls a network, dataset, link or method; other keys are returned as text."""
+    """Return the paper's name of a network, dataset, link or method; other keys are returned as text."""
     return NAMES.get(key, str(key)) if isinstance(key, str) else f"{key:g}" if isinstance(key, float) else str(key)
 
 
@@ -113,7 +113,7 @@ def distinct(rows: Rows, key: str) -> list[Any]:
 
 
 def is_as_in_the_paper(row: Row) -> bool:
-    """Return whether a row is of the paper's testbed, so that its printed numbers may stand beside it."""
+    """Return whether a row is of the paper's testbed, so that its printed numbers may be shown next to it."""
     its = {"devices": DEVICES, "wire": "raw", "board": BOARD, "server_speed": SERVER_SPEED}
     return all(row.get(key, value) == value for key, value in its.items())
 
@@ -143,7 +143,7 @@ def check_matplotlib() -> None:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw and save in our style, whatever the user's own settings are."""
+    """Draw and save in our style, independent of the user's own settings."""
     check_matplotlib()
     import matplotlib
 
@@ -204,7 +204,7 @@ def panels(rows: Rows, *, across: str, down: str | None = None) -> tuple[Figure,
 
 
 def _title(row: Row, across: str, down: str | None) -> str:
-    """Return "VGG-5 (4G)": the network first, whichever way it goes."""
+    """Return "VGG-5 (4G)": the network is always first."""
     keys = sorted((key for key in (down, across) if key is not None), key=lambda key: key != "network")
     first, *rest = (name_of(row[key]) for key in keys)
     return f"{first} ({rest[0]})" if rest else first

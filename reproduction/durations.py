@@ -1,4 +1,4 @@
-"""How long experiments take: measured while they run, and kept in `durations.json` beside their tables.
+"""How long experiments take: measured while they run, and kept in `durations.json` next to their tables.
 
 The file of this package comes from a folder in which everything was run; `python -m reproduction list` shows it.
 """

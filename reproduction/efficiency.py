@@ -134,7 +134,7 @@ def ratios(rows: Iterable[Row], over: str, under: str = "pipar", value: str = "s
 
 
 def over_others(rows: Iterable[Row]) -> list[Found]:
-    """Return the epochs by fl and by sfl over those by pipar."""
+    """Return the epochs of fl and of sfl divided by those of pipar."""
     return [each for row in rows for other in ("fl", "sfl") for each in ratios([row], other)]
 
 

@@ -13,7 +13,7 @@ from reproduction.sources import counted_images, counted_libraries, counted_sour
 
 #: Kinds of cells that train with the mathematics, on images with torch.
 LEARNING = ("train", "alike")
-#: Shown where the paper says nothing.
+#: Shown where the paper has no statement.
 UNSAID = "says nothing"
 #: A row of a table, by column.
 Row = dict[str, Any]
@@ -101,7 +101,7 @@ class Compared:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the paper says something that our testbed was not fitted to."""
+        """Whether the paper has a statement that our testbed was not fitted to."""
         return self.paper != UNSAID and not self.is_fitted
 
     @property
@@ -137,7 +137,7 @@ class Compared:
 
 
 def compare_nothing(rows: Sequence[Row]) -> list[Compared]:
-    """The paper says nothing about it."""
+    """The paper has no statement about it."""
     del rows
     return []
 

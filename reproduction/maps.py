@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def draw_selection(rows: Rows) -> Figure:
-    """Return a map of every P and N, the darker the quicker, with the chosen pair and the best one marked."""
+    """Return a map of every P and N, darker is faster, with the chosen pair and the best one marked."""
     titled = [{**row, "of": f"{name_of(row['network'])}, {name_of(row['data'])}"} for row in having(rows, "seconds")]
     figure, found = panels(titled, across="link", down="of")
     for panel in found:
@@ -66,6 +66,6 @@ def _mark_pairs(axes: Axes, counts: list[int], cuts: list[int], rows: Rows, labe
 
 
 def _number(set_ticks: Callable[..., Any], values: list[int]) -> None:
-    """Write some of the values at their places: about eight have room."""
+    """Label some of the values on the axis: there is room for about eight."""
     step = max(1, len(values) // 8)
     set_ticks(range(0, len(values), step), [str(value) for value in values[::step]])

@@ -57,7 +57,7 @@ def jittered_simulation_within(seed: int) -> SimulateWithin:
 
 
 def jitter(seed: int) -> Disturb:
-    """Return factors between 0.95 and 1.05, by device, iteration, stage and micro-batch, whatever the plan."""
+    """Return factors between 0.95 and 1.05, by device, iteration, stage and micro-batch, for any plan."""
     known: dict[tuple[str, int], np.ndarray] = {}
     latest: tuple[BatchTimes, np.ndarray] | None = None
 

@@ -10,7 +10,7 @@ from reproduction.experiment import Cell, Experiment, Outcome, Row
 from reproduction.plots import plot_if_possible
 from reproduction.testbed import LINKS, Trial
 
-#: Every N until an epoch hardly changes any more, then fewer.
+#: Every N while epochs still change noticeably, then fewer.
 MICRO_BATCHES = (*range(1, 17), 20, 25, 33, 50, 100)
 FEWER = (1, 2, 4, 8, 16)
 

@@ -14,7 +14,7 @@
     scale          link x what grows       devices, method, seconds, up_GB, down_GB, server_GB, planning_s
 
 A table has methods side by side (`fl_s`, `sfl_s`, `pipar_s`) or below each other (`method`, `seconds`); both are
-drawn. What is None is not: federated learning of a network that does not fit on the device has no time. Marks of rows
+drawn. None is not drawn: federated learning of a network that does not fit on the device has no time. Marks of rows
 with `is_run` False are hollow.
 """
 
@@ -74,7 +74,7 @@ def plot(name: str, rows: Rows, folder: Path) -> list[Path]:
 
 
 def _about(row: Row, apart: Sequence[str]) -> str:
-    """Return what all rows of a figure have in common and no panel says: "100 devices"."""
+    """Return what all rows of a figure have in common and no panel shows: "100 devices"."""
     words: dict[str, Callable[[Any], str]] = {
         "devices": device_count,
         "server_speed": lambda speed: f"a server with {speed:g} times the speed of the named one",
@@ -95,9 +95,9 @@ def by_method(rows: Rows) -> list[Row]:
 
 
 def figures_of(rows: Rows, apart: Sequence[str]) -> list[tuple[str, Rows]]:
-    """Return the rows of each figure, with what its name ends in: each value of the columns that stand `apart` has one.
+    """Return the rows of each figure with the end of its name: each value of the columns in `apart` has a figure.
 
-    `size` is "small" or "large": the paper draws networks of both apart, because their times have nothing in common.
+    `size` is "small" or "large": the paper has separate figures for both, because their times differ so much.
     """
     sized: list[Row] = [{**row, "size": "large" if row.get("network") in LARGE else "small"} for row in rows]
     keys = [key for key in apart if len({row.get(key) for row in sized}) > 1]

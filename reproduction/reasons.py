@@ -12,7 +12,7 @@ from reproduction.published import Statement, published
 _N = re.compile(r"\bN=(\d+)")
 #: Two simulations of the same plan may differ in their last digits.
 ROUNDING = 1e-6
-#: Other columns that identify a row, besides link and number of devices.
+#: Other columns that identify a row, in addition to link and number of devices.
 _NAMED_BY = ("network", "data", "batch_size", "boards", "wire", "board", "server_speed", "mechanism")
 SERVER_BOUND = "the server's cores are the bottleneck: the paper's rows imply faster ones, see `testbed`"
 FITTED = (

@@ -1,4 +1,4 @@
-"""Running many cells in several processes: finished ones are read from a folder, new ones are saved there at once."""
+"""Running many cells in several processes: finished ones are read from a folder, new ones are saved there immediately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reproduction.sources import have_sources_changed
 def sweep(cells: Sequence[Cell], folder: Path, *, processes: int = 1) -> Generator[Outcome, None, None]:
     """Yield the outcome of every cell: first those that are in the folder, then the others as they finish.
 
-    Two cells with the same configuration are run once. Whatever ends the sweep, finished results are saved, unless
+    Two cells with the same configuration are run once. However the sweep ends, finished results are saved, unless
     the sources were edited meanwhile: then it is unknown which version computed them.
     """
     kept = read_cells(folder)
@@ -77,7 +77,7 @@ def _run_all(cells: Sequence[Cell], processes: int) -> Generator[Outcome, None, 
                 yield done.result()
         except BaseException:  # also if the caller closes this generator: do not wait for running cells
             _terminate(child for child in multiprocessing.active_children() if child not in others)
-            raise  # without its processes the pool cancels the remaining cells, and leaving it returns at once
+            raise  # without its processes the pool cancels the remaining cells, and leaving it returns immediately
 
 
 def _terminate(children: Iterable[Any]) -> None:

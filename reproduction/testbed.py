@@ -1,7 +1,7 @@
 """The paper's testbed: 100 Raspberry Pi 3B, one i7-11850H, three links, six networks on four datasets.
 
 The machines are the named ones of `profiling/machines.py`, each times one factor. The two factors were fitted once to
-what the paper prints of VGG-5, and hold for every other network, dataset, link and method; `fitted_speeds` finds them
+the paper's values for VGG-5, and hold for every other network, dataset, link and method; `fitted_speeds` finds them
 again. docs/explanation/reproduction-testbed.md shows the fit, and where the paper contradicts its hardware.
 """
 
@@ -23,8 +23,8 @@ from reproduction.published import published
 
 SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = {**dict.fromkeys(SMALL, ("mnist", "cifar10")), **dict.fromkeys(LARGE, ("cifar100", "tiny_imagenet"))}
-#: Of each of 100 devices. Tiny ImageNet's 100 classes have 50,000 images, whatever the paper's table of sizes says:
-#: 1 MiB of activations a sample and 10 Mbit/s allow no epoch of 1,000 samples in the 456 s that it reports.
+#: Of each of 100 devices. Tiny ImageNet's 100 classes have 50,000 images, unlike the paper's table of sizes says:
+#: 1 MiB of activations per sample and 10 Mbit/s allow no epoch of 1,000 samples in the 456 s that it reports.
 SAMPLES = {"mnist": 600, "cifar10": 500, "cifar100": 500, "tiny_imagenet": 500}
 LINKS = ("4g", "4g+", "wifi")
 DEVICES = 100
@@ -135,7 +135,7 @@ def printed_epochs() -> list[Printed]:
 
 
 def is_fitted_to(models: Collection[str], devices: int) -> bool:
-    """Return whether the speeds were fitted to what the paper says of these networks and this number of devices."""
+    """Return whether the speeds were fitted to the paper's values for these networks and this number of devices."""
     return set(models) == {"vgg5"} and devices == DEVICES
 
 

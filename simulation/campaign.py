@@ -78,7 +78,7 @@ def try_seeds(seeds: Iterable[int], devices: int, rounds: int, processes: int) -
             for child in multiprocessing.active_children():
                 if child not in others:
                     child.terminate()
-            raise  # without its processes the pool cancels the remaining worlds, and leaving it returns at once
+            raise  # without its processes the pool cancels the remaining worlds, and leaving it returns immediately
 
 
 def _prepare_worker() -> None:

@@ -1,4 +1,4 @@
-"""What is known of a simulated world from outside, and the checks of its invariants."""
+"""What is known about a simulated world from outside, and the checks of its invariants."""
 
 from __future__ import annotations
 

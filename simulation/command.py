@@ -113,7 +113,7 @@ def _try_all(seeds: range, devices: int, rounds: int, processes: int, *, quiet: 
         bar = progress.add_task("worlds", total=len(seeds))
         for report in try_seeds(seeds, devices, rounds, min(processes, len(seeds))):
             reports.append(report)
-            if not report.holds:  # at once: a thousand worlds take minutes
+            if not report.holds:  # immediately: a thousand worlds take minutes
                 progress.console.print(f"Seed {report.seed} violates '{report.invariant}'.")
             failed = sum(not one.holds for one in reports)
             progress.update(bar, advance=1, description=f"worlds, {failed} failed" if failed else "worlds")

@@ -53,7 +53,7 @@ class SimulatedDevice:
             await asyncio.sleep(process.restart_after_s)
 
     async def _take_part(self, number: int) -> None:
-        """As `pipar device` does."""
+        """Take part in the training as `pipar device` does."""
         env, training = self._env, self._env.training
         backoff = Backoff.of_device(env.scenario.seed + 1000 * number, self.name, asyncio.get_running_loop().time)
         reconnector = _VisibleReconnector(self, backoff)
@@ -69,7 +69,7 @@ class SimulatedDevice:
                 await run_device(
                     self.name, env.link, equipment, transport, reconnector=reconnector, observe=self.observe
                 )
-            except ProtocolError as error:  # it would reconnect, but must not have had to
+            except ProtocolError as error:  # it would reconnect, but should not need to
                 env.checks.breach(self.name, error)
                 raise
 

@@ -1,4 +1,4 @@
-"""A disk that is full, or that loses data which was not synced, when a fault says so."""
+"""A disk that faults can fill, or make lose data that was not synced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be true in every simulated world, whatever fails: one function each, which raises Violation if not."""
+"""What must be true in every simulated world, under all faults: one function each, which raises Violation if not."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pipar.wire.messages import LABEL_BYTES
 from simulation.invariants import MemoryUse
 from simulation.scenario import BATCH, LAYERS, Scenario
 
-#: Interval at which the programs are looked at.
+#: Interval at which the programs are inspected.
 LOOK_EVERY_S = 0.25
 #: WELCOME, PLAN, STATE, MODEL, ROUND, ABANDON and REPORT or their answers, with the names and counts in them.
 _ROUND_BYTES = 7 * MESSAGE_BYTES + 1000
@@ -69,7 +69,7 @@ class MemoryBounds:
     def of_server(
         self, sessions: Sequence[Session], replicas: Mapping[str, int]
     ) -> Iterator[tuple[MemoryUse, MemoryUse]]:
-        """Yield what the server holds for each device, and the most that it may hold; call it once at every look."""
+        """Yield what the server holds for each device, and the most that it may hold; call it once per inspection."""
         for name in self._looks_away:
             self._looks_away[name] += 1
         by_name = {session.device: session for session in sessions}
@@ -99,7 +99,7 @@ class MemoryBounds:
         piece = -(-(BATCH + 1) // plan.micro_batches)
         activations = plan.micro_batches * piece * (profile.output_bytes(plan.split_point) + LABEL_BYTES) * splits
         whole = profile.parameter_bytes(1, LAYERS)
-        # A new plan moves layers: messages that still arrive by the previous one may be about all of them.
+        # A new plan moves layers: messages that still arrive with the previous one may be about all of them.
         model = whole if scenario.replans else profile.parameter_bytes(1, plan.split_point)
         # Layers are moved before the plan is sent.
         replica = whole if scenario.replans else profile.parameter_bytes(plan.split_point + 1, LAYERS)

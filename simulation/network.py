@@ -173,7 +173,7 @@ class _Connection:
         self._lost: set[int] = set()  # directions in which nothing arrives any more
 
     def die(self) -> None:
-        """Tell both ends that the connection is lost; frames under way are lost with it."""
+        """Tell both ends that the connection is lost; frames in flight are lost with it."""
         self._lost |= {UP, DOWN}
         for end in self.ends:
             end.lose()
@@ -183,7 +183,7 @@ class _Connection:
         self._lost.add(direction)
 
     def lose_side(self, side: int, *, silently: bool) -> None:
-        """Lose one end at once; the other is told, or notices by its keepalive if this happens `silently`."""
+        """Lose one end immediately; the other is notified, or notices by its keepalive if this happens `silently`."""
         self._lost |= {UP, DOWN}
         self.ends[side].lose()
         self.network._loop.call_later(KEEPALIVE_S if silently else _TRAVEL_S, self.die)

@@ -1,4 +1,4 @@
-"""The training written again with torch alone: what the model of a round must be by the definition of its method."""
+"""The training implemented a second time with torch alone: the model of a round by the definition of its method."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _batches(shard: Shard, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Optimizer) -> None:
-    """Step by one batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
+    """Take one step on a batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
     inputs, labels = batch
     weights = dict(model.named_parameters())
     gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))

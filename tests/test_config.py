@@ -186,7 +186,10 @@ MISTAKES = [
     ({"server": {"aggregator": "fedadm"}}, "server.aggregator = 'fedadm' is not known: did you mean 'fedadam'?"),
     ({"server": {"aggregator": 3}}, "server.aggregator = 3 is not allowed: it should be text."),
     ({"server": {"aggregation": 5}}, "server.aggregation = 5 is not allowed: write [server.aggregation] with"),
-    ({"server": {"aggregator": "a:b", "aggregation": {"f": print}}}, "for 'f', which no configuration file could say."),
+    (
+        {"server": {"aggregator": "a:b", "aggregation": {"f": print}}},
+        "for 'f', which a configuration file cannot contain.",
+    ),
     (
         {"server": {"aggregation": {"proximal": 0.1}}},
         "server.aggregation.proximal = 0.1 does not belong to fedavg, which has no parameters.",
@@ -245,11 +248,11 @@ MISTAKES = [
     ),
     (
         {"devices": [{"link": {"cycle": ["4g"], "evry": "1s"}}]},
-        "has a key 'evry' that is none of cycle, every (did you mean 'every'?); write {cycle = ",
+        "has an unknown key 'evry' (did you mean 'every'?); the keys are cycle, every; write {cycle = ",
     ),
     (
         {"devices": [{"link": {"upp": "1Mbit/s"}}]},
-        "has a key 'upp' that is none of up, down, latency (did you mean 'up'?); write a name or {up = ",
+        "has an unknown key 'upp' (did you mean 'up'?); the keys are up, down, latency; write a name or {up = ",
     ),
     (
         {"devices": [{"link": {"cycle": ["4g"], "every": "60"}}]},

@@ -1,4 +1,4 @@
-"""What tables and pages say of a run's privacy."""
+"""The text about a run's privacy in tables and pages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def spent(*of: tuple[int, float]) -> dict[str, Any]:
     return {"clip": 0.5, "noise_multiplier": 4.0, "delta": 1e-5, "target_epsilon": 8.0, "devices": devices}
 
 
-def test_a_run_that_hides_nothing_says_nothing() -> None:
+def test_a_run_without_privacy_has_no_text() -> None:
     assert privacy_text({"method": "pipar", "privacy": None}, config_from({})) is None
     assert privacy_text({}, None) is None
 
 
-def test_epsilon_is_told_with_what_it_does_not_speak_of() -> None:
+def test_the_text_names_epsilon_and_what_it_does_not_cover() -> None:
     alone = privacy_text({"method": "fl", "privacy": spent((1, 2.0))}, None)
-    assert alone == "epsilon 2 at delta 1e-05 by 1 update of each device, clipped to 0.5, noise 4 times that"
+    assert alone == "epsilon 2 at delta 1e-05 for 1 update of each device, clipped to 0.5, noise 4 times that"
     split = privacy_text({"method": "pipar", "privacy": spent((2, 2.5), (3, 4.25))}, None)
     assert split is not None
-    assert split.startswith("epsilon 2.5 to 4.25 at delta 1e-05 by 2-3 updates of each device")
-    assert split.endswith("; not of activations and labels, which leave as well")
+    assert split.startswith("epsilon 2.5 to 4.25 at delta 1e-05 for 2-3 updates of each device")
+    assert split.endswith("; does not cover activations and labels, which are sent too")
 
 
-def test_noise_on_inputs_and_labels_is_told() -> None:
+def test_the_text_names_noise_on_inputs_and_labels() -> None:
     config = config_from({"privacy": {"pixel_epsilon": 1.0, "label_epsilon": 3.0}})
     assert privacy_text({"method": "sfl"}, config, " | ") == (
         "inputs: noise of 0.254 on each normalised value (PixelDP with epsilon 1 and delta 0.05 for changes up to 0.1)"
@@ -47,7 +47,7 @@ def test_noise_on_inputs_and_labels_is_told() -> None:
         ({"data": {"shape": [1, 2]}}, "data.shape = [1, 2] is not the shape"),
     ],
 )
-def test_what_is_wrong_with_two_keys_of_a_section_begins_with_one_of_them(tree: dict[str, Any], says: str) -> None:
+def test_an_error_about_two_keys_of_a_section_begins_with_one_of_them(tree: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config_from(tree)
     assert str(raised.value).startswith(says)

@@ -64,7 +64,7 @@ def is_own(aggregator: str) -> bool:
 
 
 def known_aggregator(name: str) -> str:
-    """Return the name, or raise the end of a sentence about it."""
+    """Return the name; raise a ValueError whose text continues a sentence about it."""
     if name not in AGGREGATORS and not is_own(name):
         close = difflib.get_close_matches(name, AGGREGATORS, n=1)
         hint = f"did you mean '{close[0]}'? Allowed" if close else "allowed"

@@ -19,7 +19,7 @@ from pipar.units import parse_duration, parse_size, split_address
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-#: More pings would cost a phone's battery more than they tell.
+#: More frequent pings would drain a phone's battery and show little more.
 _LEAST_KEEPALIVE_S = 1.0
 
 
@@ -57,7 +57,7 @@ def _sizes(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    """Return the bytes that a size says: at least one, because nothing fits into nothing."""
+    """Return a size in bytes, at least 1."""
     if value is None:
         return None
     try:
@@ -70,7 +70,7 @@ def _size(value: Any) -> Any:
 
 
 def _duration(value: Any) -> Any:
-    """Return the seconds that a duration says, at least none."""
+    """Return a duration in seconds, at least 0."""
     if value is None:
         return None
     try:
@@ -85,7 +85,7 @@ def _duration(value: Any) -> Any:
 def _keepalive(value: Any) -> Any:
     seconds = _duration(value)
     if seconds is None or seconds < _LEAST_KEEPALIVE_S:
-        raise ValueError(f"is not allowed: peers are asked at most every {_LEAST_KEEPALIVE_S:g} s; the default is 30s")
+        raise ValueError(f"is not allowed: peers are pinged at most every {_LEAST_KEEPALIVE_S:g} s; the default is 30s")
     return seconds
 
 
@@ -118,12 +118,12 @@ def _table(value: Any) -> Any:
         raise ValueError("is not allowed: write [server.aggregation] with the aggregator's parameters below it")
     for key, parameter in value.items():
         if not isinstance(parameter, bool | int | float | str | list | dict):  # in Python, anything can be given
-            raise ValueError(f"has a {type(parameter).__name__} for {key!r}, which no configuration file could say")
+            raise ValueError(f"has a {type(parameter).__name__} for {key!r}, which a configuration file cannot contain")
     return value
 
 
 def _named(letters: str) -> Callable[[str], str]:
-    """Return a check that a name has only letters, digits and these other signs: it names files and folders."""
+    """Return a check that a name has only letters, digits and these characters, because it names files and folders."""
     pattern = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(letters)}]*")
 
     def check(value: str) -> str:
@@ -187,7 +187,7 @@ class DataSection(_Section):
     shape: Annotated[tuple[int, ...], BeforeValidator(_shape)] | None = (
         None  # of synthetic images or a factory's samples
     )
-    classes: Positive | None = None  # of synthetic images, or what a factory's labels go up to
+    classes: Positive | None = None  # of synthetic images, tiny_imagenet or a factory's labels
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:
@@ -290,7 +290,7 @@ class DeviceSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _own_speed(cls, tree: Any) -> Any:
-        """A profile of the device itself has its speed in it."""
+        """Set the default speed of a device with a profile to 1: the profile includes the device's speed."""
         if isinstance(tree, Mapping) and tree.get("profile") is not None and "speed" not in tree:
             return {**tree, "speed": 1.0}
         return tree
@@ -335,15 +335,15 @@ class Config(_Section):
         return self
 
 
-#: Clips and multipliers of noise beyond these leave the numbers that computers are exact with: a server that orders
-#: them would have a device add less noise than it counts.
+#: With clips and noise multipliers beyond these, float64 overflows or underflows: a device would add less noise than it
+#: counts.
 LEAST_SCALE, LARGEST_SCALE = 1e-100, 1e100
-#: A larger epsilon promises nothing, and what solves for its noise ends in numbers that are none.
+#: A larger epsilon promises nothing, and solving for its noise gives numbers that are not finite.
 _LARGEST_EPSILON = 1e9
 
 
 def check_private_updates(config: Config) -> None:
-    """Raise ValueError if updates are to have noise where something else of a round would leave without any."""
+    """Raise ValueError if updates get noise but something else that a device sends in a round would not."""
     if not config.privacy.clips:
         return
     for key in ("clip", "noise_multiplier"):
@@ -354,19 +354,20 @@ def check_private_updates(config: Config) -> None:
         raise ValueError(f"privacy.target_epsilon = {target:g} is not allowed: give a number of at most 1e9")
     if METHODS[config.run.method].shares_server_model:
         raise ValueError(
-            f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) is for methods in which every device "
-            f"has a round of its own, fl, sfl and pipar, and run.method is '{config.run.method}'"
+            f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) needs one of the methods fl, sfl and "
+            f"pipar, but run.method is '{config.run.method}'"
         )
     if config.optimizer.momentum_at_aggregation == "keep":
         raise ValueError(
-            "optimizer.momentum_at_aggregation = 'keep' goes with no noise on updates (privacy.noise_multiplier, "
-            "privacy.target_epsilon): momentum of layers that change sides would be sent without any. Write 'reset'"
+            "optimizer.momentum_at_aggregation = 'keep' cannot be combined with noise on updates "
+            "(privacy.noise_multiplier, privacy.target_epsilon): momentum of layers that change sides would be sent "
+            "without noise. Write 'reset'"
         )
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device, after its group was counted out; "auto" where the planner is to choose."""
+    """One device of a group, with its own name; "auto" where the planner chooses."""
 
     name: str
     link: Link
@@ -378,16 +379,16 @@ class DeviceSpec:
 
 
 def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
-    """Return every device in name order: names are padded, so that device-02 stands before device-10."""
-    return tuple(sorted(_counted_out(config), key=lambda spec: spec.name))
+    """Return every device in name order: names are padded, so that device-02 comes before device-10."""
+    return tuple(sorted(_expanded_groups(config), key=lambda spec: spec.name))
 
 
 def device_names(config: Config) -> list[str]:
     """Return the devices' names in the order of the configuration: the order of lists with an entry for each device."""
-    return [spec.name for spec in _counted_out(config)]
+    return [spec.name for spec in _expanded_groups(config)]
 
 
-def _counted_out(config: Config) -> list[DeviceSpec]:
+def _expanded_groups(config: Config) -> list[DeviceSpec]:
     counts: dict[str, int] = {}
     for group in config.devices:
         counts[group.name] = counts.get(group.name, 0) + group.count

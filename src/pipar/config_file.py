@@ -20,7 +20,7 @@ from pipar.links import link_tree
 def load_config(
     path: Path | None = None, settings: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the configuration of a TOML file with `section.key=value` settings over it; no file: the defaults."""
+    """Return the configuration of a TOML file, or the defaults, overridden by `section.key=value` settings."""
     tree: dict[str, Any] = copy.deepcopy(dict(defaults or {}))
     if path is not None:
         try:
@@ -35,8 +35,8 @@ def load_config(
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """Return the configuration with `section.key=value` settings over it, as if they had been over its file."""
-    # Only what was set: a default may depend on what a setting says, as the speed of a device on its profile.
+    """Return the configuration overridden by `section.key=value` settings, as if its file had been overridden."""
+    # Only keys that were set: a default may depend on another key, as a device's speed depends on its profile.
     tree = config.model_dump(exclude_unset=True)
     if "devices" in tree:
         tree["devices"] = [_group_tree(group) for group in config.devices]
@@ -44,12 +44,12 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
 
 
 def _group_tree(group: DeviceSection) -> dict[str, Any]:
-    """Return what was set of a group; its link stays a record, because a link is written in other words than it has."""
+    """Return the keys of a group that were set; its link stays a record, whose fields are not those of a file."""
     return {key: getattr(group, key) for key in group.model_fields_set}
 
 
 def config_from(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration that nested dictionaries say, or raise one sentence about the first mistake."""
+    """Return the configuration of nested dictionaries; raise one sentence about the first mistake."""
     try:
         return Config.model_validate(dict(tree))
     except ValidationError as error:
@@ -72,7 +72,7 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
     value = _toml_value(text.strip())
     if section == "devices":
         # A device key is set for every group: "all devices on wifi". The default group has four devices.
-        # What is not a list of groups stays as it is: the check that follows says what is wrong with it.
+        # Anything other than a list of groups is left unchanged: validation reports it.
         groups = tree.setdefault("devices", [{"count": 4}])
         for group in groups if isinstance(groups, list) else []:
             if isinstance(group, dict):
@@ -82,7 +82,7 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
 
 
 def _put(table: Any, path: Sequence[str], value: Any) -> None:
-    """Set a key in a table of tables; what is no table stays as it is: the check that follows says what is wrong."""
+    """Set a key in nested tables; anything other than a table is left unchanged: validation reports it."""
     for name in path[:-1]:
         table = table.setdefault(name, {}) if isinstance(table, dict) else None
     if isinstance(table, dict):
@@ -99,7 +99,7 @@ def _toml_value(text: str) -> Any:
 def _sentence(error: ValidationError) -> str:
     """Turn the first of pydantic's errors into one sentence: what was given, what is allowed."""
     first = error.errors()[0]
-    # pydantic adds the names of its own validators to the place; a person wants section and key.
+    # pydantic adds the names of its own validators to the location; a user needs section and key.
     parts = [part for part in first["loc"] if isinstance(part, str) and part.isidentifier() and part != "auto"]
     where = ".".join(parts[:3]).removesuffix("_bps").replace("latency_s", "latency")
     given, kind = first.get("input"), first["type"]
@@ -107,12 +107,12 @@ def _sentence(error: ValidationError) -> str:
         return _unknown_key(first["loc"])
     if kind == "literal_error":
         allowed = first["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
-        is_name = where.endswith(".name") and isinstance(given, str)  # 'float16' is no misspelt 'float64'
+        is_name = where.endswith(".name") and isinstance(given, str)  # 'float16' is not a misspelt 'float64'
         hint = did_you_mean(given, allowed.split(", ")) if is_name else ""
         return f"{where} = {given!r} is not known{hint}; allowed are {allowed}."
     if kind == "value_error":
         cause = str(first["ctx"]["error"])
-        # What is wrong with two keys of a section names them itself.
+        # An error about two keys of a section already names them.
         return f"{cause}." if not where or cause.startswith(f"{where}.") else f"{where} = {given!r} {cause}."
     if kind == "model_type":
         return f"{where} = {given!r} is not allowed: write a section [{where}] with its keys below it."
@@ -144,7 +144,7 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
             section = DeviceSection if part == "devices" else section.model_fields[part].annotation
     known = list(section.model_fields)
     key = str(location[-1])
-    # The half of a name is more likely to be meant than what is spelt alike: an epsilon is any of three.
+    # Part of a name is a better hint than similar spelling: "epsilon" is part of three keys.
     close = [name for name in known if key.lower() in name.split("_")] or difflib.get_close_matches(key, known, n=1)
     meant = " or ".join(f"'{name}'" for name in close)
     hint = f"did you mean {meant}? Allowed" if close else "allowed"

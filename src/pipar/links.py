@@ -11,7 +11,7 @@ from pipar.errors import ConfigError, did_you_mean
 from pipar.units import format_rate, parse_duration, parse_rate
 
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
-#: A link that changes more often would cost more to emulate than what it carries.
+#: A link that changes more often would cost more to emulate than to send its bytes.
 _LEAST_EVERY_S = 1e-3
 _CHANGING = 'write {cycle = ["4g", "wifi"], every = "60s"}'
 _STEADY = 'write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}'
@@ -35,7 +35,7 @@ class Link(BaseModel):
 
     @classmethod
     def changing(cls, cycle: Sequence[Link], every_s: float) -> Link:
-        """Return the link that is each of these for `every_s` seconds, again and again."""
+        """Return the link that is each of these for `every_s` seconds, repeatedly."""
         if len({link.latency_s for link in cycle}) > 1:
             raise ValueError("has links of different latencies; only the rates of a link can change")
         if every_s < _LEAST_EVERY_S:
@@ -89,11 +89,11 @@ def _check_link_keys(value: Mapping[str, Any], allowed: Sequence[str], example: 
     unknown = [key for key in value if key not in allowed]
     if unknown:
         hint = did_you_mean(unknown[0], allowed)
-        raise ValueError(f"has a key '{unknown[0]}' that is none of {', '.join(allowed)}{hint}; {example}")
+        raise ValueError(f"has an unknown key '{unknown[0]}'{hint}; the keys are {', '.join(allowed)}; {example}")
 
 
 def _quantity(value: Mapping[str, Any], key: str, parse: Callable[[Any], Quantity]) -> Quantity:
-    """Return what a key of a link says, or raise what is wrong with it, with its name."""
+    """Return the value of a key of a link; raise an error that names the key if it is wrong."""
     try:
         return parse(value.get(key, "unlimited"))
     except ConfigError as error:
@@ -101,7 +101,7 @@ def _quantity(value: Mapping[str, Any], key: str, parse: Callable[[Any], Quantit
 
 
 def link_tree(link: Link) -> dict[str, Any]:
-    """Return the link in the words of a configuration."""
+    """Return the link as a configuration file writes it."""
     if link.cycle:
         return {"cycle": [link_tree(one) for one in link.cycle], "every": link.every_s}
     return {"up": format_rate(link.up_bps), "down": format_rate(link.down_bps), "latency": link.latency_s}

@@ -45,7 +45,7 @@ def method(name: str) -> Method:
 class Plan:
     """{P, N} of one device: where its network is cut and into how many micro-batches each batch is.
 
-    `window` limits how many micro-batches' activations the device keeps at once (1F1B); 0 is all forwards first.
+    `window` limits how many micro-batches' activations the device keeps (1F1B); 0 is all forwards first.
     `up` and `down` are the encodings of activations and of gradients, of `pipar.wire.encodings`.
     """
 

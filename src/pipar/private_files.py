@@ -11,7 +11,7 @@ from pipar.errors import InputError
 
 
 def write_private(path: Path, content: bytes, *, mode: int = 0o600) -> None:
-    """Write a file atomically that only its owner may read, unless `mode` allows more."""
+    """Write a file atomically; only its owner may read it, unless `mode` allows more."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # readable by its owner only

@@ -20,7 +20,7 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*
 def _parse(text: str | float, units: dict[str, float], what: str, example: str) -> float:
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    # What comes from a TOML file can be anything, whatever the annotation says.
+    # A value from a TOML file can have any type, despite the annotation.
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     folded = {unit.lower(): factor for unit, factor in units.items()}
     if match is not None and not match[2]:
@@ -31,17 +31,17 @@ def _parse(text: str | float, units: dict[str, float], what: str, example: str) 
 
 
 def parse_rate(text: str | float) -> float:
-    """Return bits a second; a plain number is bits a second already."""
+    """Return bits per second; a plain number is already in bits per second."""
     return _parse(text, _RATES, "rate", "10Mbit/s")
 
 
 def parse_duration(text: str | float) -> float:
-    """Return seconds; a plain number is seconds already."""
+    """Return seconds; a plain number is already in seconds."""
     return _parse(text, _DURATIONS, "duration", "20ms")
 
 
 def parse_size(text: str | float) -> int:
-    """Return bytes; a plain number is bytes already."""
+    """Return bytes; a plain number is already in bytes."""
     return int(_parse(text, _SIZES, "size", "1GiB"))
 
 
@@ -80,7 +80,7 @@ def format_percent(share: float, digits: int = 1) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 host may stand in brackets."""
+    """Return host and port of HOST:PORT; an IPv6 host may be in brackets."""
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(

@@ -59,7 +59,7 @@ def _import(module_name: str, spec: str) -> ModuleType:
                 f"factory {spec!r}: no module {error.name!r} is installed or in the current directory {here}."
             ) from error
         raise ConfigError(f"factory {spec!r}: {module_name} could not be imported: {error}.") from error
-    # The user's module may raise anything at all while it is imported.
+    # The user's module may raise any exception while it is imported.
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"factory {spec!r}: {module_name} could not be imported: {what}.") from error

@@ -83,8 +83,8 @@ def guess_text(most: float, guess: float | None) -> str:
     if guess is None or most >= guess:
         return ""
     return (
-        f"It is below {guess:.3f}, which the mean of other images comes to without any activation: hardly a cut but "
-        "P = Q can be within it; give more than that."
+        f"It is below {guess:.3f}, the score of the mean of other images, without any activation: hardly any cut "
+        "except P = Q can meet it. Raise the limit."
     )
 
 
@@ -96,5 +96,5 @@ def _updates_text(privacy: Mapping[str, Any], method: str) -> str:
     each = f"{range_text(releases)} update{'' if releases == [1] * len(releases) else 's'} of each device"
     noise = f"clipped to {privacy['clip']:g}, noise {privacy['noise_multiplier']:.4g} times that"
     epsilon = f"epsilon {most if least == most else f'{least} to {most}'} at delta {privacy['delta']:g}"
-    uncovered = "" if method == "fl" else "; not of activations and labels, which leave as well"
-    return f"{epsilon} by {each}, {noise}{uncovered}"
+    uncovered = "" if method == "fl" else "; does not cover activations and labels, which are sent too"
+    return f"{epsilon} for {each}, {noise}{uncovered}"

@@ -411,7 +411,7 @@ def test_the_output_names_ruled_out_cuts_and_their_cost(pipar: Pipar, tmp_path: 
 def test_a_limit_below_the_guess_is_reported_as_unreachable(pipar: Pipar, tmp_path: Path) -> None:
     path = written(tmp_path, dict.fromkeys((1, 2, 3, 4), 0.8), guess=0.747)
     words = ["--set", f"privacy.leakage={path}", "--set"]
-    said = "It is below 0.747, which the mean of other images comes to without any activation"
+    said = "It is below 0.747, the score of the mean of other images, without any activation"
     assert said in " ".join(pipar(*words, "privacy.max_leakage=0.5").split())
     assert "mean of other images" not in " ".join(pipar(*words, "privacy.max_leakage=0.75").split())
 

@@ -258,11 +258,11 @@ def test_configured_values_override_those_of_a_named_machine() -> None:
     [
         (
             ["server.cores=9"],
-            "server.cores = 9 is more than i7-11850h has: it runs 8 stages at once. ",
+            "server.cores = 9 is more than i7-11850h has: it runs 8 stages at a time. ",
         ),
         (
             ["server.profile=raspberry-pi-3b", "server.cores=4"],
-            "server.cores = 4 is more than raspberry-pi-3b has: it runs one stage at a time, with all of",
+            "server.cores = 4 is more than raspberry-pi-3b has: it runs one stage, with all of its cores, at a time. ",
         ),
     ],
 )

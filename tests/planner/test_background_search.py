@@ -229,7 +229,7 @@ def test_a_search_takes_the_next_best_cut_if_the_best_leaks_too_much(method: str
     limited = search_plans(held, simulate)
     assert free not in {plan.split_point for plan in limited.plans.values()}
     assert limited.epoch_s >= search_plans(here, simulate).epoch_s
-    # Planned again, from plans in force, for links that have changed.
+    # Planned again, from the current plans, for links that have changed.
     others = tuple(replace(member, link=FAST) for member in held.members)
     again = search_again(replace(held, members=others), limited.plans)
     assert free not in {plan.split_point for plan in again.values()}

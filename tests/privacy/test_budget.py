@@ -82,11 +82,11 @@ def test_without_noise_nothing_is_counted_and_no_accountant_is_asked_for(monkeyp
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"run": {"method": "sl"}, "privacy": {"noise_multiplier": 1.0}}, "fl, sfl and pipar, and run.method is 'sl'"),
-    ({"run": {"method": "sfl2"}, "privacy": {"target_epsilon": 1.0}}, "fl, sfl and pipar, and run.method is 'sfl2'"),
+    ({"run": {"method": "sl"}, "privacy": {"noise_multiplier": 1.0}}, "fl, sfl and pipar, but run.method is 'sl'"),
+    ({"run": {"method": "sfl2"}, "privacy": {"target_epsilon": 1.0}}, "fl, sfl and pipar, but run.method is 'sfl2'"),
     (
         {"optimizer": {"momentum_at_aggregation": "keep"}, "privacy": {"noise_multiplier": 1.0}},
-        "momentum of layers that change sides would be sent without any",
+        "momentum of layers that change sides would be sent without noise",
     ),
     ({"privacy": {"pixel_epsilon": 1.5}}, "privacy.pixel_epsilon = 1.5 is not allowed"),
     ({"privacy": {"noise_multiplier": 1e-160}}, "privacy.noise_multiplier = 1e-160 is not allowed"),

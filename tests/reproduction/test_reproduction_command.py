@@ -72,6 +72,13 @@ def test_a_document_has_rows_and_comparisons(pipar: Callable[..., Told], tmp_pat
     assert any(is_outside), "two boards with forty images each are not what the paper has measured"
 
 
+def test_an_unknown_option_suggests_no_setting_because_there_is_none(pipar: Callable[..., Told]) -> None:
+    code, told, lines = pipar("list", "--epochs", "3")
+    assert (code, told) == (2, "")
+    assert "No such option '--epochs'" in lines
+    assert "--set" not in lines
+
+
 def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
     code, told, _ = pipar("list")
     assert code == 0

@@ -155,7 +155,7 @@ def test_of_those_that_have_said_nothing_there_are_only_so_many() -> None:
     async def main() -> None:
         async with listening(limits=Limits(newcomers=2)) as server:
             silent = [await connect(server.address) for _ in range(2)]
-            with pytest.raises(LinkError, match="Too many devices connect at once"):
+            with pytest.raises(LinkError, match="Too many devices connect at the same time"):
                 await connect(server.address)
             await silent[0].write(frame())
             await (await server.came.get()).read()
@@ -271,7 +271,7 @@ def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
             server.leave()
             for _ in range(2):
                 await (await connect(server.address)).close()
-            with pytest.raises(LinkError, match="Too many devices connect at once"):
+            with pytest.raises(LinkError, match="Too many devices connect at the same time"):
                 await connect(server.address)
 
     run(main())

@@ -1,8 +1,8 @@
 """Commands and the terminal.
 
-Shared by the commands: `options`, `completion_candidates`. One module a command, or two that belong together:
+Shared by the commands: `options`, `completion_candidates`. One module per command, or per pair of commands:
 `train` (run, compare), `deploy` (server, device), `plan`, `profile`, `leakage`, `report`, `certs`, `data`, `doctor`
-with its `doctor_checks`, `completion`. What a person sees: `display` (while a run is under way), `tables`,
+with its `doctor_checks`, `completion`. Output: `display` (while a run is under way), `tables`,
 `plan_view`, `timeline_text`.
 """
 

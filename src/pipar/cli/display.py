@@ -42,10 +42,10 @@ _SAY_EVERY_S = 10.0
 class Display:
     """Shows runs: a line for each finished epoch and, on a terminal, a live part below them.
 
-    Without a terminal, on one that cannot move its cursor, and in CI there are only lines: one at once that says what
-    starts, and one every ten seconds during a long preparation. On a terminal, lines are cut to its width, and nothing
-    stays on it before a run begins, so that an early error is the only line. `quiet` writes only what changes the
-    result: a failed tracker, a spent privacy budget. `folders` are those of the runs so far.
+    Without a terminal, on one that cannot move its cursor, and in CI there are only lines: the first one says what
+    starts, and one follows every ten seconds during a long preparation. On a terminal, lines are cut to its width, and
+    nothing stays on it before a run begins, so that an early error is the only line. `quiet` writes only what changes
+    the result: a failed tracker, a spent privacy budget. `folders` are those of the runs so far.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -116,12 +116,12 @@ class Display:
             self._console.print(Text(sentence), soft_wrap=True, highlight=False)
 
     def _say_what_starts(self, starting: Starting) -> None:
-        """Write at once what starts, where no live part shows it: the next line may take seconds."""
+        """Write what starts, where no live part shows it: the next line may take seconds."""
         if self._live is None:
             self._print(Text(one_line(starting_text(starting))))
 
     def _say_how_far(self, preparing: Preparing) -> None:
-        """Write the progress of a preparation now and then, where no live part shows it."""
+        """Write the progress of a preparation from time to time, where no live part shows it."""
         if self._live is None and time.monotonic() - self._said >= _SAY_EVERY_S:
             self._said = time.monotonic()
             self._print(Text(f"{preparing.what} ({percent(preparing.share, 0)}, {self._elapsed()})", style="dim"))

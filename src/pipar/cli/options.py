@@ -193,8 +193,8 @@ def load(config: Path | None, settings: Sequence[str]) -> Config:
 
 
 def as_setting(error: click.NoSuchOption) -> str:
-    """Return a hint if an unknown option has the name of a key: " It is a key of the configuration: ..."."""
-    takes_settings = error.ctx is not None and not isinstance(error.ctx.command, click.Group)
+    """Return a hint if an unknown option has the name of a key and the command has --set, else an empty text."""
+    takes_settings = error.ctx is not None and any("--set" in one.opts for one in error.ctx.command.params)
     word = error.option_name.lstrip("-").replace("-", "_").replace(".", "_")
     sections = {name: type(getattr(_DEFAULT, name)) for name in Config.model_fields} | {"devices": type(_GROUP)}
     keys = [

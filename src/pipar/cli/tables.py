@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipar.storage.result import Result
 
 _WIDEST = 110
-#: Width of a number in the comparison, with a space beside it, so that plans have room.
+#: Width of a number in the comparison, with a space next to it, so that plans have room.
 _CELL = 7
 #: Different plans that are listed; further ones are only counted.
 _MOST_PLANS = 8

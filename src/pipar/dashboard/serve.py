@@ -112,7 +112,7 @@ class _Program:
         except Exception:  # noqa: BLE001 - the thread ends here, and the training continues
             _log.warning("The live page has failed; training continues without it.", exc_info=True)
         finally:
-            listening.close()  # a new browser is refused at once instead of waiting for an answer
+            listening.close()  # a new browser is refused immediately instead of waiting for an answer
             self._inbox.clear()
 
     def end(self, trouble: str) -> None:

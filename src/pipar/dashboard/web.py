@@ -25,7 +25,7 @@ from pipar.dashboard.feed import Feed
 from pipar.monitoring.http_server import DeadlineProtocol, cut_off, http_server
 from pipar.report.page import render
 
-#: Connections at once, with or without a request: a training needs files and sockets, too.
+#: Connections at the same time, with or without a request: a training needs files and sockets, too.
 MOST_CONNECTIONS = 48
 #: A client that sends no request, or reads nothing of an answer, for this long is disconnected.
 REQUEST_WITHIN_S = 10.0

@@ -116,7 +116,7 @@ class Shard:
         return replace(self, images=self.images.take(self.indices), indices=np.arange(len(self)))
 
     def _draws(self, epoch: int) -> NDArray[np.int8]:
-        """Return (down, right, mirrored) for each position, drawn for the whole epoch at once."""
+        """Return (down, right, mirrored) for each position, drawn for the whole epoch."""
         drawn = self._drawn.get(epoch)
         if drawn is None:
             rng = random_streams.generator(self.seed, "augment", self.device, epoch)

@@ -1,4 +1,4 @@
-"""The device-side model M^c_k with the orders that it is trained by, as both change between rounds."""
+"""The device-side model M^c_k and its orders, both of which may change between rounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeviceSideModel:
         await self._compute.run((install, partial(self.part.unpack_and_install, body, keep_momentum=keep)))
 
     async def adopt(self, message: Message) -> None:
-        """Continue by another plan; layers that leave this device take their momentum along if it is kept."""
+        """Continue with another plan; layers that leave this device take their momentum along if it is kept."""
         before, self.orders = self.orders, self.orders.changed_by(message)
         plan = self.orders.plan
         self._guard.accept_cut(plan.split_point, self.orders.layers)

@@ -1,4 +1,4 @@
-"""What runs beside the compute lane: batches are loaded ahead, activations leave, gradients arrive.
+"""What runs in parallel to the compute lane: batches are loaded ahead, activations leave, gradients arrive.
 
 The time that the compute lane waits for any of them is recorded as a span.
 """
@@ -83,7 +83,7 @@ class MicroBatchExchange:
         return self._gradients[place]
 
     def release(self, place: _Place) -> None:
-        """Keep the gradient of a micro-batch no longer."""
+        """Free the gradient of a micro-batch."""
         del self._gradients[place]
 
     def clear(self) -> None:

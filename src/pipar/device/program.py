@@ -66,7 +66,7 @@ class Device:
     # --- joining
 
     async def train(self) -> None:
-        """Take part in the training until the server says stop."""
+        """Take part in the training until the server sends STOP."""
         orders = await self._join()
         if orders is None:
             return  # the training was over before this device joined
@@ -161,7 +161,7 @@ class Device:
                 self._commands.put_nowait(message)
 
     async def _follow_commands(self) -> None:
-        """Do what the server says, until it says stop (line 2)."""
+        """Follow the server's commands until it sends STOP (line 2)."""
         while (command := await self._wait.for_command(self._commands)).kind is not Kind.STOP:
             match command.kind:
                 case Kind.MODEL:  # lines 17 and 18

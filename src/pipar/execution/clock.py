@@ -145,7 +145,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 def run_virtually(main: Coroutine[Any, Any, T], within: AbstractContextManager[object] | None = None) -> T:
     """Run a coroutine to its end in virtual time and return its result; `within` is entered in its thread.
 
-    Inside a running event loop, as in a notebook, it runs in a thread of its own, which the caller waits for.
+    Inside a running event loop, as in a notebook, it runs in a separate thread, which the caller waits for.
     """
     runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
     if _inside_a_loop():

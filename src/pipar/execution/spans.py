@@ -173,7 +173,7 @@ _SPAN = struct.Struct("!BB?IHdd")
 
 
 def pack_trace(trace: EpochTrace) -> bytes:
-    """Return an epoch's trace as bytes: the sums as JSON, then 25 bytes a span."""
+    """Return an epoch's trace as bytes: the sums as JSON, then 25 bytes per span."""
     lanes = sorted({span.lane for span in trace.spans} | set(trace.totals))
     numbers = {lane: number for number, lane in enumerate(lanes)}
     totals = {lane: [t.busy_s, t.waiting_s, t.first_start, t.last_end] for lane, t in trace.totals.items()}
@@ -189,7 +189,7 @@ def pack_trace(trace: EpochTrace) -> bytes:
 
 
 def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
-    """Return the trace that the device `owner` sent, whatever owner the trace names."""
+    """Return the trace that the device `owner` sent; the owner that the trace itself names is ignored."""
     try:
         (length,) = struct.unpack_from("!I", data)
         head = json.loads(bytes(data[4 : 4 + length]))
@@ -309,7 +309,7 @@ def slowest_to_fastest(ends: Mapping[str, float], most: int) -> list[str]:
 
 
 def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
-    """Return Chrome trace events (for Perfetto): one process an owner, one track a lane, times in microseconds."""
+    """Return Chrome trace events (for Perfetto): one process per owner, one track per lane, times in microseconds."""
     lanes = by_lane(spans)
     owners = sorted({owner for owner, _ in lanes}, key=lambda owner: (owner != SERVER, owner))
     events: list[dict[str, Any]] = []

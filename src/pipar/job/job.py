@@ -110,7 +110,7 @@ class Job:
             return self.config
         for group in self.config.devices:
             here = names[at : at + group.count]
-            # Devices of a group differ only in their data. If their plans differ, each becomes a group of its own.
+            # Devices of a group differ only in their data. If their plans differ, each becomes a separate group.
             alike = len({self.plans[name] for name in here}) == 1
             for name in here[:1] if alike else here:
                 plan = self.plans[name]

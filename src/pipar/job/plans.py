@@ -76,7 +76,7 @@ def _check_common(given: set[int]) -> None:
 def search_job_plans(
     job: Job, fleet: Fleet, rehearse: Rehearse, *, start: Mapping[str, Plan] | None = None, observe: Observer = ignore
 ) -> SearchResult:
-    """Return the chosen plans with their runners-up; `start` are those in force, when they are chosen again."""
+    """Return the chosen plans with their runners-up; `start` are the current ones, when plans are chosen again."""
 
     def progress(done: int) -> None:
         observe(Preparing("Planning", min(0.99, done / _USUAL_SIMULATIONS)))

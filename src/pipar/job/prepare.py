@@ -188,10 +188,10 @@ def _check_cores(config: Config) -> None:
     """Raise ConfigError if server.cores exceeds the cores of a named machine."""
     machine, cores = MACHINES.get(config.server.profile or ""), config.server.cores
     if machine is not None and cores is not None and cores > machine.cores:
-        runs = "one stage at a time, with all of its cores" if machine.cores == 1 else f"{machine.cores} stages at once"
+        runs = "one stage, with all of its cores," if machine.cores == 1 else f"{machine.cores} stages"
         raise ConfigError(
-            f"server.cores = {cores} is more than {machine.name} has: it runs {runs}. Give at most {machine.cores}, "
-            "leave server.cores out, or use a profile that 'pipar profile' wrote on your machine."
+            f"server.cores = {cores} is more than {machine.name} has: it runs {runs} at a time. Give at most "
+            f"{machine.cores}, leave server.cores out, or use a profile that 'pipar profile' wrote on your machine."
         )
 
 

@@ -27,10 +27,10 @@ def _train_pieces(job: Job, workload: Workload) -> None:
 
 
 def warm_up_device(job: Job, workload: Workload, name: str) -> None:
-    """Train one batch by the device's own plan with a temporary part.
+    """Train one batch with the device's own plan and a temporary part.
 
-    All its activations are in memory at once, as in training: without this, getting the memory from the system made
-    the first epoch 20 % longer. A large model's memory is released again, so that it is not held twice.
+    All its activations are in memory at the same time, as in training: without this, getting the memory from the system
+    made the first epoch 20 % longer. A large model's memory is released again, so that it is not held twice.
     """
     _train_batch(job, workload, name)
     release_model_memory(_model_bytes(job))

@@ -1,4 +1,4 @@
-"""Putting the two programs together with what they compute with; the same for both worlds."""
+"""Assembling the two programs from their parts; the same for both worlds."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def run_device(
     is_real: bool = False,
     observe: Observer,
 ) -> None:
-    """Run one device over a transport, from hello to the end; with a reconnector over as many as it takes."""
+    """Run one device over a transport, from hello to the end; with a reconnector, over as many transports as needed."""
     recorder = Recorder(name, keep_spans)
     on_lost = None if reconnector is None else reconnector.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)

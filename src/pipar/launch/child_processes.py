@@ -234,7 +234,7 @@ def _run_child(
 
 
 class EventSender:
-    """Sends events to the parent, in order, from a thread of its own; ends the process if the parent is gone.
+    """Sends events to the parent, in order, from a separate thread; ends the process if the parent is gone.
 
     A picture is larger than the pipe's buffer: without the thread, training would wait until the parent receives it.
     """

@@ -102,7 +102,7 @@ def device_guard(
     cuts: AllowedCuts | None = None,
     budget_file: BudgetFile | None = None,
 ) -> PrivacyGuard:
-    """Return the limits that a device keeps by its own configuration, whatever its server asks for."""
+    """Return the limits of a device's own configuration; they hold for all orders of its server."""
     privacy = config.privacy
     budget = math.inf
     if privacy.target_epsilon is not None:

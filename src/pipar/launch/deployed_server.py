@@ -167,9 +167,9 @@ def _check_cut(job: Job, found: Checkpoint | None) -> None:
     cuts = {plan.split_point for plan in found.plans.values()} if found and job.method.shares_server_model else set()
     for p in cuts & job.leaky_cuts.keys():
         raise PlanError(
-            f"The saved training by {job.method.name} is cut at split point {p}, which leaks {job.leaky_cuts[p]:.3f}, "
-            f"more than privacy.max_leakage = {job.config.privacy.max_leakage:g}: increase privacy.max_leakage, or "
-            "give another run.name and start without --resume."
+            f"The saved training with {job.method.name} is cut at split point {p}, which leaks "
+            f"{job.leaky_cuts[p]:.3f}, more than privacy.max_leakage = {job.config.privacy.max_leakage:g}: raise "
+            "the limit, or give another run.name and start without --resume."
         )
 
 
@@ -285,7 +285,7 @@ class _ServerProgram:
 
     def _make_listener(self, server: Server) -> Listener:
         async def admit(transport: Transport, peer: str | None) -> None:
-            if self._is_stopping:  # dismissed devices reconnect at once; they are to find the next server
+            if self._is_stopping:  # dismissed devices reconnect immediately, and must find the next server
                 await transport.close()
             else:
                 await server.admit(transport, peer)

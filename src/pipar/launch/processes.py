@@ -53,7 +53,7 @@ def check_address(address: str) -> None:
     """Raise if the server cannot listen on HOST:PORT, before any process is started."""
     if not is_loopback(address):
         raise InputError(
-            f"Cannot listen on {address}: `pipar run` has no TLS, so it listens on this machine only, as 127.0.0.1. "
+            f"Cannot listen on {address}: `pipar run` has no TLS, so it listens on loopback only, such as 127.0.0.1. "
             "Use `pipar server` for devices on other machines."
         )
     check_listening(address)

@@ -71,7 +71,7 @@ def run(
 
 
 def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
-    """Train by a checked configuration; `own` are the user's model, datasets, validation and test set."""
+    """Train with a checked configuration; `own` are the user's model, datasets, validation and test set."""
     model, datasets, _, _ = own
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(config, rehearse, options.observe)
@@ -88,7 +88,7 @@ def compare(
     methods: Sequence[str] = ("fl", "sl", "sfl", "pipar"),
     **options: Any,
 ) -> dict[str, Result]:
-    """Train by several methods, one after another, with the same configuration; return the results by method.
+    """Train with several methods, one after another, with the same configuration; return the results by method.
 
     `options` are those of `run`.
     """

@@ -11,7 +11,7 @@ from pipar.errors import ConfigError, PlanError
 from pipar.leakage.table import LeakageTable, Subject
 from pipar.methods import METHODS
 
-#: The attack that a limit must be measured with: holding against a weak attack alone means nothing.
+#: The attack that a limit must be measured with: resisting only a weak attack means nothing.
 STRONGEST = "decoder"
 
 
@@ -38,7 +38,7 @@ class LeakageLimit:
         if STRONGEST not in table.attacks:
             raise ConfigError(
                 f"privacy.leakage = {privacy.leakage} was measured with {', '.join(table.attacks)} only, but a limit "
-                f"needs the strongest attack, {STRONGEST}: measure with it by 'pipar leakage'."
+                f"needs the strongest attack, {STRONGEST}: measure again with 'pipar leakage'."
             )
         if table.pixel_scale > privacy.pixel_scale:
             raise ConfigError(
@@ -52,7 +52,7 @@ class LeakageLimit:
 
         A cut that was not measured counts as revealing everything. Raise if the network has other layers, if a cut that
         might be chosen was not measured, or if a configured one leaks too much. A configured split point is checked
-        whatever the method: a method that ignores it may be compared with one that does not.
+        for every method: a method that ignores it may be compared with one that does not.
         """
         self._check_layers(layers)
         asked = {spec.split_point for spec in device_specs(self.config)}

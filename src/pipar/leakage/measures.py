@@ -22,7 +22,7 @@ Progress = Callable[[str, float], None]
 
 #: The bias-corrected distance correlation divides by n - 3.
 MIN_COMPARED = 4
-#: Samples whose activations are computed at once.
+#: Samples whose activations are computed at a time.
 _AT_ONCE = 100
 
 

@@ -1,4 +1,4 @@
-"""HTTP on a thread beside the training: uvicorn without signal handlers or logs, and connections with deadlines."""
+"""HTTP on a thread next to the training: uvicorn without signal handlers or logs, and connections with deadlines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def http_server(
 ) -> uvicorn.Server:
     """Return a server for an application; at its end, open connections have `shutdown_s` seconds to finish.
 
-    A request that has grown larger without being complete is refused; one that arrives at once is not.
+    A request that has grown larger without being complete is refused; one that arrives in one piece is not.
     """
     config = uvicorn.Config(
         app,

@@ -46,7 +46,7 @@ from pipar.events import (
 
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400)
 _TEXT = "text/plain; charset=utf-8"
-#: The text format that every Prometheus reads, whatever this version of its client calls the latest.
+#: The text format that every Prometheus reads, even if this version of its client has a later one.
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -1,6 +1,6 @@
-"""The HTTP endpoint of health and metrics, on a thread of its own: no client can hold up the training.
+"""The HTTP endpoint of health and metrics, on a separate thread: no client can delay the training.
 
-It answers GET and HEAD, one request per connection. A client that sends nothing, or a byte now and then, is
+It answers GET and HEAD, one request per connection. A client that sends nothing, or only a byte from time to time, is
 disconnected after `patience_s`; when all places are taken, the oldest connection makes room, so that such clients do
 not block others.
 """
@@ -22,12 +22,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipar.monitoring.http_server import DeadlineProtocol, cut_off_all, http_server
 from pipar.transport.addresses import listen_on
 
-#: What a path is answered with: status, content type and body.
+#: The answer for a path: status, content type and body.
 Answer = Callable[[str], tuple[HTTPStatus, str, bytes]]
 
 _LARGEST_REQUEST = 8192  # bytes of its first line and headers
-_SHUTDOWN_S = 1  # in which a connection that is to end has to
-_HEADERS = {"Server": "pipar", "Connection": "close"}  # one answer a connection: places are few
+_SHUTDOWN_S = 1  # time for a connection to end
+_HEADERS = {"Server": "pipar", "Connection": "close"}  # one answer per connection: places are few
 
 _log = logging.getLogger("pipar.monitoring.metrics")
 

@@ -115,7 +115,7 @@ class TrainingProgress:
         return _busy_shares(self._reports.get(owner, ()))
 
     def utilisation(self) -> dict[str, float | None]:
-        """Return the busy share of the four lanes, averaged over devices and cores; None where no reports tell."""
+        """Return the busy share of the four lanes, averaged over devices and cores; None without reports."""
         owners = dict(self._reports)
         server = _busy_shares(owners.pop(SERVER, ()))
         devices = [shares for reports in owners.values() if (shares := _busy_shares(reports))]
@@ -162,7 +162,7 @@ class TimeEstimate:
     def begin(self, done: float, at: float) -> None:
         """Set the start of the first epoch, unless progress has been noted already.
 
-        Without it, the first reports, which arrive from all devices at once, would look like a high speed.
+        Without it, the first reports, which arrive from all devices at the same time, would look like a high speed.
         """
         if self._last is None:
             self._begun = {int(done): (done, at)}

@@ -1,4 +1,4 @@
-"""Trackers on threads of their own: one that hangs or fails does not disturb the training."""
+"""Trackers on separate threads: one that hangs or fails does not disturb the training."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Tracking:
         self.end(None)
         self._for_each(TrackerThread.finish)
         if not self._has_begun:
-            return  # an early error is shown at once, without waiting for packages that take seconds to import
+            return  # an early error is shown immediately, without waiting for packages that take seconds to import
         deadline = time.monotonic() + patience_s
         self._for_each(lambda thread: thread.wait(deadline - time.monotonic()))
         self._report_failures()

@@ -57,7 +57,7 @@ class Aggregator(Protocol):
 
 
 def mean_of(models: DeviceModels) -> dict[str, torch.Tensor]:
-    """Return the mean of the models, weighted by samples; a single model is returned as it is."""
+    """Return the mean of the models, weighted by samples; a single model is returned unchanged."""
     # n * x / n may differ from x in the last bit.
     if len(models) == 1:
         return next(iter(models)).state

@@ -9,7 +9,7 @@ import torch
 
 State = Mapping[str, torch.Tensor]
 
-#: Numbers summed at once: 8 MiB in float64.
+#: Numbers summed at a time: 8 MiB in float64.
 _BLOCK = 1 << 20
 
 

@@ -269,7 +269,7 @@ class TorchDevicePart(Part):
         """Clip the update of this part by one norm over all of it, and add noise; in place.
 
         Running variances are clamped at 0 after the noise, which reveals nothing further. Entries without noise are
-        reset to their received values, whatever a module has stored in them.
+        reset to their received values, even if a module has stored something in them.
         """
         assert self._base is not None
         learned = self._learned()

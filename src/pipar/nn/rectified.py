@@ -1,6 +1,6 @@
 """Rectified cuts: cuts that follow a ReLU. Their activations have exact zeros, and gradients at zeros are not needed.
 
-Where a ReLU's output is 0, its backward selects 0 whatever the incoming gradient is. So gradients at the zeros of the
+Where a ReLU's output is 0, its backward selects 0 for any incoming gradient. So gradients at the zeros of the
 output need not be sent to the device: the gradients of its weights stay the same, bit for bit. A max-pool after the
 ReLU preserves this: a window whose maximum is 0 passes its gradient to one of the ReLU's zeros, and any other window to
 a non-zero value. Reshaping and transposing preserve it too, as they change no value.

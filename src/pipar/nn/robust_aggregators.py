@@ -17,7 +17,7 @@ from pipar.errors import TooFewDevicesError
 from pipar.nn.aggregators import DeviceModels, Stateless, mean_of
 from pipar.nn.averaging import State
 
-#: Values of all devices together that are sorted or compared at once: 8 MiB in float64.
+#: Values of all devices together that are sorted or compared at a time: 8 MiB in float64.
 _BLOCK = 1 << 20
 
 

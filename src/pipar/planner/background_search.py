@@ -1,4 +1,4 @@
-"""Searching for plans beside a training, in a separate process of the lowest priority, so that no round waits for it.
+"""Searching for plans during a training, in a separate process of the lowest priority, so that no round waits for it.
 
 In the server's own process, a search would block the interpreter, and every message would wait. The search process is
 started when it is first needed, and stays; it gets a fleet and returns plans.
@@ -31,7 +31,7 @@ from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
 
-#: Returns the best plans of a fleet, given those in force.
+#: Returns the best plans of a fleet, given the current ones.
 PlanSearch = Callable[[Fleet, Mapping[str, Plan], SearchSettings], Awaitable[Mapping[str, Plan]]]
 
 #: Situations whose plans are remembered: a limit, because links that drift produce new ones all the time.
@@ -49,11 +49,11 @@ LENGTH = struct.Struct("!Q")
 
 
 def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> Mapping[str, Plan]:
-    """Return the best plans of a fleet, or those in force with the best encodings if the gain is too small.
+    """Return the best plans of a fleet, or the current ones with the best encodings if the gain is too small.
 
     The gain is also too small if links change so often that moving layers, there and back, takes longer than the new
-    plans save. One round passes before they come into force, and for one round after the links change they are wrong.
-    Instead of the plans in force, plans with untried split points may be returned that seem hardly worse: predictions
+    plans save. One round passes before they take effect, and for one round after the links change they are wrong.
+    Instead of the current plans, plans with untried split points may be returned that seem hardly worse: predictions
     of them may be off by more than that.
     """
     found = search_plans(fleet, simulate, within=simulate_within, start=start, settings=settings)
@@ -152,7 +152,7 @@ async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
 
 
 class SearchProcess:
-    """Searches in a process of its own (`search_worker`); `cpu_s` is the CPU time of its searches so far."""
+    """Searches in a separate process (`search_worker`); `cpu_s` is the CPU time of its searches so far."""
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
@@ -164,7 +164,7 @@ class SearchProcess:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pipar.planner.search_worker"),  # -P: not the user's folder's modules
+                *(sys.executable, "-P", "-m", "pipar.planner.search_worker"),  # -P: no modules of the user's folder
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_ANSWER,
@@ -184,7 +184,7 @@ class SearchProcess:
         return {name: Plan(*values) for name, values in answer["plans"].items()}
 
     async def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, even in the middle of a search."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()

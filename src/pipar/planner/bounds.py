@@ -1,4 +1,4 @@
-"""What an epoch takes at least: from the plans alone, and while it is simulated.
+"""The least time that an epoch can take: from the plans alone, and while it is simulated.
 
 Only what is certain counts. Plans that cannot beat the best ones are left out of a search (`LowerBound`), and the
 simulation of an epoch stops as soon as it cannot be shorter than another (`Cutoff`); the search finds the same plans
@@ -32,7 +32,7 @@ class ExchangeBound:
     """The least seconds of a fleet's exchange of models: trained parts up, one core's averaging, new parts down.
 
     No device sends its part before its last iteration has ended, and no new part leaves before the last trained part is
-    there. So these seconds add to those of the iterations, whatever lane is the busiest.
+    there. So these seconds add to those of the iterations, whichever lane is the busiest.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -90,7 +90,7 @@ class ExchangeBound:
 
 
 class LowerBound:
-    """What an epoch takes at least: the device with the most data of each kind, and all work over all cores."""
+    """The least time of an epoch: of each kind's device with the most data, and of all work over all cores."""
 
     def __init__(self, fleet: Fleet) -> None:
         full = [fleet.full_batches(kind) for kind in fleet.device_kinds()]
@@ -156,7 +156,7 @@ class Cutoff:
     Before the epoch starts, the busiest lane of each device, the server's work over its cores and the exchange of
     models are certain. Whenever a device ends an iteration, so are the least time for its remaining iterations and the
     server's remaining work. Iterations that are not simulated are like those that are (`Timing.extrapolated_epoch_s`).
-    All devices of a kind have one plan, and all of them train at once.
+    All devices of a kind have one plan, and all of them train at the same time.
     """
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], times: Times, within_s: float) -> None:

@@ -20,7 +20,7 @@ Allow = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan of one device, and the least seconds of an iteration by it."""
+    """A plan of one device, and the least seconds of an iteration with it."""
 
     plan: Plan
     alone_s: float  # if no other device used the server
@@ -94,7 +94,7 @@ def _split_points(fleet: Fleet, member: Member) -> list[int]:
 
 
 def _with_leaky_ones(fleet: Fleet, member: Member) -> range:
-    """Return the split points that the method and the configuration allow, whatever they reveal."""
+    """Return the split points that the method and the configuration allow, before leakage is considered."""
     layers = fleet.layers
     if not fleet.method.splits:
         return range(layers, layers + 1)
@@ -106,7 +106,7 @@ def _with_leaky_ones(fleet: Fleet, member: Member) -> range:
 
 
 def needed_bytes(fleet: Fleet, member: Member, plan: Plan) -> int:
-    """Return the bytes of memory that a device's process needs to train by a plan."""
+    """Return the bytes of memory that a device's process needs to train with a plan."""
     return training_bytes(
         member.costs.profile,
         plan,

@@ -21,7 +21,7 @@ def compute_seconds(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, 
 
 
 def server_contention(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return how many times as long the server's work takes on all cores at once as on one after the other."""
+    """Return how many times as long the server's work takes on all cores at the same time as on one after the other."""
     if fleet.server.profile.crowded and fleet.cores > 1:
         return simulate(fleet.sampled(), plans, iterations=1).contention
     return 1.0

@@ -62,7 +62,7 @@ class Fleet:
     batch_size: int
     batch_statistics: bool = False
     real_links: bool = False  # between machines: their rates are unknown before the first traffic
-    stable_rounds: float = math.inf  # rounds for which the links are expected to stay as they are
+    stable_rounds: float = math.inf  # rounds for which the links are expected to stay unchanged
     tried_split_points: Mapping[str, frozenset[int]] = field(
         default_factory=dict
     )  # that each device has had in this training
@@ -82,11 +82,11 @@ class Fleet:
         return len(self.server.profile.layers)
 
     def changes_below_bps(self, member: Member) -> float:
-        """Return the rate of a link below which sending the changes of a model is quicker than sending the model.
+        """Return the rate of a link below which sending the changes of a model is faster than sending the model.
 
-        All devices may return their models at once, and the server decodes one for each core at a time. The rate is 0
-        where models are always sent whole: if the encoding is raw, if the cost of changes was not measured, in split
-        learning, where no two parties have the same model, and with noise, which changes every byte.
+        All devices may return their models at the same time, and the server decodes one for each core at a time. The
+        rate is 0 where models are always sent whole: if the encoding is raw, if the cost of changes was not measured,
+        in split learning, where no two parties have the same model, and with noise, which changes every byte.
         """
         device, server = member.costs, self.server
         is_measured = all("changes" in costs.profile.coding for costs in (device, server))
@@ -154,7 +154,7 @@ class Fleet:
         return replace(self, members=tuple(member for member in self.members if member.name in names))
 
     def sampled(self, most: int = _SAMPLE) -> Fleet:
-        """Return a sample of about `most` devices: each kind in proportion, with the same share of a core a device."""
+        """Return a sample of about `most` devices: each kind in proportion, the same share of a core per device."""
         count = len(self.members)
         if count <= most:
             return self

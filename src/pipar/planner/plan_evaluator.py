@@ -28,7 +28,7 @@ Ranked = tuple[PlansByKind, float]
 
 @dataclass
 class PlanEvaluator:
-    """The candidates of every kind of device in a fleet, and what epochs of their combinations take."""
+    """The candidates of every kind of device in a fleet, and the times of epochs of their combinations."""
 
     fleet: Fleet
     simulate: Simulate
@@ -70,7 +70,7 @@ class PlanEvaluator:
         return {plan.micro_batches: (*by_kind[:kind], plan, *by_kind[kind + 1 :]) for plan in plans}
 
     def bound_s(self, by_kind: PlansByKind) -> float:
-        """Return what an epoch of these plans takes at least: the slowest device alone, or all work over all cores."""
+        """Return the least time of an epoch of these plans: of the slowest device alone, or all work over all cores."""
         return self.bound.alone_s(self.as_candidates(by_kind))
 
     def epoch_s(self, by_kind: PlansByKind) -> float:
@@ -81,7 +81,7 @@ class PlanEvaluator:
         return self.known[by_kind]
 
     def expected_s(self, by_kind: PlansByKind, worlds: int | None = None) -> float:
-        """Return the mean over the profiles as they are and their variations: all of the worlds, or the first ones."""
+        """Return the mean over the original profiles and their variations: all of the worlds, or the first ones."""
         if self.epoch_s(by_kind) == inf:
             return inf
         count = self.settings.worlds if worlds is None else worlds

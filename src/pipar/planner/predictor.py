@@ -53,11 +53,11 @@ class Predictor:
 
     @property
     def plans(self) -> Mapping[str, Plan]:
-        """The plans in force, or those that come into force next."""
+        """The current plans, or those that take effect next."""
         return self._plans[max(self._plans)]
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
-        """Note that devices train by these plans from this epoch on."""
+        """Note that devices train with these plans from this epoch on."""
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
         self._remember(plans)
 

@@ -1,7 +1,7 @@
 """New plans between two rounds, when links or machines differ from those that the plans were made for.
 
-Links are measured by the traffic of the training itself. New plans are searched for beside the training and come into
-force at the first round boundary after that: planning delays no round.
+Links are measured by the traffic of the training itself. New plans are searched for during the training and take
+effect at the first round boundary after the search: planning delays no round.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Replanner:
         self._planned_for = self._measured = {name: _steady(link) for name, link in links.items()}
 
     def observe_round(self, measured: Mapping[str, MeasuredLink]) -> None:
-        """Take the links that a round's traffic shows; if they have changed, start a search beside the training."""
+        """Take the links that a round's traffic shows; if they have changed, start a search in the background."""
         self._measured = {
             name: measured[name].over(link) if name in measured else link for name, link in self._measured.items()
         }

@@ -38,7 +38,7 @@ from pipar.planner.timing import (
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best plans that were found, and the next best, with the seconds of an epoch by each."""
+    """The best plans that were found, and the next best, with the seconds of an epoch with each."""
 
     plans: dict[str, Plan]
     by_kind: PlansByKind
@@ -60,7 +60,7 @@ def search_plans(
     progress: Callable[[int], None] | None = None,
     settings: SearchSettings = THOROUGH,
 ) -> SearchResult:
-    """Return the best plans for a fleet of any size, found by a sample if it is large; `start` are those in force.
+    """Return the best plans for a fleet of any size, found by a sample if it is large; `start` are the current ones.
 
     With many kinds of devices, two groups of kinds are searched first, then more and smaller ones around their plans.
     """
@@ -135,7 +135,7 @@ def search_kinds(
     """Return the plans with the shortest epoch that simulations of the whole fleet find; ties go to the smaller N.
 
     `within` is the same simulation, stopped for plans that are far from the best. `start` are plans to begin with
-    instead of each kind's own best, such as those in force. `only` says whether a {P, N} is considered.
+    instead of each kind's own best, such as the current ones. `only` says whether a {P, N} is considered.
     """
     if fleet.method.shares_server_model:  # devices take turns: the second iteration is like all others
         settings = replace(settings, iterations=FEWEST_ITERATIONS)
@@ -363,7 +363,7 @@ class _FinalChoice:
     def _with_fewer(self, best: PlansByKind, kind: int, within_s: float) -> PlansByKind:
         """Return the plans with the smallest N of this kind that still ties, found by halving.
 
-        A kind that waits for the others anyway still has whatever N was tried first.
+        A kind that waits for the others anyway still has the N that was tried first.
         """
         evaluator, coarse = self._evaluator, self._settings.coarse_micro_batches
         plans = evaluator.with_every_n(best, kind, best[kind].split_point)
@@ -378,13 +378,13 @@ class _FinalChoice:
         return best
 
     def _is_within(self, by_kind: PlansByKind, within_s: float) -> bool:
-        """Return whether plans are expected to take no longer; what takes longest to find out is asked last."""
+        """Return whether plans are expected to take no longer; the slowest check comes last."""
         evaluator = self._evaluator
         asked: tuple[Callable[[PlansByKind], float], ...] = (evaluator.bound_s, evaluator.epoch_s, evaluator.expected_s)
         return all(seconds(by_kind) <= within_s for seconds in asked)
 
     def _confirmed(self, best: PlansByKind) -> PlansByKind:
-        """Return the best, or plans of whole batches that are quicker over a whole epoch: those of fl and sfl.
+        """Return the best, or plans of whole batches that are faster over a whole epoch: those of fl and sfl.
 
         Plans that were taken because they do well on varied machines may take longer on these, and of a long epoch only
         the first iterations were simulated. A user who could have had fl or sfl must not wait longer for pipar.
@@ -395,5 +395,6 @@ class _FinalChoice:
         others = sorted(uncut, key=lambda by_kind: (evaluator.epoch_s(by_kind), by_kind))[: self._settings.confirmed]
         whole_s = {by_kind: evaluator.whole_epoch_s(by_kind) for by_kind in dict.fromkeys((best, *others))}
         quickest = min(whole_s, key=lambda by_kind: whole_s[by_kind])
-        # Whole batches that are hardly quicker here than other ones may be slower on machines that are not as profiled.
+        # Plans of whole batches that are only slightly faster here may be slower on machines that differ from their
+        # profiles.
         return best if best in uncut and whole_s[best] <= whole_s[quickest] * (1 + TIE) else quickest

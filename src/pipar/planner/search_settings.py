@@ -24,9 +24,9 @@ class SearchSettings:
     worlds: int
     #: Iterations of an epoch that are simulated; the others are taken to be like them.
     iterations: int = STEADY_ITERATIONS
-    #: Whether to confirm, over a whole epoch, that plans of whole batches are no quicker.
+    #: Whether to confirm, over a whole epoch, that plans of whole batches are not faster.
     confirms: bool = False
-    #: The least share of an epoch that new plans must gain to replace those in force: smaller gains may be errors.
+    #: The least share of an epoch that new plans must gain to replace the current ones: smaller gains may be errors.
     least_gain: float = 0.0
     #: The share of an epoch that plans with untried split points may seem to lose: a trial shows how long they really
     #: take.
@@ -48,7 +48,7 @@ class SearchSettings:
     #: With more combinations of the kinds' plans than this, none are tried to find starting points: the bound of every
     #: one has to be computed to order them.
     most_combinations: int = 50_000
-    #: Combinations of split points that are improved. One may lead to a local optimum; each costs a search of its own.
+    #: Combinations of split points that are improved. One may lead to a local optimum; each costs another search.
     starts: int = 3
     #: Limit on the rounds over all kinds of devices; a round that gains no more than a tie is the last one anyway.
     sweeps: int = 4

@@ -1,7 +1,7 @@
-"""The process that searches for plans beside a training: `python -m pipar.planner.search_worker`.
+"""The process that searches for plans during a training: `python -m pipar.planner.search_worker`.
 
 It reads the questions of `background_search.SearchProcess` from its standard input: a length, then a pickled fleet, the
-plans in force and the settings. It answers each with one line of JSON on its standard output.
+current plans and the settings. It answers each with one line of JSON on its standard output.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Distribution:
     def send(self, devices: Sequence[SimulatedDevice], now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
         """Return when the last part was packed, and when each device has installed its own.
 
-        The part of one split point is packed once as it is, and once as changes for devices on slow links.
+        The part of one split point is packed once whole, and once as changes for devices on slow links.
         """
         packed: set[tuple[int, bool]] = set()
         installed = {}

@@ -229,7 +229,7 @@ class _Epoch:
         begin = now if now > io_free else io_free
         device.io_free = device.encode_free = ready = begin + device.working.encode[n]
         device.encoded = n + 1
-        # Only earlier micro-batches are ahead of it on the link, so its arrival is known at once.
+        # Only earlier micro-batches are ahead of it on the link, so its arrival is known immediately.
         up_free, seconds = device.up_free, device.working.u[n]
         up_begin = ready if ready > up_free else up_free
         device.up_free = up_begin + seconds
@@ -248,7 +248,7 @@ class _Epoch:
         self._encode_waiting(device, now)
 
     def _encode_waiting(self, device: SimulatedDevice, now: float) -> None:
-        """Encode the micro-batches that have waited: one of a single chunk is done at once, and the next may follow."""
+        """Encode the micro-batches that have waited: one of a single chunk takes no event, and the next may follow."""
         while device.encoded < device.forwarded and not device.encoding:
             self._encode_next(device, now)
 
@@ -364,7 +364,8 @@ class _Epoch:
         if device.decoding or device.answered < device.served or 2 * device.encoded < len(device.order):
             self._schedule(when, _ANSWERED, device)
             return
-        # All earlier gradients have arrived, and the io lane has no other work: the end of decoding is known at once.
+        # All earlier gradients have arrived, and the io lane has no other work: the end of decoding is known
+        # immediately.
         device.answered += 1
         self._decode(device, when if when > device.decode_free else device.decode_free)
 

@@ -148,7 +148,7 @@ def protect_s(fleet: Fleet, member: Member, size_bytes: int) -> float:
 
 
 def model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) -> float:
-    """Return how long a device's part is on a link, after the first round: as changes where that is quicker."""
+    """Return how long a device's part is on a link, after the first round: as changes where that is faster."""
     changes = fleet.sends_changes(member, rate_bps)
     return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
 

@@ -11,7 +11,7 @@ from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 
 LANES = ("device", "uplink", "server", "downlink")
-#: Those that each device has of its own.
+#: The lanes that each device has.
 OWN_LANES = ("device", "uplink", "downlink")
 
 

@@ -154,7 +154,7 @@ class AllowedCuts:
 
 @dataclass(frozen=True)
 class PrivacyLimits:
-    """The limits of a device's own configuration, which hold whatever a server orders."""
+    """The limits of a device's own configuration, which hold for all orders of a server."""
 
     least_multiplier: float = 0.0
     budget: float = math.inf  # the largest mu^2
@@ -165,8 +165,8 @@ class PrivacyLimits:
 class PrivacyGuard:
     """Decides what a device may send, and draws the noise that only the device knows.
 
-    It outlives connections and sessions, because a release counts whichever of them carried it. With `save`, which
-    stores each new count, it outlives the device's program; `used` is the count of earlier programs.
+    It outlives connections and sessions, because a release counts no matter which of them carried it. With `save`,
+    which stores each new count, it outlives the device's program; `used` is the count of earlier programs.
     """
 
     def __init__(
@@ -187,8 +187,9 @@ class PrivacyGuard:
     def accept(self, multiplier: float, seen: BudgetUse, budget: float = 0.0) -> None:
         """Accept a server's noise and its count for this device, or raise if the noise is too little.
 
-        The server's budget holds besides the device's own, unless it is 0. The device has to check it too: the server
-        does not know of updates that have not arrived yet, such as that of a round that ended without the device.
+        The server's budget holds in addition to the device's own, unless it is 0. The device has to check it too: the
+        server does not know of updates that have not arrived yet, such as that of a round that ended without the
+        device.
         """
         least = self._limits.least_multiplier
         if multiplier < least or (multiplier == 0.0 and self._limits.budget < math.inf):

@@ -29,7 +29,7 @@ _FIELDS = {"format": int, "device": str, "label_key": str, "releases": int, "mu_
 def locked(path: Path) -> Iterator[None]:
     """Lock the file for this program: two programs that count in it would each use the other's budget.
 
-    The lock is on a second file beside it, because each write replaces the file itself.
+    The lock is on a second file next to it, because each write replaces the file itself.
     """
     lock = path.parent / f".{path.name}.lock"
     try:

@@ -1,7 +1,7 @@
 """The mechanisms: noise on a device's updates, inputs and labels before they leave the device.
 
 Arrays and a generator in, arrays out. Anyone who knows the generator's key can remove the noise. Noise is drawn and
-added in float64, whatever the dtype of the arrays: rounding the sum afterwards is post-processing and costs no privacy.
+added in float64, for any dtype of the arrays: rounding the sum afterwards is post-processing and costs no privacy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def clip_and_noise(
     """Replace W by W0 + min(1, C / |W - W0|) (W - W0) + N(0, sigma^2 C^2); return |W - W0| before clipping.
 
     W are all `trained` arrays, W0 the `received` ones of the same names; one norm is taken over all of them. If the
-    update is not finite, because training diverged, it is replaced by zero: whatever the data are, the update without
-    its noise has a norm of at most C.
+    update is not finite, because training diverged, it is replaced by zero: for any data, the update without its noise
+    has a norm of at most C.
     """
     norm = update_norm(trained, received)
     factor, scale = clip_factor(norm, clip), multiplier * clip
@@ -39,8 +39,8 @@ def clip_and_noise(
         rng = noise(name)
         flat = np.ascontiguousarray(trained[name]).reshape(-1)
         for part, before in zip(_chunks(flat), _chunks(_flat(received[name])), strict=True):
-            # Add change and noise first. If each were added to W0, which a server may choose as large as it likes,
-            # each would be rounded on its own, and the change could become larger than C.
+            # Add change and noise first. If each were added to W0, which a server may choose arbitrarily large,
+            # each would be rounded separately, and the change could become larger than C.
             change = _clipped(part, before, factor)
             change += scale * rng.standard_normal(part.size)
             part[:] = before + change

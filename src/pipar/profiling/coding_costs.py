@@ -159,7 +159,7 @@ class _Timed:
         activation, gradient = crossing.up[0], crossing.down[0]
         count = size_bytes // activation.itemsize
         self.size_bytes = count * activation.itemsize
-        # Of the wanted length, whatever the size of the network's tensors.
+        # Of the required length, for any size of the network's tensors.
         self._activation = np.resize(activation, count)
         self._values = self._activation if way == "up" else np.resize(gradient, count)
         self._encoding, self._row, self._way = encoding, min(crossing.row, count), way

@@ -54,7 +54,7 @@ def _walls(model: nn.Sequential, number: int, run: Pass, *, budget_s: float, few
 
 @contextmanager
 def _at_work(copies: Sequence[nn.Sequential], number: int, run: Pass) -> Iterator[None]:
-    """Run the same passes on every copy of the network, each in a thread of its own."""
+    """Run the same passes on every copy of the network, each in a separate thread."""
     stopped = threading.Event()
 
     def work(model: nn.Sequential) -> None:

@@ -2,7 +2,7 @@
 
     forward(b) = calls c + fixed / e + b (dense / d + grouped / g + elements / e)
 
-and the backward likewise with its own counts; d, g and e are multiply-adds and elements a second, c seconds a call.
+and the backward likewise with its own counts; d, g and e are multiply-adds and elements per second, c seconds per call.
 docs/explanation/profiles.md explains where the formula and the rates come from, and how accurate they are.
 """
 
@@ -20,8 +20,8 @@ _GIB = 2**30
 class Machine:
     """What a machine computes in a second for one stage, in float32; on a board, all cores compute one stage.
 
-    `cores` is the number of stages that it computes at once, each at these rates; `memory_bytes` is what the system
-    leaves to a process; `how` says where the numbers come from.
+    `cores` is the number of stages that it computes at the same time, each at these rates; `memory_bytes` is what the
+    system leaves to a process; `how` says where the numbers come from.
     """
 
     name: str
@@ -121,7 +121,7 @@ _CALLS_AT_CUT = 2
 #: Clipping a float32, drawing Gaussian noise for it and adding that takes as long as this many copies of it.
 _NOISE_COPIES = 48.0
 #: The cost of each encoding likewise: calls and copies of a byte, to encode a chunk and to decode one. Measured on the
-#: core of the fit, which takes 40 us for a call and copies 8 GB a second.
+#: core of the fit, which takes 40 us for a call and copies 8 GB per second.
 _CODING = {
     "sparse": (5, 4.5, 2, 8.0),
     "planes": (3, 7.0, 1, 5.0),

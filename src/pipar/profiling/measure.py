@@ -76,7 +76,7 @@ def measure_profile(
         model, model_name, tuple(input_shape), classes, batch_size, dtype, load, tell, budget_s, memory_bytes, rectified
     )
     keep_freed_memory()  # like the processes of a run
-    # In a thread of its own, like the stages of a run: in the main thread, memory is returned to the system more
+    # In a separate thread, like the stages of a run: in the main thread, memory is returned to the system more
     # often, and a full batch of VGG-5 took 12 to 15 % longer.
     with ThreadPoolExecutor(1, thread_name_prefix="measure") as thread:
         measured = thread.submit(_measure, task)
@@ -277,6 +277,6 @@ def _with_coding(
 def _with_message(times: CodingTimes, overheads: Mapping[str, float]) -> CodingTimes:
     """Return an encoding's times with the cost of starting a message, which mostly comes with its first chunk.
 
-    The cost of reading a message is counted once for a tensor, whatever its encoding.
+    The cost of reading a message is counted once for a tensor, with any encoding.
     """
     return replace(times, encode_s=max(times.encode_s, overheads["encode_s"]))

@@ -5,8 +5,8 @@
 w are the parameter bytes of layers 1..P: weights, gradients and momentum; it is 4 w where the device keeps the last
 model that it received, to send its changes. g are the parameter bytes of the largest of these layers, because a
 micro-batch's gradient exists before it is added to the others. m micro-batches of b samples are in flight, each sample
-keeps s bytes from its forward until its backward, and the micro-batch that computes holds t more bytes a sample in the
-layer that needs most.
+keeps s bytes from its forward until its backward, and the micro-batch that computes holds t more bytes per sample in
+the layer that needs most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASE_BYTES = 368 * 2**20
 def training_bytes(
     profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False, keeps_base: bool = False
 ) -> int:
-    """Return the bytes that a device's process needs to train by this plan.
+    """Return the bytes that a device's process needs to train with this plan.
 
     Without a window all micro-batches are in flight, because all forwards come first; with one, at most `window` of
     them. P = Q has no micro-batches: the whole batch is in flight.

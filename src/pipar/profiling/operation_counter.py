@@ -35,7 +35,7 @@ _COPIES_NOTHING = {"_unsafe_view", "_reshape_alias", "detach", "empty_like", "em
 def count_layers(model: nn.Sequential, input_shape: Sequence[int], *, run: bool = False) -> Counts:
     """Return the counts of every layer in train mode; the last one includes the loss.
 
-    The model is not changed. Sizes are those of float32, whatever the model's dtype is. With `run` the network really
+    The model is not changed. Sizes are those of float32, for any dtype of the model. With `run` the network really
     runs on a few samples: the meta device makes torch import its compiler, 80 MB and seconds on a small board. If one
     way fails, because memory is short or a layer inspects its values, the other one is tried.
     """

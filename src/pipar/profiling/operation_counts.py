@@ -1,7 +1,7 @@
 """Counts of what each layer of a network does for one sample: multiply-adds, elements, operator calls, memory.
 
 The records are made by `operation_counter`. The counts of the known networks, for the images of the known datasets, are
-in `networks.json`, so that planning for them needs no torch. Beside them are measured numbers: what encodings leave of
+in `networks.json`, so that planning for them needs no torch. Next to them are measured numbers: what encodings leave of
 activations and gradients (`shares.json`), and what share of a model's bytes a round changes (`changes.json`).
 """
 

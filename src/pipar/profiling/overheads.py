@@ -39,7 +39,7 @@ def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_
     """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
 
     The functions are those that training calls. All but loading and noise run on a small and on a large object, for the
-    cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut with `cut_bytes` a sample; the
+    cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut with `cut_bytes` per sample; the
     first layer and the whole network; the models of one device and of two.
     """
     budget_s = 0.2 * task.budget_s / 14

@@ -225,7 +225,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class NetworkSizes:
-    """A network, whatever machine runs it: the names of its layers, one sample's output bytes, parameter bytes."""
+    """A network on any machine: the names of its layers, one sample's output bytes, parameter bytes."""
 
     model: str
     dtype: str

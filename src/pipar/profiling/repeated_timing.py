@@ -9,8 +9,8 @@ from statistics import median
 #: The median of more passes than this hardly moves.
 MOST_REPETITIONS = 40
 FEWEST_REPETITIONS = 3
-#: Stages come one by one, from rest: caches are cold and the clock is low when one starts. Without a pause, passes were
-#: 10 to 20 % quicker than they are in training; with one of 10 ms, still 5 to 15 %.
+#: Stages come one by one, each from rest: caches are cold and the clock is low when one starts. Without a pause, passes
+#: were 10 to 20 % faster than in training; with one of 10 ms, still 5 to 15 %.
 PAUSE_S = 0.08
 
 #: Prepares what some work starts with, and returns the work.

@@ -320,7 +320,7 @@ def _device(
 
 
 def _plans_in_force(result: Mapping[str, Any], epoch: float = math.inf) -> Sequence[Mapping[str, Any]]:
-    """Return the plans that an epoch was trained by, or those that the training ended with."""
+    """Return the plans that an epoch was trained with, or those that the training ended with."""
     said = [result, *(again for again in result.get("replans") or () if again["epoch"] <= epoch)]
     latest: Sequence[Mapping[str, Any]] = said[-1].get("plans", ())
     return latest

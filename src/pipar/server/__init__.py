@@ -2,11 +2,11 @@
 
 Reading order: `program` (the algorithm, round by round), `rounds` (the devices of a round, up to its deadline, and
 their aggregation), `serving` (one device in a round), `replicas` (server-side models, own or shared) with `turn_order`,
-`model_exchange` (models to and from devices), `plan_updates` (orders in force, and new plans between
+`model_exchange` (models to and from devices), `plan_updates` (current orders, and new plans between
 rounds), `participants` (devices get their orders before a round).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
-(what they say, checked), `allowances` (how much they may send), `enrolment` (which may join, and their first plans),
+(their messages, checked), `allowances` (how much they may send), `enrolment` (which may join, and their first plans),
 `liveness` (which have fallen silent).
 
 Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),

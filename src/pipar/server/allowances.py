@@ -1,4 +1,4 @@
-"""How much a device may send by its orders, so that the server's memory stays bounded."""
+"""How much a device may send with its orders, so that the server's memory stays bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and checks what a device says about itself in HELLO and about its epochs in END_EPOCH."""
+"""Reads and checks what a device reports about itself in HELLO and about its epochs in END_EPOCH."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a device says about itself when it joins; with a credential, its name is the one in the credential."""
+    """What a device reports about itself when it joins; with a credential, its name is the one in the credential."""
 
     name: str
     samples: int

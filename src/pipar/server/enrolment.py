@@ -60,7 +60,7 @@ class ClosedEnrolment:
 
 
 class OpenEnrolment:
-    """Every device may join; one that is not in the configuration is planned for as a machine and a link of its own."""
+    """Every device may join; one that is not in the configuration is planned for as a separate machine and link."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class OpenEnrolment:
         self._make_plans = make_plans
 
     def keep_plans(self, plans: Mapping[str, Plan]) -> None:
-        """Let devices continue by the plans that they had before this server was started."""
+        """Let devices continue with the plans that they had before this server was started."""
         self._kept = dict(plans)
 
     def add_listener(self, listener: Listener) -> None:
@@ -164,7 +164,7 @@ class OpenEnrolment:
         return next(iter(plans.values()), None) if self.job.method.shares_server_model else None
 
     def _kept_plan(self, job: Job, name: str) -> Plan | None:
-        """Return the plan that a device continues by; its encodings are chosen again, by the current configuration."""
+        """Return the plan that a device continues with; its encodings are chosen again by the current configuration."""
         plan = self._kept.get(name) or self._common_plan
         # The device may have come back as a machine that holds fewer layers, or to a server that allows fewer cuts.
         is_allowed = (

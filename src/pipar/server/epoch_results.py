@@ -69,7 +69,7 @@ class TimeBounds:
         self._links = {**self._links, device: link}
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
-        """From this epoch on the devices train by other plans."""
+        """From this epoch on the devices train with other plans."""
         if self._bounds_of is not None:
             self._bounds[first_epoch] = self._bounds_of(plans)
 
@@ -158,7 +158,7 @@ class ResultCollector:
         self._emit_complete()
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
-        """From this epoch on the devices train by other plans."""
+        """From this epoch on the devices train with other plans."""
         self._bounds.replan(first_epoch, plans)
         if self._predictor is not None:
             self._predictor.replan(first_epoch, plans)

@@ -121,7 +121,7 @@ class ServerLanes:
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that a server reports to, saves with and plans by."""
+    """The parts with which a server reports, saves and plans."""
 
     results: ResultCollector
     accountant: PrivacyAccountant = field(default_factory=lambda: PrivacyAccountant(None))

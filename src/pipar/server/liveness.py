@@ -55,7 +55,7 @@ class LivenessMonitor:
         self._waits: dict[Session, _Waits] = {}
 
     async def watch(self) -> None:
-        """Check all devices again and again, until this is cancelled."""
+        """Check all devices repeatedly, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             due_at = clock() + _CHECK_EVERY_S

@@ -35,7 +35,7 @@ class Participants:
         self._planned_for: set[str] = set()  # devices that have a replica, and that plans are made for
 
     async def begin(self, done: int) -> None:
-        """Wait for enough devices, and put the first plans into force: those of the job, or new ones by profiles."""
+        """Wait for enough devices, and put the first plans into effect: those of the job, or new ones by profile."""
         orders = await self._first_orders()
         links = {name: self._enrolment.link(name) for name in sorted(self._planned_for)}
         changed = self._plans.begin(orders, links, self._training.plans)
@@ -84,7 +84,8 @@ class Participants:
         self._planned_for.add(name)
         self._plans.limit(session)
         self._membership.welcome(session, self._plans.orders(name))
-        self._learner.discard_progress(name)  # it may have taken part before, and the others have trained on since
+        # It may have taken part before, and the others have continued training since.
+        self._learner.discard_progress(name)
         # Copying the layers after the cut takes a while: before the round's clock starts.
         await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
 

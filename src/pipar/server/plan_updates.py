@@ -1,4 +1,4 @@
-"""The orders in force, and how their plans change between two rounds when links or machines do."""
+"""The current orders, and how their plans change between two rounds when links or machines do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipar.wire.orders import Orders, plan_body
 
 
 class PlanUpdates:
-    """Holds every device's orders, measures links by the traffic of rounds, and puts new plans into force."""
+    """Holds every device's orders, measures links by the traffic of rounds, and puts new plans into effect."""
 
     def __init__(
         self, learner: Learner, pool: Lanes, membership: Membership, limits: Limits, services: Services
@@ -40,7 +40,7 @@ class PlanUpdates:
     # --- orders
 
     def orders(self, device: str) -> Orders:
-        """Return the orders in force of a device."""
+        """Return the current orders of a device."""
         return self._orders[device]
 
     def knows(self, device: str) -> bool:
@@ -59,7 +59,7 @@ class PlanUpdates:
     def begin(
         self, orders: Mapping[str, Orders], links: Mapping[str, Link], before: Mapping[str, Plan]
     ) -> dict[str, Plan]:
-        """Put the first orders into force; return the plans that differ from those made before the devices joined."""
+        """Put the first orders into effect; return the plans that differ from those made before the devices joined."""
         self._orders = dict(orders)
         if self._replanner is not None:
             self._replanner.begin(links)
@@ -67,12 +67,12 @@ class PlanUpdates:
         return {name: plan for name, plan in plans.items() if plan != before.get(name)}
 
     def join(self, device: str, orders: Orders, first_epoch: int) -> None:
-        """Put the first orders of a device that joins later into force."""
+        """Put the first orders of a device that joins later into effect."""
         self._orders[device] = orders
         self.move_and_announce(first_epoch, {device: orders.plan}, f"{device} joined")
 
     def move_and_announce(self, first_epoch: int, changed: Mapping[str, Plan], why: str = "") -> None:
-        """Cut the network as these plans say, before any device trains by them."""
+        """Cut the network as these plans say, before any device trains with them."""
         self._learner.move_cuts({name: plan.split_point for name, plan in changed.items()})
         self._put_into_force(first_epoch, changed, why)
 
@@ -117,7 +117,7 @@ class PlanUpdates:
     # --- new plans
 
     async def adopt(self, epoch: int) -> None:
-        """Put new plans into force if some were chosen: devices are told theirs, and layers change sides."""
+        """Put new plans into effect if some were chosen: devices receive theirs, and layers change sides."""
         changed = self._changed((self._replanner.take() if self._replanner is not None else None) or {})
         if not changed:
             return

@@ -170,7 +170,7 @@ class Server:
         return self._membership.present()
 
     def plan_of(self, device: str) -> Plan:
-        """Return the plan in force of a device."""
+        """Return the current plan of a device."""
         return self._plans.orders(device).plan
 
     def fleet(self) -> Fleet | None:
@@ -182,7 +182,7 @@ class Server:
         await self._membership.wait_until_left()
 
     async def suspend(self, reason: str) -> None:
-        """Tell all devices why the training stops for now, and to retry later; then save it as it is."""
+        """Tell all devices why the training stops for now, and to retry later; then save its current state."""
         await self._membership.suspend(reason)
         # In the middle of a round the replicas have moved on, and with them the momentum or the shared model.
         can_save = not self._plans.keep_momentum and not self._training.method.shares_server_model

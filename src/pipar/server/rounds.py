@@ -1,4 +1,4 @@
-"""One round after the other: all devices are served at the same time or in turn, up to the deadline, and aggregated."""
+"""One round after another: all devices are served at the same time or in turn, up to the deadline, and aggregated."""
 
 from __future__ import annotations
 

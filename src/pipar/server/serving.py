@@ -33,7 +33,7 @@ class DeviceUpdate:
 
 
 class Serving:
-    """Serves the devices of a round, each in a task of its own. A fault of one device ends its session only."""
+    """Serves the devices of a round, each in a separate task. A fault of one device ends its session only."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class Serving:
         return message
 
     async def _receive_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
-        """Take the momentum of the layers that a device has handed over, before it trains on without them."""
+        """Take the momentum of the layers that a device has handed over, before it trains."""
         message = await session.next_message()
         expect(message, Kind.STATE, epoch - 1)
         session.expect_no_momentum()
         await self._exchange.receive_momentum(session, replica, message, epoch)
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, orders: Orders, message: Message) -> None:
-        """Lanes the gradients of one micro-batch, and send that of its activations to the device."""
+        """Compute the gradients of one micro-batch, and send that of its activations to the device."""
         await self._replicas.wait_for_turn(session.device)
         plan, work = orders.plan, _work_of(message, orders, session.device)
         first, *others = (

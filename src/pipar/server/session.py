@@ -24,17 +24,17 @@ _MOST_UNACKNOWLEDGED = 20
 
 
 class Phase(Enum):
-    """Where a device stands in the training."""
+    """The phase of a device in the training."""
 
     JOINED = "joined"  # it has said hello, and gets its orders before the next round
     READY = "ready"  # it has its orders, and trains in the next round
     TRAINING = "training"  # it trains, and has not returned its part of the model
-    OVER = "over"  # it takes part no longer
+    OVER = "over"  # it no longer takes part
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The most that a device may send by its plan. Without a profile of the network only N is known."""
+    """The most that a device may send with its plan. Without a profile of the network only N is known."""
 
     micro_batches: int = 0  # that may be outstanding: the plan's N
     is_sized: bool = False  # whether the sizes below are known
@@ -53,7 +53,7 @@ class Allowance:
 class RoundRecord:
     """A device's part in the latest round; only its session changes it."""
 
-    epoch: int = 0  # that the device was last told to train
+    epoch: int = 0  # the last one that the device was asked to train
     outstanding: int = 0  # micro-batches that arrived and are not answered yet
     last_batch: tuple[int, int] = (0, 0)  # epoch and iteration of its last whole batch
     expects_momentum: bool = False  # of layers that the device has handed over to the server
@@ -108,7 +108,7 @@ class Session:
         self.allowance = Allowance()
         self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.has_model_of: int | None = None  # the epoch of that model, until the device trains on it
-        self.verdict: Exception | None = None  # why the server ends the session, whatever the device does meanwhile
+        self.verdict: Exception | None = None  # why the server ends the session; final
         self.is_stopped = False  # it was told that the training is over
         self.server_stops = False  # the session ends because the server does
         self._hello_at = asyncio.get_running_loop().time()
@@ -189,7 +189,7 @@ class Session:
         return reason
 
     def _enter(self, phase: Phase) -> None:
-        if not self.is_over:  # which is the last one, whatever is still under way
+        if not self.is_over:  # the last phase, even if messages are still under way
             self.phase = phase
 
     # --- messages of the device
@@ -238,7 +238,7 @@ class Session:
         return True
 
     def allow(self, allowance: Allowance) -> None:
-        """Let the device send this much, and what may still arrive of an abandoned round by an earlier plan."""
+        """Let the device send this much, and what may still arrive of an abandoned round with an earlier plan."""
         self.allowance = allowance = allowance.or_more(self.allowance) if self.round.is_late else allowance
         if allowance.is_sized:
             limits = {
@@ -270,7 +270,7 @@ class Session:
         self.round.last_batch = (message.epoch, message.iteration)
 
     def expect_momentum(self) -> None:
-        """The device is to send the momentum of layers that it hands over."""
+        """Expect the momentum of layers that the device hands over."""
         self.round.expects_momentum = True
 
     def expect_no_momentum(self) -> None:
@@ -283,7 +283,7 @@ class Session:
         self.has_model_of, self.installed = message.epoch, (message.epoch, split_point)
 
     def compute(self, work: asyncio.Future[Any]) -> None:
-        """Remember work on a shared model, which is never cancelled."""
+        """Record work on a shared model, which is never cancelled."""
         self._computing = work
 
     async def computed(self) -> None:
@@ -322,7 +322,7 @@ class Session:
             raise ProtocolError(f"{message} arrived before the trace of epoch {self.requested_trace}.")
 
     def measure(self, end: EndOfEpoch, epoch: int) -> MeasuredLink:
-        """Return how much the link has estimate_traffic in an epoch, by what both sides know."""
+        """Return the traffic of the link in an epoch, measured with the times of both sides."""
         channel = self.channel
         up = estimate_traffic(end.ready, channel.received_frames.times)
         down = estimate_traffic(channel.sent_frames.times, end.came)

@@ -119,7 +119,7 @@ class Disk:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own; only the last `keep` of them are kept.
+    """The checkpoints of one run, in a separate folder; only the last `keep` of them are kept.
 
     The constructor removes partial files that a crash has left, so only one process at a time may save to a folder.
     Reading, by `latest`, changes nothing and may happen at any time.

@@ -65,7 +65,7 @@ def remove_if_no_epochs(folder: Path) -> None:
 
 
 def write_atomically(path: Path, *content: bytes | memoryview) -> None:
-    """Write a file completely or not at all, even if two processes write it at once."""
+    """Write a file completely or not at all, even if two processes write it at the same time."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
         with temporary.open("wb") as file:

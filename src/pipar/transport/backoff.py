@@ -46,8 +46,8 @@ class Backoff:
         """Yield the pause before each attempt, until `give_up_after_s` has passed since this call.
 
         Each call starts with the shortest pause. Call it when a link is lost, and not again before the server has
-        answered, so that a server that accepts and hangs up at once is not flooded. A caller that keeps each attempt
-        within `within_s` gives up in time, whatever an attempt waits for.
+        answered, so that a server that accepts and then closes each connection is not flooded. A caller that ends
+        each attempt after `within_s` gives up in time.
         """
         ends_s = None if self.give_up_after_s is None else self.clock() + self.give_up_after_s
         return self._pauses_until(ends_s)

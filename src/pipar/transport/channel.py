@@ -96,7 +96,7 @@ class Channel:
             self._transport = delayed(self._link, latency_s)
 
     def emulate(self, link: Link, rate: Callable[[Link], float | None]) -> None:
-        """Send as over this link; `rate` is that of the direction in which this side sends."""
+        """Send at the rates of this link; `rate` is that of the direction in which this side sends."""
         self.shape(rate(link), link.latency_s, cycle=[rate(one) for one in link.cycle], every_s=link.every_s)
 
     def rate_bps(self, epoch: int) -> float | None:
@@ -113,7 +113,7 @@ class Channel:
     def frame_times(self) -> dict[str, Any]:
         """Return, as content of the next message, when frames of a real link were ready and when others arrived.
 
-        The next message is one of them: it is small, so it shows the delay of the path whatever the link's rate.
+        The next message is one of them: it is small, so it shows the delay of the path at any rate of the link.
         """
         if not self._is_real or not (self.sent_frames.times or self.received_frames.times):
             return {}
@@ -128,7 +128,7 @@ class Channel:
         self._assembler.limit = limit
 
     def post(self, message: Message) -> None:
-        """Queue a message for sending; returns at once."""
+        """Queue a message for sending; return without waiting."""
         check_fits(message)
         self._outbox.add(message, self._loop.time())
         self._wake()
@@ -185,7 +185,7 @@ class Channel:
         if not self._useless.take(self._loop.time()):
             raise ProtocolError(
                 f"{message} is not needed, and neither were {_USELESS.burst} frames before it; at most "
-                f"{_USELESS.per_second:g} a second are tolerated in the long run."
+                f"{_USELESS.per_second:g} per second are tolerated on average."
             )
 
     def take_counts(self, epoch: int) -> tuple[int, int]:
@@ -267,7 +267,7 @@ class Channel:
         if self._transport is not None:
             if isinstance(self._transport, DelayLine) and not politely:
                 self._transport.drop()
-            self._sender.cancel()  # it may be in the middle of a frame that no longer leads anywhere
+            self._sender.cancel()  # it may be in the middle of a frame that will not arrive
             for ending in (self._sender, self._loop.create_task(self._transport.close())):
                 self._closing.add(ending)
                 ending.add_done_callback(self._closing.discard)
@@ -313,7 +313,7 @@ class Channel:
         self._outbox.clear()
 
     async def _send_all(self) -> None:
-        """Send over one transport until it is retired; what it may have lost is sent again over the next one."""
+        """Send over one transport until it is replaced; what it may have lost is sent again over the next one."""
         link = self._link
         try:
             while self._link is link and self._transport is not None:
@@ -352,9 +352,10 @@ class Channel:
         self._record(frame, free_at, start, end)
 
     def _measure(self, frame: Frame, ready_at: float, emulated_s: float) -> None:
-        """Count a frame for the rate of the link, or log it until the peer has told when it arrived.
+        """Count a frame for the rate of the link, or log it until the peer has reported when it arrived.
 
-        A frame takes no time on an emulated link without a limit: how long a busy machine writes it is not its rate.
+        A frame takes no time on an emulated link without a limit: the time that a busy machine takes to write it says
+        nothing about the link.
         """
         if not self._is_real or emulated_s > 0:
             self.meter.count(_travels_in(frame.message), frame.size_bytes, emulated_s)
@@ -362,7 +363,7 @@ class Channel:
             self.sent_frames.note(frame, ready_at)
 
     def _record(self, frame: Frame, free_at: float, start: float, end: float) -> None:
-        """Record one span a message; one that was overtaken, or waited for a chunk, has a span for each stretch."""
+        """Record one span per message; one that was overtaken, or waited for a chunk, has a span for each stretch."""
         message = frame.message
         kind, cause = _SPANS.get(message.kind, _CONTROL)
         place = (_travels_in(message), message.iteration, message.micro_batch)

@@ -33,7 +33,7 @@ class DelayLine:
             raise self._failure or error from None
 
     def drop(self) -> None:
-        """Discard the frames under way: the peer reads nothing more from this transport."""
+        """Discard the frames in flight: the peer reads nothing more from this transport."""
         self._pump.cancel()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The gRPC transport: one bidirectional stream a device, raw bytes through generic handlers.
+"""The gRPC transport: one bidirectional stream per device, raw bytes through generic handlers.
 
 A frame's bytes are sent without a protobuf message around them, which is twice as fast as a message with a bytes field
 and needs half of the server's CPU time.
@@ -70,7 +70,7 @@ class _Stream:
                     self._room.clear()
                     await self._room.wait()
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            pass  # the stream has ended, whatever the reason
+            pass  # the stream has ended, for any reason
         finally:
             self.end()
 
@@ -178,7 +178,7 @@ class Listener:
         await self._end_calls()
 
     async def _end_calls(self) -> None:
-        """Wait for the streams to end: gRPC prints a traceback for each that is still open when the loop ends."""
+        """Wait for the streams to end: gRPC prints a traceback for each one that is open when the loop ends."""
         if under_way := {*self._calls, *self._health.watching}:
             await asyncio.wait(under_way, timeout=_GRACE_S)
         for session in self._calls.values():
@@ -228,11 +228,11 @@ class Listener:
     def _why_full(self, peer: str | None) -> str | None:
         """Return why another stream is refused; None if it is accepted."""
         if not self._allowance(peer).take(asyncio.get_running_loop().time()):
-            return "Too many devices connect at once." if peer is None else f"{peer} connects too often."
+            return "Too many devices connect at the same time." if peer is None else f"{peer} connects too often."
         if peer is not None and Counter(self._streams.values())[peer] >= self._limits.streams_per_credential:
             return f"{peer} is connected {self._limits.streams_per_credential} times already."
         if sum(not stream.has_spoken for stream in self._streams) >= self._limits.newcomers:
-            return "Too many devices connect at once."
+            return "Too many devices connect at the same time."
         return None
 
     def _allowance(self, peer: str | None) -> TokenBucket:
@@ -273,10 +273,10 @@ def _options(keepalive: Keepalive) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", CHUNK_BYTES + 4096),
         ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
-        # Otherwise a minute, whatever the keepalive timeout is.
+        # Otherwise a minute, for any keepalive timeout.
         ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
-        # A ping queues behind the data that is under way. With probing, gRPC lets that grow to many megabytes, which
+        # A ping waits for the data that is in flight. With probing, gRPC lets that grow to many megabytes, which
         # can take a slow link longer than the timeout for a dead one.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 1 << 20),
@@ -349,7 +349,7 @@ def _channel(address: str, security: DeviceSecurity, keepalive: Keepalive) -> gr
     material = check_device(security, address)
     options = [
         *_options(keepalive),
-        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, not shared within this process
+        ("grpc.use_local_subchannel_pool", 1),  # a separate connection, not shared within this process
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
     if material is None:

@@ -12,7 +12,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """The state of the server and of its service. Few clients may watch at once, because that needs no credential."""
+    """The state of the server and its service. The number of watchers is limited: watching needs no credential."""
 
     def __init__(self, server: Any, service: str, *, watchers: int) -> None:
         super().__init__()

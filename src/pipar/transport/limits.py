@@ -14,7 +14,7 @@ MESSAGE_BYTES = 256
 class Keepalive:
     """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer may queue behind up to 2.4 MB that are under way, so with 20 s a link of 1 Mbit/s does not count as lost.
+    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost.
     """
 
     every_s: float = 30.0
@@ -28,14 +28,14 @@ class Keepalive:
 
 @dataclass(frozen=True)
 class RateLimit:
-    """At most `burst` at once, and `per_second` in the long run."""
+    """At most `burst` in a short time, and `per_second` on average."""
 
     burst: int
     per_second: float
 
 
 class TokenBucket:
-    """Enforces a rate limit: starts with `burst` tokens, and gains `per_second` tokens a second up to that."""
+    """Enforces a rate limit: starts with `burst` tokens, and gains `per_second` tokens per second, up to `burst`."""
 
     def __init__(self, rate: RateLimit) -> None:
         self._rate = rate

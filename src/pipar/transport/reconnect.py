@@ -25,7 +25,7 @@ from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
-#: A server answers a HELLO that resumes a session at once; after this time it counts as unreachable.
+#: A server immediately answers a HELLO that resumes a session; after this time it counts as unreachable.
 _ANSWER_WITHIN_S = 10.0
 #: A connection that lasts no longer than this, and fails before the device joined or by a breach of the protocol,
 #: counts as one more failed attempt.
@@ -69,9 +69,9 @@ class Reconnector:
                 reason, went_well = error, self._was_let_in or _is_settled(reached_at, clock())
             except ProtocolError as error:
                 if isinstance(error, VersionError) and not self._was_let_in:
-                    raise  # nor does it here
+                    raise  # the same holds here
                 reason, went_well = error, self._was_let_in and _is_settled(reached_at, clock())
-            if went_well:  # this was not another failed attempt
+            if went_well:  # this did not count as a failed attempt
                 pauses = self._backoff.pauses()
             pause = next(pauses, None)
             if pause is None:

@@ -1,4 +1,4 @@
-"""The rate of one direction of a link, in bits a second of all bytes sent: emulated, and measured."""
+"""The rate of one direction of a link, in bits per second over all bytes sent: emulated, and measured."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Rates:
 class Pacer:
     """Computes when the transmission of each frame starts and ends on a lane that sends one frame at a time.
 
-    It uses planned times, not the times at which late timers fired, so the long-run rate is the configured one however
-    coarse the timers are. A frame that is under way when the rate changes is sent partly at each rate.
+    It uses planned times, not the times at which late timers fired, so the average rate is the configured one even
+    with coarse timers. A frame that is in flight when the rate changes is sent partly at each rate.
     """
 
     rates: Rates = field(default_factory=Rates)

@@ -209,7 +209,7 @@ def _check_files(security: ServerSecurity) -> None:
 
 
 class Authenticator:
-    """Finds the device of a connection. Files are read again when they change, so that revoking works at once."""
+    """Finds the device of a connection. Files are read again when they change: revoking takes effect immediately."""
 
     def __init__(self, security: ServerSecurity, barred: Callable[[str], None] = lambda _: None) -> None:
         self._barred = barred  # called with the reason once, not for every connection

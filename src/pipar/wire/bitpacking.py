@@ -3,7 +3,7 @@
 A section starts with a byte that gives its form. A verbatim section has the length that both sides expect; a coded one
 has its length as a little-endian uint32, then one zstandard frame that gives the size of its content.
 
-A mask has one bit a value, which says whether the value is sent.
+A mask has one bit per value, which says whether the value is sent.
 
 Planes group the bytes of floating-point values by their place. A value's first byte is its sign and the upper seven
 bits of its exponent. After a ReLU, or in the gradients of one layer, few of these bytes are common, and an entropy
@@ -69,7 +69,7 @@ def section(plain: Bytes) -> tuple[Buffer, ...]:
 
 
 def buffer(array: NDArray[Any]) -> tuple[Buffer, ...]:
-    """Return an array's bytes as they are, or nothing if it has none."""
+    """Return an array's bytes unchanged, or nothing if it has none."""
     return (array.data.cast("B"),) if array.nbytes else ()
 
 

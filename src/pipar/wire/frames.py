@@ -24,7 +24,7 @@ CHUNK_BYTES = 1_000_000
 #: The most chunks that the header can count: more than any known model needs.
 MAX_BODY_BYTES = 65535 * CHUNK_BYTES
 MAX_DIMENSIONS = 8
-#: More than needed: a sender has one message under way, and one that overtakes it.
+#: More than needed: a sender has one message in flight, and one that overtakes it.
 MAX_HALF_RECEIVED = 4
 #: Enough for a message that is neither a tensor nor a model.
 SMALL_BODY_BYTES = 1_000_000
@@ -300,7 +300,7 @@ class _Begun:
     parts: list[memoryview] = field(default_factory=list)
 
     def keep(self, frame: Frame) -> None:
-        """Keep a frame's share of the body: as it came or, if the body is large, in one buffer for all of it."""
+        """Keep a frame's share of the body: unchanged or, if the body is large, in one buffer for all of it."""
         size = self.message.body.size_bytes
         if self.message.body.encoding in CODED:
             # Each coded chunk is decoded alone and has to be one buffer; the in-memory transport may give several.

@@ -55,7 +55,7 @@ class Residual:
     The next micro-batch has other samples, so a single value's loss cannot be returned to it. What can be returned is
     the mean loss at each feature position: `carried[i]` is the mean, over the samples of a micro-batch, of the value at
     position i minus the value that the receiver got. A position that is always too small to be sent accumulates until
-    it is sent. It needs the memory of two samples (the collected and the added loss), whatever the batch size. `begin`
+    it is sent. It needs the memory of two samples (the collected and the added loss), for any batch size. `begin`
     is called before the first chunk of each tensor; the chunks then come in order.
     """
 

@@ -195,7 +195,7 @@ def chunk_count(body: Body) -> int:
 def tensor_bytes(message: Message) -> int:
     """Return how many bytes of the body are the tensor; raise ProtocolError if body and header do not agree.
 
-    The tensor of an ACTIVATION is followed by its labels, one int32 a sample.
+    The tensor of an ACTIVATION is followed by its labels, one int32 per sample.
     """
     body = message.body
     size = math.prod(body.shape) * ITEM_BYTES[body.dtype]
