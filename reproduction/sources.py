@@ -1,4 +1,4 @@
-"""What a number depends on in addition to its configuration: with other sources, libraries or images it is computed again."""
+"""What a number depends on: its configuration, sources, libraries and images; if one changes, it is computed again."""
 
 from __future__ import annotations
 

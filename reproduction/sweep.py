@@ -1,4 +1,4 @@
-"""Running many cells in several processes: finished ones are read from a folder, new ones are saved there immediately."""
+"""Running many cells in several processes: finished ones are read from a folder, new ones are saved there."""
 
 from __future__ import annotations
 
