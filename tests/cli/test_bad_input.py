@@ -101,7 +101,7 @@ COMMANDS = [
     ("run --set server.listen=here:99999", "a port from 0 to 65535"),
     (
         "run --set server.listen=0.0.0.0:0",
-        "Cannot listen on 0.0.0.0:0: `pipar run` has no TLS, so it listens on this machine",
+        "Cannot listen on 0.0.0.0:0: `pipar run` has no TLS, so it listens on loopback only",
     ),
     ("run --set data.samples_per_device=[1,2]", "data.samples_per_device lists 2 sizes for 4 devices"),
     ("compare --methods fl,fedsgd", "'fedsgd' is not a method; there are fl, sl, sfl, sfl2, pipar"),
