@@ -427,7 +427,7 @@ def test_the_training_keeps_the_limit_of_the_plan(board: Path, tmp_path: Path) -
     assert limited.fleet().leaky_cuts == {best}
     # And says so, if its method has a cut to choose.
     assert started_event(limited, tmp_path).leakage == f"privacy.max_leakage = 0.5 rules out P={best} (leaks 0.80)."
-    assert ". It is below 0.700, which" in started_event(replace(limited, leakage_guess=0.7), tmp_path).leakage
+    assert ". It is below 0.700, the score of" in started_event(replace(limited, leakage_guess=0.7), tmp_path).leakage
     fl = limited.config.model_copy(update={"run": limited.config.run.model_copy(update={"method": "fl"})})
     assert started_event(replace(limited, config=fl), tmp_path).leakage == ""
     assert started_event(free, tmp_path).leakage == ""
