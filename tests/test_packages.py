@@ -66,6 +66,11 @@ MADE_UP = {
     ("wire.frames", "def f():\n    from torch import nn"): "wire.frames imports torch",
     ("launch.processes", "from grpc import aio"): "launch.processes imports grpc",
     ("launch.processes", "import uvicorn"): "launch.processes imports uvicorn",
+    ("wire.frames", "if not TYPE_CHECKING:\n    import torch"): "wire.frames imports torch",
+    ("planner.costs", "import importlib\nimportlib.import_module(name)"): "planner.costs imports import_module",
+    ("planner.costs", "__import__('torch')"): "planner.costs imports import_module",
+    ("planner.costs", "from reproduction.cells import Cell"): "planner.costs imports reproduction",
+    ("launch.run", "import simulation"): "launch.run imports simulation",
     ("transport.helpers", ""): "transport.helpers has a name that says nothing",
     ("attic.box", ""): "attic.box is in a package that docs/packages.toml does not name",
 }
@@ -79,6 +84,23 @@ def test_a_made_up_breach_is_found(made_up: tuple[str, str], sentence: str) -> N
 
 def test_a_made_up_circle_is_found() -> None:
     assert shape.cycles({"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": []}) == [["a", "b", "c"]]
+
+
+def test_a_circle_through_a_package_itself_is_found() -> None:
+    made_up = {"report.__init__": "from pipar.report.page import page", "report.page": "from pipar.report import write"}
+    assert shape.cycles(shape.graph(made_up)) == [["report.__init__", "report.page"]]
+
+
+def test_torch_does_not_come_with_a_module_that_does_without_it() -> None:
+    assert {module: path for module, path in shape.without_torch(ALL).items() if path} == {}
+
+
+@pytest.mark.parametrize("module", ["planner.costs", "profiling.profile"])
+def test_torch_that_comes_with_another_module_is_found(module: str) -> None:
+    made_up = {**ALL, module: "from pipar.profiling.measure import measure"}
+    assert shape.without_torch(made_up)[module] == [module, "profiling.measure"]
+    late = {**ALL, module: "def f():\n    from pipar.profiling.measure import measure"}
+    assert shape.without_torch(late)[module] == []
 
 
 def test_a_type_only_import_of_torch_is_no_breach() -> None:
