@@ -6,7 +6,7 @@ and jittered by 5 % per stage, from seeds that the planner does not know. Each s
 because in a single world it is a matter of chance which of two similar plans is better.
 
 All rows take about twenty minutes on two cores. The rows of a training are printed and kept in
-`results/selection.rows.jsonl` after it was judged in all worlds: after an interruption the next start resumes there, if
+`results/selection.rows.jsonl` after it was scored in all worlds: after an interruption the next start resumes there, if
 the planner is the same.
 """
 
@@ -43,12 +43,12 @@ SEEDS = (20240612, 1, 2)
 EPOCHS = 5
 #: The rows so far, one per line, with a hash of their sources.
 KEPT = RESULTS / "selection.rows.jsonl"
-#: The sources of planner and judge: if a line of them changes, kept rows are ignored.
+#: The sources of planner and scoring: if a line of them changes, kept rows are ignored.
 SOURCES = (
     "planner", "profiling", "wire", "execution", "job", "methods.py", "config.py", "random_streams.py", "units.py",
 )  # fmt: skip
 
-JUDGES = tuple(
+SCORING_SOURCES = tuple(
     Path(reproduction.__file__).with_name(name) for name in ("perturbed_times.py", "plan_scores.py", "testbed.py")
 )
 
@@ -103,7 +103,7 @@ def _tree(fleet: str, model: str, dataset: str, link: str, devices: int) -> dict
     }
 
 
-def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: int = 100) -> list[Row]:
+def score_training(training: tuple[str, str, str, str], worlds: Sequence[int], devices: int = 100) -> list[Row]:
     """Return how good the planner's choice for one training is in each of these worlds."""
     fleet = make_fleet(*training, devices=devices)
     grid = None if len(fleet.device_kinds()) == 1 else GRID
@@ -114,15 +114,15 @@ def judge(training: tuple[str, str, str, str], worlds: Sequence[int], devices: i
 # --- rows that survive an interruption
 
 
-def judge_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
+def score_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
     """Yield the rows of these trainings as they are finished, from one process per core."""
     worlds: dict[tuple[str, str, str, str], list[int]] = {}
     for case in cases:
         worlds.setdefault(case[:4], []).append(case[4])
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        judging_now = [pool.submit(judge, training, its, devices) for training, its in worlds.items()]
+        scoring = [pool.submit(score_training, training, its, devices) for training, its in worlds.items()]
         try:
-            for one in as_completed(judging_now):
+            for one in as_completed(scoring):
                 yield from one.result()
         finally:  # after an interruption, do not start the remaining ones
             pool.shutdown(cancel_futures=True)
@@ -133,16 +133,16 @@ def resumed(
     kept: Path = KEPT,
     *,
     devices: int = 100,
-    judges: Callable[[Iterable[Case], int], Iterator[Row]] = judge_all,
+    scorer: Callable[[Iterable[Case], int], Iterator[Row]] = score_all,
 ) -> list[Row]:
-    """Return the rows of these trainings, in order; kept rows are not judged again."""
-    depends = {"devices": devices, "sources": sources_hash(SOURCES, Path(__file__), *JUDGES)}
+    """Return the rows of these trainings, in order; kept rows are not scored again."""
+    depends = {"devices": devices, "sources": sources_hash(SOURCES, Path(__file__), *SCORING_SOURCES)}
     stored = Kept(kept, depends)
     found = {_case(row): row for row in (Row(**fields) for fields in stored.rows.values())}
     missing = [case for case in cases if case not in found]
     print(f"{len(cases) - len(missing)} of {len(cases)} rows are in {kept.name}", flush=True)
     if missing:
-        for row in judges(missing, devices):
+        for row in scorer(missing, devices):
             stored.add(", ".join(map(str, _case(row))), asdict(row))
             found[_case(row)] = row
             print(f"{sum(case in found for case in cases):4} of {len(cases)}  {_line(row)}", flush=True)
@@ -199,7 +199,7 @@ def _write_table(found: list[Row]) -> None:
         "# Plans against exhaustive search",
         "",
         "`python -m benchmarks selection`; `benchmarks/selection.py` says what is compared. Seconds are an epoch's",
-        "in the judge's world. Where there are two kinds of devices, the first plan is the fast ones'.",
+        "in the perturbed world. Where there are two kinds of devices, the first plan is the fast ones'.",
         "",
         "| devices | network | data | link | world | chosen | s | best | s | score | later | score | "
         "best by profiles | score | by the paper | its score | planned in s |",

@@ -18,8 +18,8 @@ def selection() -> Any:
     return importlib.import_module("benchmarks.selection")
 
 
-class Judge:
-    """Judges without simulating, and remembers what it was asked for; is interrupted after so many rows."""
+class Scorer:
+    """Scores without simulating, and remembers what it was asked for; is interrupted after `most` rows."""
 
     def __init__(self, selection: Any, most: int = 99) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -43,32 +43,32 @@ class Judge:
             yield self._selection.Row(*case, **numbers, **words, **costs, search_s=0.0)
 
 
-def test_a_second_start_judges_only_what_is_missing_and_gives_all_rows_in_order(
+def test_a_second_start_scores_only_what_is_missing_and_gives_all_rows_in_order(
     selection: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept, interrupted, second = tmp_path / "rows.jsonl", Judge(selection, most=2), Judge(selection)
+    kept, interrupted, second = tmp_path / "rows.jsonl", Scorer(selection, most=2), Scorer(selection)
     with pytest.raises(KeyboardInterrupt):
-        selection.resumed(CASES, kept, judges=interrupted)
+        selection.resumed(CASES, kept, scorer=interrupted)
     assert capsys.readouterr().out.count("| Pi 3B | vgg5 |") == 2
     with kept.open("a", encoding="utf-8") as file:
         file.write('{"depends": {"devi')  # cut off
-    rows = selection.resumed(CASES, kept, judges=second)
+    rows = selection.resumed(CASES, kept, scorer=second)
     assert [row.chosen for row in rows] == ["4g", "4g+", "wifi"]
     assert second.asked == [CASES[0]]
     assert "2 of 3 rows are in rows.jsonl" in capsys.readouterr().out
-    assert selection.resumed(CASES, kept, judges=Judge(selection, most=0)) == rows
+    assert selection.resumed(CASES, kept, scorer=Scorer(selection, most=0)) == rows
 
 
-def test_rows_of_other_devices_another_world_or_another_planner_are_judged_again(
+def test_rows_of_other_devices_another_world_or_another_planner_are_scored_again(
     selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "rows.jsonl"
-    selection.resumed(CASES, kept, devices=10, judges=Judge(selection))
+    selection.resumed(CASES, kept, devices=10, scorer=Scorer(selection))
 
     def asked(devices: int = 10, world: int = 7) -> int:
-        judge = Judge(selection)
-        selection.resumed([(*case[:-1], world) for case in CASES], kept, devices=devices, judges=judge)
-        return len(judge.asked)
+        scorer = Scorer(selection)
+        selection.resumed([(*case[:-1], world) for case in CASES], kept, devices=devices, scorer=scorer)
+        return len(scorer.asked)
 
     assert asked() == 0
     assert asked(devices=20) == 3
@@ -116,7 +116,7 @@ def test_another_line_in_the_planner_is_another_planner(
 
 
 @pytest.mark.slow
-def test_small_fleets_are_judged_in_processes_of_their_own(selection: Any, tmp_path: Path) -> None:
+def test_small_fleets_are_scored_in_processes_of_their_own(selection: Any, tmp_path: Path) -> None:
     cases = [("Pi 3B", "vgg5", "mnist", "wifi", 1), ("half at half speed", "vgg5", "mnist", "4g", 2)]
     rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)
     assert [(row.fleet, row.link) for row in rows] == [("Pi 3B", "wifi"), ("half at half speed", "4g")]

@@ -56,16 +56,16 @@ def test_working_is_what_a_backward_holds_in_addition() -> None:
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 def test_running_on_few_samples_counts_the_same_except_peak_memory(norm: str) -> None:
     model = build_model("vgg5", input_shape=(1, 28, 28), classes=10, norm=norm)
-    hollow, real = count_layers(model, (1, 28, 28)), count_layers(model, (1, 28, 28), run=True)
-    for counted, ran in zip(hollow, real, strict=True):
+    on_meta, real = count_layers(model, (1, 28, 28)), count_layers(model, (1, 28, 28), run=True)
+    for counted, ran in zip(on_meta, real, strict=True):
         assert _without_working(counted) == _without_working(ran)
-    assert hollow[0].working == real[0].working
+    assert on_meta[0].working == real[0].working
     known = known_counts("vgg5", norm, (1, 28, 28), 10)
     assert known is not None
     known = tuple(_counted(layer) for layer in known)
-    assert known[:-1] == hollow[:-1]
-    assert _without_working(known[-1]) == _without_working(hollow[-1])
-    assert known[-1].working >= hollow[-1].working
+    assert known[:-1] == on_meta[:-1]
+    assert _without_working(known[-1]) == _without_working(on_meta[-1])
+    assert known[-1].working >= on_meta[-1].working
 
 
 def _counted(layer: LayerCount) -> LayerCount:

@@ -1,4 +1,4 @@
-"""The judge's world differs from the planner's by as much as it says, and the planner holds its own in it."""
+"""Perturbed times differ from the planner's by as much as stated, and the planner's choices stay good in them."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Membership:
             forget_frames(error)
         except Exception as error:  # noqa: BLE001 - the task ends here; readers and waiters get the error
             self._results.fail(error)
-            session.inbox.put_nowait(error)
+            session.fail(error)
             await self.dismiss(session, error)
         finally:
             self._readers.pop(session, None)

@@ -51,7 +51,7 @@ class Allowance:
 
 @dataclass
 class RoundRecord:
-    """A device's part in the latest round; only its session changes it."""
+    """A device's part in the latest round, and what is left of earlier ones; only its session changes it."""
 
     epoch: int = 0  # the last one that the device was asked to train
     outstanding: int = 0  # micro-batches that arrived and are not answered yet
@@ -180,11 +180,15 @@ class Session:
         """Tell the device why its session is over, and whether it may try `again`."""
         self.channel.post(fault(reason, again=again, stops=self.server_stops))
 
+    def fail(self, error: Exception) -> None:
+        """Raise this error in every task that reads the device's messages, now or later."""
+        self.inbox.put_nowait(error)
+
     def end(self, reason: Exception) -> Exception:
         """Enter the last phase; return the reason that holds, which is also what readers of its messages get."""
         self.phase = Phase.OVER
         reason = self.verdict or reason
-        self.inbox.put_nowait(reason)
+        self.fail(reason)
         self.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
         return reason
 
