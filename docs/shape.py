@@ -20,15 +20,11 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "pipar"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 RULES = tomllib.loads((ROOT / "docs" / "packages.toml").read_text("utf-8"))
-<<<<<<< HEAD
-#: The vocabulary: modules that everything may import.
-=======
 _TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _WITH_BODY = (ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
 #: Calls that import a module without an import statement.
 _HIDDEN = ("importlib.import_module", "import_module", "__import__")
-#: The vocabulary: what everything may import.
->>>>>>> 21af02f (Close holes in the test of package rules: torch through another module, hidden imports, a package itself)
+#: The vocabulary: modules that everything may import.
 ROOT_PACKAGE = "(root)"
 _TABLE = re.compile(r"(<!-- packages -->\n).*?(<!-- /packages -->)", re.DOTALL)
 
@@ -201,17 +197,12 @@ def _visit_all(
 
 def table() -> str:
     """Return the table of packages for docs/architecture.md."""
-<<<<<<< HEAD
-    rows = [f"| `{name}` | {rule['owns']} | {_listed(rule['imports'])} |" for name, rule in RULES["packages"].items()]
-    head = ["| package | owns | may import, in addition to the root |", "|---|---|---|"]
-=======
     names = list(RULES["packages"])
     rows = [
         f"| `{name}` | {rule['owns']} | {_listed(rule['imports'], names[:place])} |"
         for place, (name, rule) in enumerate(RULES["packages"].items())
     ]
-    head = ["| package | owns | may import, beside the root |", "|---|---|---|"]
->>>>>>> 21af02f (Close holes in the test of package rules: torch through another module, hidden imports, a package itself)
+    head = ["| package | owns | may import, in addition to the root |", "|---|---|---|"]
     root = f"| (root) | settings and vocabulary: {', '.join(f'`{name}`' for name in root_modules())} | - |"
     return "\n".join([*head, root, *rows]) + "\n"
 
