@@ -17,7 +17,7 @@ from pipar.launch.deployed_job import server_workload
 from pipar.links import Link
 
 
-def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_by_pipar() -> None:
+def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_with_pipar() -> None:
     config = config_from({})
     assert config == Config()
     assert (config.run.method, config.run.epochs, config.run.batch_size, config.run.seed) == ("pipar", 5, 100, 0)
@@ -72,7 +72,7 @@ def test_names_are_padded_so_that_they_sort_by_number() -> None:
     assert names == sorted(names)
 
 
-def test_a_group_of_one_keeps_its_name_and_groups_of_one_name_count_on() -> None:
+def test_a_group_of_one_keeps_its_name_and_groups_of_one_name_are_numbered_together() -> None:
     tree = {"devices": [{"name": "phone"}, {"name": "pi", "speed": 0.1}, {"name": "pi", "speed": 0.2}]}
     specs = device_specs(config_from(tree))
     assert [(spec.name, spec.speed) for spec in specs] == [("phone", 0.05), ("pi-1", 0.1), ("pi-2", 0.2)]
@@ -117,7 +117,7 @@ devices = st.builds(
         },
     ),
 )
-def test_a_configuration_comes_back_from_toml_as_it_was(groups: list[DeviceSection], sections: dict[str, Any]) -> None:
+def test_a_configuration_reads_back_from_toml_unchanged(groups: list[DeviceSection], sections: dict[str, Any]) -> None:
     config = config_from({**sections, "devices": groups})
     assert _from_toml(dump_config(config)) == config
 
@@ -303,11 +303,11 @@ def test_a_mistake_is_one_sentence_that_says_what_was_given(tree: dict[str, Any]
         ("server.aggregator=a.b:c", "server", "aggregator", "a.b:c"),
     ],
 )
-def test_a_setting_goes_over_the_default(setting: str, section: str, key: str, value: object) -> None:
+def test_a_setting_overrides_the_default(setting: str, section: str, key: str, value: object) -> None:
     assert getattr(getattr(load_config(None, [setting]), section), key) == value
 
 
-def test_a_setting_goes_over_the_file_and_a_later_one_over_an_earlier_one(tmp_path: Path) -> None:
+def test_a_setting_overrides_the_file_and_earlier_settings(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text("[run]\nepochs = 2\nseed = 9\n", "utf-8")
     run = load_config(path, ["run.epochs=3", "run.epochs=4"]).run
@@ -320,14 +320,14 @@ def test_memory_is_a_size_in_bytes_and_without_it_there_is_no_limit() -> None:
     assert config_from(tomllib.loads(dump_config(config))) == config
 
 
-def test_a_setting_for_devices_goes_to_every_group(tmp_path: Path) -> None:
+def test_a_setting_for_devices_applies_to_every_group(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[[devices]]\nname = "a"\n[[devices]]\nname = "b"\nlink = "4g"\n', "utf-8")
     groups = load_config(path, ["devices.link=wifi", "devices.speed=0.5"]).devices
     assert [(group.name, group.link.up_bps, group.speed) for group in groups] == [("a", 50e6, 0.5), ("b", 50e6, 0.5)]
 
 
-def test_a_setting_for_devices_without_a_file_goes_to_the_default_four() -> None:
+def test_a_setting_for_devices_without_a_file_applies_to_the_default_four() -> None:
     assert len(device_specs(load_config(None, ["devices.link=unlimited"]))) == 4
     assert len(device_specs(load_config(None, ["devices.count=7"]))) == 7
     link = load_config(None, ['devices.link={up = "1Mbit/s", latency = "5ms"}']).devices[0].link
@@ -335,7 +335,7 @@ def test_a_setting_for_devices_without_a_file_goes_to_the_default_four() -> None
 
 
 @pytest.mark.parametrize("devices", ["[devices]\ncount = 3", "devices = 5", "devices = [1]"])
-def test_a_setting_over_devices_that_are_no_groups_is_one_sentence(tmp_path: Path, devices: str) -> None:
+def test_a_setting_for_devices_that_are_not_groups_is_one_sentence(tmp_path: Path, devices: str) -> None:
     path = tmp_path / "config.toml"
     path.write_text(devices, "utf-8")
     with pytest.raises(ConfigError, match=r"write \[\[devices\]\]"):
@@ -343,7 +343,7 @@ def test_a_setting_over_devices_that_are_no_groups_is_one_sentence(tmp_path: Pat
 
 
 @pytest.mark.parametrize("setting", ["run=5", "epochs=1", "run.", "run.epochs", "=", "", ".epochs=1x"])
-def test_what_is_not_a_setting_is_one_sentence(setting: str) -> None:
+def test_an_invalid_setting_is_one_sentence(setting: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(None, [setting])
     assert "\n" not in str(raised.value)
@@ -365,14 +365,14 @@ def test_a_configuration_does_not_change() -> None:
         Config().run.epochs = 3
 
 
-def test_the_parameters_of_an_aggregator_are_a_table_of_their_own() -> None:
+def test_the_parameters_of_an_aggregator_are_a_separate_table() -> None:
     config = load_config(None, ["server.aggregator=fedadam", "server.aggregation.beta1=0.5"])
     assert config.server.aggregation == {"beta1": 0.5}
     assert _from_toml(dump_config(config)) == config
     assert with_settings(config, ["server.aggregation.tau=0.1"]).server.aggregation == {"beta1": 0.5, "tau": 0.1}
 
 
-def test_a_setting_below_what_is_no_table_is_one_sentence() -> None:
+def test_a_setting_below_a_value_that_is_not_a_table_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^server\.aggregator = \{'x': 1\} is not allowed: it should be text\.$"):
         load_config(None, ["server.aggregator.x=1"])
     with pytest.raises(ConfigError, match=r"^server = 5 is not allowed: write a section \[server\]"):
@@ -389,7 +389,7 @@ def test_only_fedprox_has_a_proximal_term(server: dict[str, Any], proximal: floa
     assert config_from({"server": own}).server.proximal == 0.0
 
 
-def test_a_device_with_a_profile_of_its_own_runs_at_the_speed_of_the_profile() -> None:
+def test_a_device_with_its_own_profile_runs_at_the_speed_of_the_profile() -> None:
     groups = config_from({"devices": [{"profile": "board.json"}, {"name": "half", "profile": "b.json", "speed": 0.5}]})
     assert [spec.speed for spec in device_specs(groups)] == [1.0, 0.5]
 

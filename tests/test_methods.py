@@ -17,11 +17,11 @@ from pipar.methods import Plan
         (Plan(1, 8, 2, "sparse", "raw"), "P=1 N=8 1f1b(2) sparse/raw"),
     ],
 )
-def test_a_plan_is_read_as_it_is_printed(plan: Plan, text: str) -> None:
+def test_a_plan_parses_back_from_its_text(plan: Plan, text: str) -> None:
     assert str(plan) == text
     assert Plan.parse(text) == plan
 
 
-def test_other_words_are_no_plan() -> None:
+def test_other_text_is_not_a_plan() -> None:
     with pytest.raises(PlanError, match="'P=2' is not a plan, such as"):
         Plan.parse("P=2")

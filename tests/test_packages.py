@@ -19,16 +19,16 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
     assert shape.breaches(module, ALL[module], ALL) == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     assert shape.cycles(shape.graph(ALL)) == []
 
 
-def test_the_rules_themselves_have_no_circle() -> None:
+def test_the_rules_themselves_have_no_cycle() -> None:
     rules = {name: rule["imports"] for name, rule in shape.RULES["packages"].items()}
     assert shape.cycles(rules) == []
 
 
-def test_every_package_of_the_rules_is_there_and_has_a_map_of_its_modules() -> None:
+def test_every_package_of_the_rules_exists_and_has_a_map_of_its_modules() -> None:
     packages = {shape.package_of(module) for module in ALL} - {shape.ROOT_PACKAGE}
     assert packages == set(shape.RULES["packages"])
     for package in packages:
@@ -38,7 +38,7 @@ def test_every_package_of_the_rules_is_there_and_has_a_map_of_its_modules() -> N
 
 
 @pytest.mark.parametrize("package", ["reproduction", "simulation"])
-def test_a_package_beside_pipar_has_a_map_of_its_modules(package: str) -> None:
+def test_a_package_next_to_pipar_has_a_map_of_its_modules(package: str) -> None:
     folder = shape.ROOT / package
     text = (folder / "__init__.py").read_text("utf-8")
     assert [path.stem for path in folder.glob("*.py") if path.stem != "__init__" and f"`{path.stem}`" not in text] == []
@@ -82,7 +82,7 @@ def test_a_made_up_breach_is_found(made_up: tuple[str, str], sentence: str) -> N
     assert any(found.startswith(sentence) for found in shape.breaches(module, source, ALL))
 
 
-def test_a_made_up_circle_is_found() -> None:
+def test_a_made_up_cycle_is_found() -> None:
     assert shape.cycles({"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": []}) == [["a", "b", "c"]]
 
 
@@ -103,7 +103,7 @@ def test_torch_that_comes_with_another_module_is_found(module: str) -> None:
     assert shape.without_torch(late)[module] == []
 
 
-def test_a_type_only_import_of_torch_is_no_breach() -> None:
+def test_a_type_only_import_of_torch_is_allowed() -> None:
     assert shape.breaches("planner.costs", "if TYPE_CHECKING:\n    import torch", ALL) == []
 
 
@@ -151,7 +151,7 @@ def test_the_shape_is_printed() -> None:
 
 
 @pytest.mark.slow
-def test_the_architecture_page_has_the_walks_as_they_are() -> None:
+def test_the_architecture_page_has_the_current_walks() -> None:
     # In a new process: what another test has left in a cache is not called again, and would be missing from a walk.
     command = [sys.executable, "-m", "docs.walks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=shape.ROOT)

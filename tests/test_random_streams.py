@@ -45,7 +45,7 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     assert drawn.stdout.strip() == str(random_streams.generator(7, "order", "pi", 3).permutation(5).tolist())
 
 
-def test_drawing_from_one_generator_leaves_another_of_the_same_key_alone() -> None:
+def test_drawing_from_one_generator_does_not_affect_another_of_the_same_key() -> None:
     one, other = random_streams.generator(0, "a"), random_streams.generator(0, "a")
     one.random(10)
     assert other.random() == random_streams.generator(0, "a").random()
@@ -57,7 +57,7 @@ def test_different_keys_draw_different_numbers(one: tuple, other: tuple) -> None
     assert same == (one == other)
 
 
-def test_parts_do_not_run_into_each_other() -> None:
+def test_keys_that_are_divided_differently_differ() -> None:
     keys = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("1", 1), (1, "1"), (11,), (1, 1)]
     assert len({first(0, "p", *key) for key in keys}) == len(keys)
 

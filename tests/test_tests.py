@@ -44,7 +44,7 @@ def ignore_signals() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_both_hold_in_tests_that_are_started_with_signals_ignored(workers: str) -> None:
+def test_both_are_true_in_tests_that_are_started_with_signals_ignored(workers: str) -> None:
     others = "programs_of_tests_get_signals or interrupts_a_test"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", workers, __file__, "-k", others]
     done = subprocess.run(

@@ -35,7 +35,7 @@ CELLS = [
 ]  # fmt: skip
 
 
-def test_an_overhead_is_what_an_epoch_takes_more_and_the_worst_cell_counts() -> None:
+def test_an_overhead_is_the_additional_time_of_an_epoch_and_the_worst_cell_counts() -> None:
     values = {claim.what.partition(" (paper")[0]: claim for claim in claims(CELLS)}
     more = values["classic DP: overhead of pipar - that of fl, the largest of 9 cells"]
     assert (more.value, more.holds) == (-0.25, True)  # on wifi: 0.75 - 1
@@ -50,7 +50,7 @@ def test_an_overhead_is_what_an_epoch_takes_more_and_the_worst_cell_counts() -> 
     assert {claim.what for claim in here}.isdisjoint(claim.what for claim in claims(CELLS))
 
 
-def test_of_real_epochs_the_quickest_of_each_turn_is_compared_with_that_of_the_same_turn() -> None:
+def test_the_fastest_real_epochs_of_the_same_turn_are_compared() -> None:
     turns = [
         {"without": [9.0, 4.0], "classic": [5.0, 9.0], "pixel": [4.0, 4.0]},
         {"without": [8.0, 8.0], "classic": [8.0, 9.0], "pixel": [12.0, 10.0]},
@@ -95,14 +95,14 @@ def test_the_modes_of_a_cell_differ_in_nothing_but_privacy_and_have_the_papers_p
     assert runs.asked("plan.split", "plan.micro")[6:] == [[]] * 3
 
 
-def test_what_is_planned_here_is_planned_without_privacy_and_stays(runs: Runs) -> None:
+def test_plans_are_chosen_without_privacy_and_kept_with_it(runs: Runs) -> None:
     assert planned_cell("vgg5", "4g", "pipar").seconds == {"without": 11.0, "classic": 12.0, "pixel": 13.0}
     given = ["plan.split_point=3", "plan.micro_batches=7"]
     assert runs.asked("plan.split", "plan.micro") == [[], given, given]
     assert runs.asked("wire.") == [[], [], []]
 
 
-def test_tables_have_a_row_for_each_cell_and_the_papers_numbers_beside_the_largest() -> None:
+def test_tables_have_a_row_for_each_cell_and_the_papers_numbers_next_to_the_largest() -> None:
     assert row(CELLS[0]) == "| VGG-5 | 4g | fl | P=1 N=4 | 10.0 | 2.00 | 0.25 |"
     assert row(cell("pipar", 0.00021, 0.066)).endswith("| 0.0002 | 0.07 |")
     assert len(table(CELLS).splitlines()) == 2 + len(CELLS)
@@ -119,7 +119,7 @@ def heights(svg: str, words: str) -> list[float]:
     return [float(height) for height in re.findall(rf'height="([\d.]+)"[^>]*><title>[^<]*{words}', svg)]
 
 
-def test_a_stack_is_as_high_as_its_seconds_and_overheads_are_drawn_again_by_powers_of_ten() -> None:
+def test_a_bar_is_as_high_as_its_seconds_and_overheads_are_also_drawn_on_a_logarithmic_axis() -> None:
     svg = picture(CELLS, {"vgg5": "VGG-5"})
     without, classic = heights(svg, "without privacy"), heights(svg, "classic DP on top")
     assert len(without) == len(CELLS)
@@ -136,7 +136,7 @@ def test_axes_have_round_numbers() -> None:
     assert decades(CELLS) == (-1, 1)
 
 
-def test_the_page_has_the_tables_and_the_picture_of_the_results_that_are_kept() -> None:
+def test_the_page_has_the_tables_and_the_picture_of_the_checked_in_results() -> None:
     text = PRIVACY.read_text("utf-8")
     assert text == quoted_privacy(text)
     drawn = privacy_picture()

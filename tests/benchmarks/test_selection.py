@@ -80,7 +80,7 @@ def test_rows_of_other_devices_another_world_or_another_planner_are_scored_again
 
 
 @pytest.mark.usefixtures("selection")
-def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_twice(
+def test_predictions_of_another_version_are_measured_again_and_no_row_is_stored_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prediction = importlib.import_module("benchmarks.prediction")
@@ -102,7 +102,7 @@ def test_predictions_of_another_version_are_measured_again_and_no_row_is_kept_tw
     assert len(asked) == 12
 
 
-def test_another_line_in_the_planner_is_another_planner(
+def test_an_edit_of_the_planner_makes_kept_rows_invalid(
     selection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "planner").mkdir()
@@ -123,7 +123,7 @@ def test_small_fleets_are_scored_in_processes_of_their_own(selection: Any, tmp_p
     assert all(0.5 < row.score <= 1.02 for row in rows)
 
 
-def test_what_the_host_disturbs_is_measured_again_and_the_least_disturbed_counts_at_last(
+def test_a_disturbed_measurement_is_repeated_and_the_least_disturbed_one_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prediction = importlib.import_module("benchmarks.prediction")

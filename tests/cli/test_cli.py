@@ -272,7 +272,7 @@ def test_a_comparison_of_private_trainings_has_their_epsilon_within_80_columns(t
     ]
 
 
-def test_compare_without_fl_measures_against_the_first_method(pipar: Pipar) -> None:
+def test_compare_without_fl_is_relative_to_the_first_method(pipar: Pipar) -> None:
     assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)
 
 

@@ -136,7 +136,7 @@ def test_a_group_of_devices_has_the_conditions_of_its_plan(pipar: Pipar, board: 
     assert document["server"] == {"machine": str(board), "speed": 1.0, "cores": usable_cores()}
 
 
-def test_groups_have_bottlenecks_of_their_own(board: Path, tmp_path: Path) -> None:
+def test_groups_have_their_own_bottlenecks(board: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     slow, far = 'speed = 0.01\nlink = "unlimited"', 'speed = 1.0\nlink = {up = "100kbit/s"}'
     groups = "".join(f'[[devices]]\nname = "{name}"\n{keys}\n' for name, keys in (("slow", slow), ("far", far)))
@@ -150,7 +150,7 @@ def test_groups_have_bottlenecks_of_their_own(board: Path, tmp_path: Path) -> No
         assert busiest == pytest.approx(document["utilisation"][lane])
 
 
-def test_a_predicted_epoch_is_what_a_timing_only_run_of_the_plan_takes(
+def test_a_predicted_epoch_is_as_long_as_a_timing_only_run_of_the_plan(
     pipar: Pipar, board: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     planned = json.loads(pipar("--json"))

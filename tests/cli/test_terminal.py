@@ -90,7 +90,7 @@ def _draw(**environment: str) -> bytes:
     return _on_a_terminal([sys.executable, "-c", _DRAW], **environment)
 
 
-def test_the_live_view_fits_80_columns_and_24_lines_whatever_it_shows() -> None:
+def test_the_live_view_fits_80_columns_and_24_lines_with_any_content() -> None:
     written = _draw()
     shown = _shown(written)
     # A line that is wrapped at 80 columns is not on a wider screen; lines that scroll away are there on a longer one.

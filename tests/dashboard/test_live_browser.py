@@ -99,7 +99,7 @@ def can_be_hovered_and_zoomed(seen: Seen) -> None:
     assert zoom(seen, "lanes-0") == (25, 75)
 
 
-def test_a_killed_device_is_shown_as_away_at_once_and_then_as_back(
+def test_a_killed_device_is_shown_as_away_within_a_second_and_then_as_back(
     tmp_path: Path, profiles: Path, open_page: Open
 ) -> None:
     # Without keepalives: only the end of the connection can tell that the device is gone.

@@ -199,7 +199,7 @@ def test_the_page_is_compressed_for_browsers_that_accept_it(page: Dashboard) -> 
 # --- the stream
 
 
-def test_a_browser_gets_the_state_at_once_and_changes_soon() -> None:
+def test_a_browser_gets_the_state_immediately_and_changes_soon() -> None:
     with opened() as dashboard, watching(dashboard) as watcher:
         assert watcher.kind.startswith("text/event-stream")
         assert watcher.next()["devices"] == []

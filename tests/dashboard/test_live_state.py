@@ -282,7 +282,7 @@ def test_the_end_is_predicted_from_the_share_of_the_first_epoch() -> None:
     assert estimate.ends_at(4) == pytest.approx(105.0 + 34.0)
 
 
-def test_reports_that_arrive_at_once_are_not_taken_for_speed() -> None:
+def test_reports_that_arrive_together_are_not_taken_for_speed() -> None:
     events = [started("a", "b", epochs=2), Joined("a", 1), Joined("b", 2)]
     first = [progress("a", 1, 1.0), progress("b", 1, 1.0)]  # a tenth of an epoch in the ten seconds since they joined
     state = LiveState()

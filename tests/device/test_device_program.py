@@ -267,7 +267,7 @@ def test_a_device_answers_a_plan_that_moves_layers_with_their_momentum_if_it_is_
     assert outcome.part.log == ["fc1", "fc2", "fc3", "bc1", "bc2", "bc3"]
 
 
-def test_a_device_with_a_profile_of_its_own_sends_it() -> None:
+def test_a_device_with_its_own_profile_sends_it() -> None:
     said: list[Message] = []
 
     async def script(channel: Channel) -> None:
@@ -291,7 +291,7 @@ def test_the_trace_covers_the_compute_lane_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 9.0, 10.5, 25.0, 100.0])
-def test_an_abandoned_epoch_is_discarded_wherever_the_device_is_in_it(after_s: float) -> None:
+def test_an_abandoned_epoch_is_discarded_at_any_point(after_s: float) -> None:
     received: list[Message] = []
     discarded: list[float] = []
 
@@ -453,7 +453,7 @@ def test_a_device_sends_the_server_the_reason_why_it_gives_up() -> None:
 
 
 @pytest.mark.parametrize("messages", [0, 1, 2, 3])
-def test_a_server_that_is_lost_is_a_link_error_wherever_the_device_is(messages: int) -> None:
+def test_a_lost_server_is_a_link_error_in_every_phase_of_the_device(messages: int) -> None:
     said = [welcome(), MODEL, Message(Kind.ROUND, 1)][:messages]
 
     async def script(channel: Channel) -> None:

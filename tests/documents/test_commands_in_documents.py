@@ -47,7 +47,7 @@ def test_a_block_has_a_language_that_is_run_or_only_shown(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.comment], ids=str)
-def test_a_comment_before_a_block_is_one_that_means_something(block: Block) -> None:
+def test_a_comment_before_a_block_is_a_known_one(block: Block) -> None:
     if block.quickened:
         assert block.language == "sh"
         lines = [shlex.split(f"{line} {block.quickened}", comments=True) for line in block.commands]
@@ -62,7 +62,7 @@ def test_a_comment_before_a_block_is_one_that_means_something(block: Block) -> N
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.title], ids=str)
-def test_a_file_that_a_reader_makes_is_used_by_a_later_command(block: Block) -> None:
+def test_a_file_that_a_reader_creates_is_used_by_a_later_command(block: Block) -> None:
     later = [other.text for other in BLOCKS[block.document] if other.line > block.line]
     assert block.title is not None
     stem = block.title.removesuffix(".py")
@@ -70,7 +70,7 @@ def test_a_file_that_a_reader_makes_is_used_by_a_later_command(block: Block) -> 
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "toml"], ids=str)
-def test_a_configuration_is_one(block: Block) -> None:
+def test_a_toml_block_is_a_valid_configuration(block: Block) -> None:
     config_from(tomllib.loads(block.text))
 
 
@@ -112,7 +112,7 @@ def made_up(folder: Path, text: str = MADE_UP) -> list[Block]:
     return blocks_of(path)
 
 
-def test_blocks_are_found_with_what_is_said_of_them(tmp_path: Path) -> None:
+def test_blocks_are_found_with_their_comments(tmp_path: Path) -> None:
     indented, root, named, quickened, printed = made_up(tmp_path)
     assert indented.commands == ["pipar run --epochs 1", "make demo"]
     assert (root.reason, root.language, root.line) == ("needs root", "sh", 10)
@@ -122,7 +122,7 @@ def test_blocks_are_found_with_what_is_said_of_them(tmp_path: Path) -> None:
     assert printed.is_printed
 
 
-def test_a_reader_notices_what_is_not_printed_any_more(tmp_path: Path) -> None:
+def test_a_reader_notices_a_line_that_is_no_longer_printed(tmp_path: Path) -> None:
     printed = made_up(tmp_path)[-1]
     someone = Reader(Place(tmp_path, tmp_path, {}), printed="before\nas it  was\n")
     someone.do(printed)
@@ -169,7 +169,7 @@ def mistakes(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("document", documents(), ids=name_of)
-def test_commands_and_options_that_are_named_exist(document: Path) -> None:
+def test_named_commands_and_options_exist(document: Path) -> None:
     assert [
         (command, wrong)
         for command in shown_commands(document)
@@ -182,7 +182,7 @@ def test_a_command_that_does_not_exist_is_found(command: str) -> None:
     assert mistakes(command.split()[1:]) != []
 
 
-def test_blocks_name_targets_of_make_that_exist_and_run_commands_that_do() -> None:
+def test_blocks_name_existing_make_targets_whose_commands_exist() -> None:
     lines = [line for block in ALL_BLOCKS if block.language == "sh" for line in block.commands]
     named = {line.split()[1] for line in lines if line.startswith("make ")}
     assert named
@@ -197,7 +197,7 @@ def test_blocks_name_targets_of_make_that_exist_and_run_commands_that_do() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", list(filter(has_reader, documents())), ids=name_of)
-def test_a_reader_gets_through(document: Path, tmp_path: Path, profiles: Path) -> None:
+def test_a_reader_can_follow_the_page(document: Path, tmp_path: Path, profiles: Path) -> None:
     with reader(tmp_path, profiles, {}) as someone:
         for block in BLOCKS[document]:
             if block.reason is None:

@@ -83,7 +83,7 @@ def test_units_stop_restart_and_are_hardened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_what_a_unit_is_hardened_with_does_not_depend_on_which_it_is(name: str) -> None:
+def test_all_units_have_the_same_hardening(name: str) -> None:
     # So that a mend in one of them is not forgotten in the other.
     keys = ("Protect", "Private", "Restrict", "SystemCall", "Capability", "Ambient", "NoNew", "Lock")
     hardening = [
@@ -93,14 +93,14 @@ def test_what_a_unit_is_hardened_with_does_not_depend_on_which_it_is(name: str) 
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_variables_of_the_command_have_a_value_without_a_file_of_settings(name: str) -> None:
+def test_variables_of_the_command_have_defaults(name: str) -> None:
     service = unit(name)["Service"]
     set_here = {value.partition("=")[0] for value in service["Environment"]}
     assert set(re.findall(r"\$\{?(\w+)", service["ExecStart"][0])) <= set_here
     assert all(value.startswith("-") for value in service["EnvironmentFile"])  # it need not be there
 
 
-def test_nothing_is_reached_from_elsewhere_before_somebody_says_so() -> None:
+def test_nothing_listens_beyond_loopback_by_default() -> None:
     environment = dict(value.split("=", 1) for value in unit(UNITS[0])["Service"]["Environment"])
     assert environment["PIPAR_LISTEN"].startswith("127.0.0.1:")
     assert environment["PIPAR_METRICS"].startswith("127.0.0.1:")
@@ -132,7 +132,7 @@ def documented(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "command"), list(zip(UNITS, COMMANDS, strict=True)))
-def test_units_give_options_that_are_documented(name: str, command: str) -> None:
+def test_options_of_units_are_documented(name: str, command: str) -> None:
     words = shlex.split(unit(name)["Service"]["ExecStart"][0])
     assert words[:3] == ["/opt/pipar/bin/pipar", command, f"/etc/pipar/{command}.toml"]
     assert {word for word in words if word.startswith("--")} <= documented(command)
@@ -153,7 +153,7 @@ def command_of(name: str, command: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "command"), [*zip(UNITS, COMMANDS, strict=True), *zip(IMAGES, COMMANDS, strict=True)])
-def test_what_units_and_images_run_takes_the_certificates_and_has_samples(
+def test_commands_of_units_and_images_find_certificates_and_samples(
     name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond loopback, as by the steps; all that a command finds wrong before it listens or connects is looked for."""
@@ -201,7 +201,7 @@ def test_real_devices_are_not_slowed_down(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_commented_out_is_a_configuration_too(name: str, tmp_path: Path) -> None:
+def test_commented_out_keys_are_valid_too(name: str, tmp_path: Path) -> None:
     text = (DEPLOY / f"{name}.toml").read_text("utf-8")
     everything = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
     assert len(tomllib.loads(everything)["server"]) > len(tomllib.loads(text)["server"])
@@ -235,7 +235,7 @@ def test_torch_comes_from_its_cpu_builds_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "command"), list(zip(IMAGES, COMMANDS, strict=True)))
-def test_images_give_options_that_are_documented(name: str, command: str) -> None:
+def test_options_of_images_are_documented(name: str, command: str) -> None:
     found = dict(instructions(name))
     words = json.loads(found["ENTRYPOINT"]) + json.loads(found.get("CMD", "[]"))
     assert words[:3] == ["pipar", command, f"/etc/pipar/{command}.toml"]
@@ -243,7 +243,7 @@ def test_images_give_options_that_are_documented(name: str, command: str) -> Non
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_what_images_are_built_from_is_there_and_not_ignored(name: str) -> None:
+def test_files_that_images_copy_exist_and_are_not_ignored(name: str) -> None:
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")]
     copied = [rest.split()[:-1] for word, rest in instructions(name) if word == "COPY" and "--from" not in rest]
     sources = [source for rest in copied for source in rest]
@@ -255,7 +255,7 @@ def test_what_images_are_built_from_is_there_and_not_ignored(name: str) -> None:
 # --- documents
 
 
-def test_links_of_the_steps_lead_somewhere() -> None:
+def test_links_of_the_steps_are_not_broken() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", (DEPLOY / "README.md").read_text("utf-8"))
     assert [target for target in targets if not (DEPLOY / target).exists()] == []
     assert {target for target in targets if "/" not in target} == {
@@ -282,6 +282,6 @@ def test_every_event_is_documented_with_its_level_and_fields() -> None:
             assert told.split(", ") == [field.name for field in fields(kinds[name])]
 
 
-def test_no_place_of_one_machine_is_named() -> None:
+def test_no_path_of_a_single_machine_is_named() -> None:
     places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w")
     assert [path.name for path in DEPLOY.iterdir() if places.search(path.read_text("utf-8"))] == []

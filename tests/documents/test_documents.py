@@ -84,11 +84,11 @@ def whole_file() -> str:
     return blocks((ROOT / "docs" / "configuration.md").read_text("utf-8"), "toml")[-1]
 
 
-def test_the_whole_file_is_what_an_empty_one_means() -> None:
+def test_the_file_with_all_keys_has_the_meaning_of_an_empty_one() -> None:
     assert config_from(tomllib.loads(whole_file())) == Config()
 
 
-def test_the_whole_file_has_every_key_and_no_other() -> None:
+def test_the_file_with_all_keys_has_every_key_and_no_other() -> None:
     everything = re.sub(r"^# (?=\w+ = )", "", whole_file(), flags=re.MULTILINE)
     tree: dict[str, Any] = tomllib.loads(everything)
     config_from(tree)
@@ -100,14 +100,14 @@ def test_the_whole_file_has_every_key_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_relative_links_lead_somewhere(document: Path) -> None:
+def test_relative_links_are_not_broken(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text("utf-8"))
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (document.parent / target).exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_files_and_make_targets_that_are_named_exist(document: Path) -> None:
+def test_named_files_and_make_targets_exist(document: Path) -> None:
     text = document.read_text("utf-8")
     named = set(re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text))
     roots = (ROOT, ROOT / "src" / "pipar")
@@ -137,7 +137,7 @@ def test_fields_of_an_epoch_are_documented() -> None:
     assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
 
 
-def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
+def test_no_file_names_a_path_of_its_authors_machine() -> None:
     # Folders of one person or one machine, and where this clone lies.
     places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w|\b[A-Z]:\\")
     suffixes = {".md", ".py", ".toml", ".txt", ".json", ".yml"}
@@ -153,7 +153,7 @@ def test_nothing_speaks_of_the_place_it_was_written_in() -> None:
 
 
 @pytest.mark.parametrize("name", ["cli.md", "python.md"])
-def test_the_reference_says_what_the_code_says(name: str) -> None:
+def test_the_reference_agrees_with_the_code(name: str) -> None:
     written = (ROOT / "docs" / "reference" / name).read_text("utf-8")
     assert written == pages()[name], f"docs/reference/{name} is not up to date: run python -m docs.reference_pages"
 
@@ -197,11 +197,11 @@ def test_readme_has_commands() -> None:
     }
 
 
-def test_readme_quotes_the_results_that_are_checked_in() -> None:
+def test_readme_quotes_the_checked_in_results() -> None:
     assert quoted(README) == README
 
 
-def test_the_page_of_measured_numbers_quotes_the_results_that_are_checked_in() -> None:
+def test_the_page_of_measured_numbers_quotes_the_checked_in_results() -> None:
     text = MEASURED.read_text("utf-8")
     assert quoted_measured(text) == text
 
@@ -214,12 +214,12 @@ def test_trackers_of_readmes_commands_are_installed_by_its_first_ones(place: str
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_readme_commands_are_understood(words: list[str]) -> None:
+def test_readme_commands_parse(words: list[str]) -> None:
     parse(words).close()
 
 
 @pytest.mark.slow
-def test_what_a_result_has_is_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_a_result_are_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
     result = pipar.run({"run": {"epochs": 1}}, world="timing-only", settings=named)

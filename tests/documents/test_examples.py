@@ -101,7 +101,7 @@ def test_the_aggregator_weights_by_a_power_of_samples(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_each_kind_of_device_has_a_plan_of_its_own() -> None:
+def test_each_kind_of_device_has_its_own_plan() -> None:
     plans = explain(job_to_plan(load_config(EXAMPLES / "fleet.toml")), rehearse).to_dict()["groups"]
     assert {group["devices"][0].partition("-")[0] for group in plans} == {"phone", "board", "box"}
     assert len({(group["split_point"], group["micro_batches"]) for group in plans}) == 3
@@ -121,7 +121,7 @@ def test_a_stage_has_one_colour_in_pictures_and_on_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_pictures_in_the_documents_are_those_of_todays_programs(tmp_path: Path, profiles: Path) -> None:
+def test_the_pictures_in_the_documents_are_those_of_the_current_programs(tmp_path: Path, profiles: Path) -> None:
     program = "import json; from docs.pictures import pictures; print(json.dumps(pictures()))"
     drawn = json.loads(run(["-c", program], tmp_path, profiles))
     kept = {path.stem.removeprefix("timeline-"): path for path in (ROOT / "docs" / "images").glob("timeline-*.svg")}

@@ -8,9 +8,9 @@ import pipar
 
 
 @pytest.mark.parametrize("name", pipar.__all__)
-def test_a_public_name_exists_and_says_what_it_is(name: str) -> None:
+def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
     assert (getattr(pipar, name).__doc__ or "").strip()
 
 
-def test_the_public_names_are_sorted_and_none_stands_twice() -> None:
+def test_the_public_names_are_sorted_and_unique() -> None:
     assert pipar.__all__ == sorted(set(pipar.__all__))

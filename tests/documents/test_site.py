@@ -42,11 +42,11 @@ def foreign(text: str) -> list[str]:
         "a { background: url(https://example.org/x.png) }",
     ],
 )
-def test_what_would_come_from_elsewhere_is_found(text: str) -> None:
+def test_foreign_resources_are_found(text: str) -> None:
     assert len(foreign(text)) == 1
 
 
-def test_a_link_that_is_clicked_is_no_concern() -> None:
+def test_a_plain_link_is_not_a_foreign_resource() -> None:
     assert foreign('<a href="https://example.org">there</a> <link rel="canonical" href="https://example.org">') == []
 
 
@@ -70,14 +70,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_nothing_comes_from_elsewhere(site: Path) -> None:
+def test_the_site_builds_and_has_no_foreign_resources(site: Path) -> None:
     texts = {path: path.read_text("utf-8") for path in site.rglob("*") if path.suffix in (".html", ".css")}
     assert len(texts) > 40
     assert {str(path.relative_to(site)): found for path, text in texts.items() if (found := foreign(text))} == {}
 
 
 @pytest.mark.slow
-def test_links_to_files_of_the_repository_lead_to_pages(site: Path) -> None:
+def test_links_to_files_of_the_repository_become_pages(site: Path) -> None:
     page = (site / "how-to" / "own-aggregator.html").read_text("utf-8")
     assert 'href="../files/examples/own_aggregator.py.html"' in page
     assert "class" in (site / "files" / "examples" / "own_aggregator.py.html").read_text("utf-8")

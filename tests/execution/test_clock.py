@@ -82,7 +82,7 @@ def test_two_moments_a_nanosecond_apart_stay_apart_late_in_a_run() -> None:
     assert run_virtually(main()) == [("sooner", 5000.0), ("later", 5000.000000001)]
 
 
-def test_sleeping_until_the_past_returns_at_once() -> None:
+def test_sleeping_until_the_past_returns_immediately() -> None:
     async def main() -> float:
         await sleep_until(2.0)
         await sleep_until(1.0)
@@ -91,7 +91,7 @@ def test_sleeping_until_the_past_returns_at_once() -> None:
     assert run_virtually(main()) == 2.0
 
 
-def test_parts_that_all_wait_for_each_other_are_an_error_not_a_hang() -> None:
+def test_tasks_that_all_wait_for_each_other_are_an_error_not_a_hang() -> None:
     async def main() -> None:
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -115,7 +115,7 @@ def test_a_timeout_fires_at_its_virtual_moment() -> None:
     assert run_virtually(main()) == 30.0
 
 
-def test_a_cancelled_sleeper_leaves_no_timer_behind() -> None:
+def test_a_cancelled_sleeper_leaves_no_timer() -> None:
     async def main() -> float:
         task = asyncio.create_task(sleep_until(100.0))
         await asyncio.sleep(1)
@@ -127,7 +127,7 @@ def test_a_cancelled_sleeper_leaves_no_timer_behind() -> None:
     assert run_virtually(main()) == 2.0
 
 
-def test_an_exception_of_the_program_comes_out_as_it_is() -> None:
+def test_an_exception_of_the_program_is_raised_unchanged() -> None:
     async def main() -> None:
         await asyncio.sleep(1)
         raise KeyError("lost")

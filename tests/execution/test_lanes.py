@@ -75,7 +75,7 @@ def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(
     assert sorted(ends) == [(number, end) for number, (_, end, _) in enumerate(placed)]
 
 
-def test_the_steps_of_a_job_stay_on_one_lane_and_hand_their_results_on() -> None:
+def test_the_steps_of_a_job_stay_on_one_lane_and_pass_on_their_results() -> None:
     recorder = Recorder("server")
 
     async def main() -> tuple[Any, float]:
@@ -93,7 +93,7 @@ def test_the_steps_of_a_job_stay_on_one_lane_and_hand_their_results_on() -> None
 
 
 @pytest.mark.parametrize(("lane", "waited"), [("core 0", [("wait u2", 2.0, 9.0)]), ("compute", [])])
-def test_a_servers_core_says_what_it_waited_for_and_a_devices_lane_leaves_that_to_its_program(
+def test_a_servers_core_records_its_waits_and_a_devices_lane_leaves_that_to_its_program(
     lane: str, waited: list[tuple[str, float, float]]
 ) -> None:
     recorder = Recorder("server")
@@ -145,7 +145,7 @@ def test_one_lane_runs_one_job_at_a_time_in_the_order_of_submission() -> None:
     assert all(one.end <= other.start for one, other in itertools.pairwise(busy))
 
 
-def test_two_lanes_run_two_jobs_at_once() -> None:
+def test_two_lanes_run_two_jobs_at_the_same_time() -> None:
     meeting = threading.Barrier(2, timeout=PATIENCE_S)  # broken unless both jobs run at the same time
 
     async def scenario(pool: Lanes) -> None:
@@ -155,7 +155,7 @@ def test_two_lanes_run_two_jobs_at_once() -> None:
     assert {span.lane for span in spans} == {"core 0", "core 1"}
 
 
-def test_a_thread_job_hands_results_from_step_to_step_on_one_thread() -> None:
+def test_a_job_in_a_thread_passes_results_from_step_to_step() -> None:
     async def scenario(pool: Lanes) -> Any:
         return await pool.run(
             (work("decode"), threading.get_ident),
@@ -169,7 +169,7 @@ def test_a_thread_job_hands_results_from_step_to_step_on_one_thread() -> None:
     assert [span.kind for span in spans if not span.waiting] == ["decode", "fs", "bs"]
 
 
-def test_an_exception_comes_out_and_the_lane_goes_on() -> None:
+def test_an_exception_is_raised_and_the_lane_continues() -> None:
     async def scenario(pool: Lanes) -> Any:
         with pytest.raises(KeyError, match="lost"):
             await pool.run((work(), lambda: {}["lost"]))
@@ -224,7 +224,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-def test_half_the_speed_makes_a_span_twice_its_cpu_time_however_busy_the_host_is(pauses: list[float]) -> None:
+def test_half_the_speed_makes_a_span_twice_its_cpu_time_on_a_busy_host_too(pauses: list[float]) -> None:
     async def scenario(pool: Lanes) -> Any:
         return await pool.run((work(), burn(0.1)))
 
@@ -250,7 +250,7 @@ def test_waiting_is_not_slowed_down(pauses: list[float]) -> None:
     assert sum(pauses) < 2.0
 
 
-def test_a_low_priority_lane_runs_at_that_priority_and_leaves_the_others_alone() -> None:
+def test_a_low_priority_lane_does_not_change_the_priority_of_others() -> None:
     import os
 
     async def main() -> tuple[int, int]:

@@ -46,7 +46,7 @@ def test_an_epoch_trains_every_sample_once(epoch: int, batch: int, statistics: b
     assert cut_epoch(epoch, batch, batch_statistics=statistics, most=2) == cut[:2]
 
 
-def test_counting_the_batches_of_as_many_samples_as_anybody_claims_takes_no_list_of_them() -> None:
+def test_counting_the_batches_of_any_claimed_number_of_samples_takes_constant_memory() -> None:
     assert count_batches(10**15 + 3, 32) == {32: (10**15 + 3) // 32, (10**15 + 3) % 32: 1}
     assert cut_epoch(10**15, 32, most=2) == [32, 32]
     assert count_pieces(100, 12) == {9: 4, 8: 8}

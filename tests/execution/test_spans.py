@@ -116,12 +116,12 @@ totals = st.dictionaries(
 
 @settings(max_examples=50)
 @given(totals, st.lists(spans, max_size=8))
-def test_a_trace_comes_back_equal_to_the_last_bit(sums: dict[str, Totals], found: list[Span]) -> None:
+def test_a_trace_is_restored_to_the_last_bit(sums: dict[str, Totals], found: list[Span]) -> None:
     trace = EpochTrace("pi", 3, sums, found)
     assert unpack_trace(pack_trace(trace), owner="pi") == trace
 
 
-def test_a_trace_belongs_to_who_sent_it_whatever_it_says() -> None:
+def test_a_trace_belongs_to_its_sender_even_if_it_names_another_owner() -> None:
     read = unpack_trace(pack_trace(EpochTrace("server", 1, {}, [span(1, 2)])), owner="pi")
     assert (read.owner, read.spans[0].owner) == ("pi", "pi")
 
@@ -138,7 +138,7 @@ def packed_span(lane: int = 0, kind: int = 0, start: float = 1.0, end: float = 2
     return struct.pack("!BB?IHdd", lane, kind, False, 1, 1, start, end)
 
 
-def test_the_made_up_head_and_span_are_good_before_they_are_damaged() -> None:
+def test_the_made_up_head_and_span_are_valid_before_they_are_damaged() -> None:
     assert len(unpack_trace(with_head(GOOD, packed_span()), owner="pi").spans) == 1
 
 
@@ -212,7 +212,7 @@ GOLDEN_EVENTS = """
 """
 
 
-def test_spans_become_chrome_events_with_the_server_first_and_a_track_a_lane() -> None:
+def test_spans_become_chrome_events_with_the_server_first_and_one_track_per_lane() -> None:
     core = replace(span(11.5, 11.75, kind="fs", owner="server", lane="core 0"), device="pi")
     found = [
         span(12.0, 12.000000001, kind="step", n=0),
@@ -240,12 +240,12 @@ def test_every_span_is_one_event_and_a_track_holds_one_lane(found: list[Span]) -
 # --- clocks of other machines
 
 
-def test_a_trace_says_which_clock_it_was_read_from() -> None:
+def test_a_trace_names_the_clock_of_its_times() -> None:
     made = EpochTrace("a", 3, {"compute": Totals(1.0, 0.0, 5.0, 7.0)}, clock=Clock("board", 1.5, 2.5))
     assert unpack_trace(pack_trace(made), owner="a") == made
 
 
-def test_a_clock_that_shows_less_is_set_right_to_half_the_difference_of_both_ways() -> None:
+def test_a_clock_that_is_behind_is_corrected_up_to_half_the_difference_of_both_delays() -> None:
     clock = Clock("board", hello_at=100.0, welcome_at=103.0)
     # The server's clock shows 5000 more; the hello took 0.2 s and the welcome 0.1 s.
     assert clock.offset_s("server", 5100.2, 5102.9) == pytest.approx(5000.05)
@@ -262,7 +262,7 @@ def test_a_trace_on_another_clock_keeps_its_lengths() -> None:
 
 
 @pytest.mark.parametrize("said", [["x", 1.0], ["x", "1", 2.0], [1, 1.0, 2.0], ["x", float("nan"), 1.0], 7])
-def test_a_clock_that_is_none_is_refused(said: object) -> None:
+def test_an_invalid_clock_is_refused(said: object) -> None:
     head = json.dumps({"lanes": [], "epoch": 1, "totals": {}, "clock": said}).encode()
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack_trace(struct.pack("!I", len(head)) + head, owner="a")
@@ -284,12 +284,12 @@ def epoch_of(devices: int, iterations: int) -> list[Span]:
     return spans
 
 
-def test_few_spans_are_all_there_in_an_excerpt() -> None:
+def test_an_excerpt_of_few_spans_has_all_of_them() -> None:
     spans = epoch_of(2, 3)
     assert excerpt(spans) == (spans, 0)
 
 
-def test_an_excerpt_has_three_iterations_in_the_middle_of_the_slowest_and_what_others_did_meanwhile() -> None:
+def test_an_excerpt_has_three_iterations_of_the_slowest_device_and_the_others_at_that_time() -> None:
     found, left_out = excerpt(epoch_of(10, 9), most=200, devices=4)
     owned = [span for span in found if span.owner != "server"]
     assert {span.iteration for span in owned if span.owner == "pi-09"} == {4, 5, 6}
@@ -303,7 +303,7 @@ def test_an_excerpt_has_three_iterations_in_the_middle_of_the_slowest_and_what_o
     assert left_out == 0
 
 
-def test_an_excerpt_shows_what_the_cores_did_for_others_meanwhile() -> None:
+def test_an_excerpt_shows_the_cores_work_for_other_devices() -> None:
     found, _ = excerpt(epoch_of(10, 9), most=200, devices=4)
     start, end = min(span.start for span in found), max(span.end for span in found)
     cores = [span for span in found if span.owner == "server"]
@@ -312,7 +312,7 @@ def test_an_excerpt_shows_what_the_cores_did_for_others_meanwhile() -> None:
 
 
 @pytest.mark.parametrize(("most", "devices", "iterations"), [(60, 4, 3), (30, 4, 1), (7, 3, 1), (5, 2, 1), (4, 1, 1)])
-def test_an_excerpt_has_fewer_iterations_then_fewer_devices_but_the_server_is_always_in_it(
+def test_an_excerpt_drops_iterations_and_then_devices_but_never_the_server(
     most: int, devices: int, iterations: int
 ) -> None:
     spans = epoch_of(4, 9)
@@ -323,7 +323,7 @@ def test_an_excerpt_has_fewer_iterations_then_fewer_devices_but_the_server_is_al
     assert sum(span.owner == "server" for span in own) == iterations
 
 
-def test_an_excerpt_is_never_more_than_twice_what_it_may_be_and_says_what_is_missing() -> None:
+def test_an_excerpt_never_exceeds_twice_its_limit_and_reports_what_is_missing() -> None:
     spans = epoch_of(40, 2)
     found, left_out = excerpt(spans, most=2, devices=4)
     assert {span.owner for span in found} == {"pi-39", "server"}

@@ -88,7 +88,7 @@ def test_each_stage_ends_its_own_time_after_the_last_it_waits_for(iteration: tup
 
 
 @given(timed_iterations())
-def test_no_lane_runs_two_stages_at_once(iteration: tuple[int, dict[Stage, float]]) -> None:
+def test_no_lane_runs_two_stages_at_the_same_time(iteration: tuple[int, dict[Stage, float]]) -> None:
     n, times = iteration
     ends = end_times(n, times.__getitem__)
     for lane in (("fc", "bc"), ("u",), ("fs", "bs"), ("d",)):

@@ -413,7 +413,7 @@ def key(model: nn.Sequential, **run: Any) -> dict[str, object]:
     return _own_profile_key(Workload(config, UserObjects.of(config, None, [data], None, None)), model)
 
 
-def test_equal_networks_have_one_key_whatever_their_weights() -> None:
+def test_equal_networks_have_one_key_for_any_weights() -> None:
     assert key(own_network(1)) == key(own_network(1))
 
 
@@ -447,7 +447,7 @@ def test_settings_override_an_object_as_they_override_its_file() -> None:
     assert config.devices[0].link.latency_s == 0.003
 
 
-def test_settings_leave_the_other_keys_of_an_object_as_they_are() -> None:
+def test_settings_do_not_change_the_other_keys_of_an_object() -> None:
     changed = with_method(Config(run=RunSection(epochs=9)), "fl")
     assert with_settings(changed, ["run.seed=3"]).run == changed.run.model_copy(update={"seed": 3})
     assert with_settings(Config(), ["devices.link=wifi"]) == load_config(None, ["devices.link=wifi"])

@@ -28,7 +28,7 @@ from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.wire.messages import EMPTY
 
 
-def test_a_device_follows_its_own_configuration_whatever_the_server_orders() -> None:
+def test_a_device_follows_its_own_configuration_under_any_orders() -> None:
     target = epsilon_after(4.0, 2, 1e-5) * 1.001
     guard = device_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)
     assert guard.noise_seed == 7

@@ -18,7 +18,7 @@ from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality, Subjec
 LAYERS = table().layers
 
 
-def test_a_table_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_is_read_back_unchanged(tmp_path: Path) -> None:
     assert LeakageTable.load(written(tmp_path)) == table()
 
 

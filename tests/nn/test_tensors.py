@@ -45,7 +45,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**31))
-def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
+def test_a_tensor_and_its_labels_are_restored_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, dtype=dtype, generator=generator)
     labels = torch.randint(0, 10, shape[:1], generator=generator)
@@ -57,7 +57,7 @@ def test_a_tensor_and_its_labels_come_back_bit_for_bit(dtype: torch.dtype, shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_infinities_come_back_too(dtype: torch.dtype) -> None:
+def test_nan_and_infinities_are_restored_too(dtype: torch.dtype) -> None:
     values = torch.tensor([[float("nan"), float("inf"), -0.0, 5e-324]], dtype=dtype)
     assert same_bits(read_tensor(over_the_wire(activation(values, torch.tensor([0])))), values)
 
@@ -138,7 +138,7 @@ def test_no_memory_is_allocated_for_a_large_tensor_with_an_invalid_first_chunk(e
         read_tensor(cut, encoding)
 
 
-def test_a_state_comes_back_bit_for_bit_with_its_names_and_dtypes() -> None:
+def test_a_state_is_restored_bit_for_bit_with_its_names_and_dtypes() -> None:
     read = read_state(over_the_wire(Message(Kind.MODEL, body=state_body(state()))).body)
     assert read.keys() == state().keys()
     assert all(same_bits(read[name], tensor) for name, tensor in state().items())

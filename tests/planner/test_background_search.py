@@ -27,7 +27,7 @@ from reproduction.plan_scores import learned_plans
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
 
-def test_plans_in_force_stay_if_others_gain_little() -> None:
+def test_current_plans_stay_if_others_gain_little() -> None:
     here = fleet()
     best = search_again(here, plans(here, Plan(1, 1)))
     assert search_again(here, best) == best

@@ -41,7 +41,7 @@ def test_a_pipeline_has_every_cut_with_every_n_and_the_whole_network_once() -> N
     ("method", "expected"),
     [("fl", [Plan(4, 1)]), *((name, [Plan(1, 1), Plan(2, 1), Plan(3, 1)]) for name in ("sl", "sfl", "sfl2"))],
 )
-def test_other_methods_have_the_plans_that_make_them_what_they_are(method: str, expected: list[Plan]) -> None:
+def test_other_methods_have_the_plans_of_their_definitions(method: str, expected: list[Plan]) -> None:
     assert plans(with_method(method)) == expected
 
 

@@ -161,7 +161,7 @@ def test_remembered_shapes_do_not_grow_with_sizes_in_bytes() -> None:
     assert len(costs._known) == 1
 
 
-def test_a_bound_takes_the_quickest_pass_of_each_layer_and_the_usual_one_where_none_was_noted() -> None:
+def test_a_bound_takes_the_fastest_pass_of_each_layer_or_the_usual_one_if_it_is_unknown() -> None:
     quick = replace(PROFILE.layers[0], least_s=(5.0, 10.0, 100.0))
     profile = replace(PROFILE, layers=(quick, *PROFILE.layers[1:]))
     assert Costs(profile).least_s(1, 2, 10) == 10.0 + (3.0 + 6.0)
@@ -181,7 +181,7 @@ def test_a_coded_tensor_is_one_message_and_decoded_chunk_by_chunk() -> None:
     )
 
 
-def test_a_call_costs_beside_its_bytes_and_a_backward_that_starts_at_a_cut_beside_its_layers() -> None:
+def test_a_call_costs_time_in_addition_to_its_bytes_and_a_backward_at_a_cut_in_addition_to_its_layers() -> None:
     costs = Costs(replace(NO_OVERHEADS, encode_s=2.0, encode_s_per_byte=0.5, step_s=3.0, backward_at_cut_s=1.5), 0.5)
     assert costs.seconds(Work("encode", size_bytes=4)) == (2.0 + 0.5 * 4) / 0.5
     assert costs.seconds(Work("step", first_layer=1, last_layer=2)) == 3.0 / 0.5

@@ -56,7 +56,7 @@ def test_a_group_is_as_slow_as_its_slowest_device_and_has_the_least_memory_of_al
         assert kind[0].memory_bytes == min(member.memory_bytes or 0 for member in alone)
 
 
-def test_a_fleet_of_few_kinds_stays_as_it_is() -> None:
+def test_a_fleet_of_few_kinds_stays_unchanged() -> None:
     fleet = fleet_of("vgg5", "cifar10", 4)
     assert merge_kinds(fleet, 4) is fleet
 
@@ -86,7 +86,7 @@ def test_the_plans_of_many_kinds_are_better_than_any_that_all_have_in_common(mod
 
 
 @pytest.mark.slow
-def test_plans_of_many_kinds_are_hardly_worse_than_those_of_a_search_of_all_kinds_at_once() -> None:
+def test_plans_of_many_kinds_are_hardly_worse_than_those_of_a_search_of_all_kinds_together() -> None:
     fleet = fleet_of("resnet18", "cifar10", 6)
     in_groups, at_once = search_plans(fleet, simulate), search_kinds(fleet, simulate)
     assert in_groups.epoch_s <= at_once.epoch_s * 1.02

@@ -184,7 +184,7 @@ def test_where_p_and_n_stay_a_changed_link_changes_only_the_encodings() -> None:
     assert asyncio.run(again({"pi": UNLIMITED})) == before
 
 
-def test_plans_in_force_that_stay_best_get_the_encodings_of_the_new_link() -> None:
+def test_current_plans_that_stay_best_get_the_encodings_of_the_new_link() -> None:
     slow = fleet(SLOW)
     only = replace(slow, members=(replace(slow.members[0], split_point=1, micro_batches=2),))
     assert search_again(only, {"pi": Plan(1, 2)}) == {"pi": Plan(1, 2, 0, "sparse-planes", "sparse-planes")}

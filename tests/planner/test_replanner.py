@@ -97,7 +97,7 @@ def every_case() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize(("script", "rules"), list(every_case()))
-def test_weights_are_those_of_the_definition_whatever_the_plans_are(script: str, rules: dict[str, Any]) -> None:
+def test_weights_are_those_of_the_definition_for_any_plans(script: str, rules: dict[str, Any]) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, **rules)
     trained, seen = train(case, SCRIPTS[script])
     assert [event.epoch for event in seen] == [2, 3]
@@ -164,7 +164,7 @@ def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential], aggregat
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("lost", ["receive_momentum", "_set_momentum"])
-def test_momentum_that_is_lost_on_the_way_would_be_seen(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_that_is_lost_on_the_way_would_be_detected(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, momentum="keep")
     monkeypatch.setattr(Part, lost, lambda *_: None)
     trained, _ = train(case, SCRIPTS["back and forth"])
@@ -173,7 +173,7 @@ def test_momentum_that_is_lost_on_the_way_would_be_seen(lost: str, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
-def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() -> None:
+def test_if_momentum_is_reset_only_the_plan_is_sent_with_the_model() -> None:
     moves = SCRIPTS["back and forth"]
     still = [[Plan(2, 3)] * 3] * 2
     bytes_down = []
@@ -189,7 +189,7 @@ def test_with_momentum_that_is_reset_only_the_plan_travels_beside_the_model() ->
 
 
 @pytest.mark.usefixtures("every_round")
-def test_each_epoch_is_trained_by_the_plan_in_force() -> None:
+def test_each_epoch_is_trained_with_the_current_plan() -> None:
     script = [[Plan(2, 3), Plan(Q, 1), Plan(1, 7)], [Plan(Q, 1), Plan(1, 2), Plan(1, 7)]]
     trained, seen = train(Case("pipar", (2,), (7,), sizes=(100,) * 3, epochs=3, encoding="raw"), script)
     forwards = {
@@ -272,7 +272,7 @@ def timed(tree: dict[str, Any], replan: Replan) -> Timed:
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_without_the_mathematics_takes_as_long_whatever_the_plans_are(script: str, momentum: str) -> None:
+def test_a_timing_only_run_takes_as_long_for_any_plans(script: str, momentum: str) -> None:
     # Large enough for the bytes that sizes alone do not know of, a tensor's shape and its name, not to count.
     case = Case("pipar", (2,), (7,), shape=(1, 16, 16), sizes=(60, 40, 20), epochs=3, momentum=momentum, encoding="raw")
     trained, seen = train(case, SCRIPTS[script])
@@ -450,7 +450,7 @@ def test_one_search_runs_at_a_time_and_the_newest_measurement_wins() -> None:
     assert run_replanner(scenario, choice_s=10.0) == [2e6, 8e6]
 
 
-def test_new_plans_come_with_what_has_changed() -> None:
+def test_new_plans_come_with_the_reason_for_the_change() -> None:
     async def scenario(replanner: Replanner, _: list[float]) -> None:
         replanner.observe_round(measured(4.2e6))
         await asyncio.sleep(1.0)

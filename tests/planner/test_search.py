@@ -127,7 +127,7 @@ def test_a_slow_link_keeps_the_whole_network_on_the_device(make_profile: MakePro
     assert search_kinds(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
-def test_a_fast_server_behind_a_fast_link_gets_all_it_can(make_profile: MakeProfile) -> None:
+def test_a_fast_server_on_a_fast_link_gets_all_layers_that_it_can(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)] * 3)
     plan, seconds = estimated(one_device(profile, WIFI, speeds=(0.01, 1.0)))
     # 200 s on the device; 0.016 s up and down and 4 s on the server overlap with it from N = 2 on:
@@ -172,7 +172,7 @@ def test_federated_learning_ignores_the_plan(make_profile: MakeProfile) -> None:
     assert search_kinds(fleet, simulate).by_kind == (Plan(3, 1),)
 
 
-def test_a_network_of_one_layer_has_one_plan_whatever_the_method(make_profile: MakeProfile) -> None:
+def test_a_network_of_one_layer_has_one_plan_with_every_method(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0)])
     for method in METHODS:
         assert estimated(one_device(profile, WIFI, method=method))[0] == Plan(1, 1)
@@ -372,7 +372,7 @@ class Counted:
         return simulate(fleet, plans, iterations)
 
 
-def test_planning_simulates_a_few_iterations_whatever_number_of_samples_devices_claim(
+def test_planning_simulates_a_few_iterations_for_any_claimed_number_of_samples(
     make_profile: MakeProfile,
 ) -> None:
     profile = make_profile([(0.2, 0.4, 2000, 100)] * 3, batch_size=12)
@@ -388,7 +388,7 @@ def test_planning_simulates_a_few_iterations_whatever_number_of_samples_devices_
     assert choice.timing.epoch_s == pytest.approx(choice.epoch_s)
 
 
-def test_a_fleet_of_one_kind_is_planned_once_whatever_its_size(
+def test_a_fleet_of_one_kind_is_planned_once_for_any_size(
     make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = make_profile([(0.2, 0.4, 2000, 100)] * 3, batch_size=12)
@@ -480,6 +480,6 @@ def test_runners_up_are_other_plans_and_never_better_than_the_one_before() -> No
     assert seconds == sorted(seconds)
 
 
-def test_plans_in_force_that_are_no_longer_allowed_do_not_stop_a_search() -> None:
+def test_current_plans_that_are_no_longer_allowed_do_not_stop_a_search() -> None:
     fleet = small_fleet(4)
     assert search_kinds(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == search_kinds(fleet, simulate).plans

@@ -156,7 +156,7 @@ def check_timing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=str)
-def test_a_simulation_is_the_timing_of_a_run_without_mathematics(seeds: range) -> None:
+def test_a_simulation_is_the_timing_of_a_timing_only_run(seeds: range) -> None:
     for seed in seeds:
         check_timing(random_job(seed))
 
@@ -200,7 +200,7 @@ def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() 
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
-def test_noise_on_inputs_only_delays_the_first_batch_whatever_the_method(method: str) -> None:
+def test_noise_on_inputs_only_delays_the_first_batch_with_every_method(method: str) -> None:
     """Nothing that a batch sends or gets waits for the noise of the next one."""
     job = steady_job(count=1, cores=1, samples=60)
     plain, noisy = (private_job(job, method, privacy) for privacy in ({}, PIXEL))
@@ -214,7 +214,7 @@ def test_noise_on_inputs_only_delays_the_first_batch_whatever_the_method(method:
     assert ran.result.seconds == pytest.approx(simulate(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
 
 
-def test_models_with_noise_are_sent_whole_even_where_changes_would_be_quicker() -> None:
+def test_models_with_noise_are_sent_whole_even_where_changes_would_be_faster() -> None:
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
     times = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
@@ -295,7 +295,7 @@ def test_micro_batches_of_one_chunk_after_those_of_two_are_all_sent() -> None:
     assert predicted.epoch_s == pytest.approx(rehearse(replace(job, plans=plans), None).epoch_s, rel=1e-3)
 
 
-def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> None:
+def test_a_timing_only_run_sends_the_shares_of_its_profile() -> None:
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
     layers = tuple(replace(layer, shares={"planes": (0.75, 0.5)}) for layer in job.server_profile.layers)
@@ -311,7 +311,7 @@ def test_a_run_without_mathematics_sends_the_shares_that_its_profile_says() -> N
     assert saved == [pytest.approx(0.25 * size, rel=2e-3), pytest.approx(0.5 * size, rel=2e-3)]  # but for headers
 
 
-def test_a_run_without_mathematics_sends_changes_where_a_direction_is_slow() -> None:
+def test_a_timing_only_run_sends_changes_where_a_direction_is_slow() -> None:
     """The first model is sent whole; after it each direction decides for itself, as in the simulator."""
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes
@@ -535,7 +535,7 @@ def test_a_rehearsal_in_the_virtual_world_and_the_simulator_agree(seed: int, ite
 
 
 @pytest.mark.slow
-def test_the_planner_finds_the_same_plans_by_either() -> None:
+def test_the_planner_finds_the_same_plans_with_either() -> None:
     job = steady_job(count=2, cores=1, samples=24)
     fleet = replace(job.fleet(), batch_size=12)
 

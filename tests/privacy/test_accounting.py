@@ -75,7 +75,7 @@ def test_one_release_is_the_analytic_gaussian_mechanism_of_twice_the_clip(multip
 
 
 @pytest.mark.parametrize(("multiplier", "releases"), [(2.0, 1), pytest.param(8.0, 100, marks=pytest.mark.slow)])
-def test_many_releases_are_what_privacy_loss_distributions_give(multiplier: float, releases: int) -> None:
+def test_many_releases_have_the_epsilon_of_privacy_loss_distributions(multiplier: float, releases: int) -> None:
     by_distribution = PLDAccountant().compose(event(multiplier, releases)).get_epsilon(DELTA)
     assert epsilon_after(multiplier, releases, DELTA) == pytest.approx(by_distribution, rel=1e-6)
 

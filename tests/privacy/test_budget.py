@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel", "noise", "clip", "target"]
 )
-def test_what_cannot_be_private_is_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
+def test_settings_that_cannot_be_private_are_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_from(tree)
     assert sentence in str(refused.value)
@@ -122,7 +122,7 @@ def test_a_budget_for_less_than_one_round_is_refused_with_the_noise_that_it_need
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 200), min_size=1, max_size=30), st.floats(0.01, 200), st.integers(1, 300))
-def test_no_device_exceeds_the_target_whatever_the_noise_and_the_number_of_rounds(
+def test_no_device_exceeds_the_target_for_any_noise_and_number_of_rounds(
     multipliers: list[float], target: float, rounds: int
 ) -> None:
     """The noise may change, as it does when a training is resumed with another configuration."""
@@ -139,7 +139,7 @@ def test_no_device_exceeds_the_target_whatever_the_noise_and_the_number_of_round
         assert accounting.epsilon(refused, DELTA) > target * (1 - 1e-9)
 
 
-def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+def test_counts_are_restored_from_a_checkpoint(tmp_path: Path) -> None:
     accountant = PrivacyAccountant(limited(3))
     for device in ("a", "b", "a"):
         accountant.note(device)
@@ -252,7 +252,7 @@ def test_a_round_of_a_device_that_is_lost_while_it_sends_counts() -> None:
     assert releases(outcome) == {"a": 2, "b": 1}
 
 
-def test_a_round_that_ends_without_a_device_costs_it_what_it_has_sent_of_it() -> None:
+def test_a_round_that_ends_without_a_device_costs_it_the_update_that_it_has_sent() -> None:
     """It is far too slow for the deadline; the update of its last round arrives late, and counts."""
     outcome = train([honest("a"), honest("b", speed=0.2)], method="fl", epochs=6, terms=NO_LIMIT, round_deadline_s=10.0)
     assert outcome.failure is None
@@ -343,7 +343,7 @@ def test_a_device_corrects_the_count_of_a_server_that_has_lost_it() -> None:
     assert [event.device for event in outcome.of(BudgetSpent)] == ["b"]
 
 
-def test_a_device_that_joins_without_budget_is_told_so_and_not_that_the_training_is_over() -> None:
+def test_a_device_that_joins_without_budget_gets_that_reason_and_not_the_end_of_the_training() -> None:
     terms = limited(2)
     guard = PrivacyGuard(1, PrivacyLimits(budget=terms.budget, delta=DELTA), used=BudgetUse(2, 2 * cost(4.0)))
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=2, terms=terms)
@@ -380,7 +380,7 @@ def test_a_device_that_cannot_compute_epsilon_still_counts_its_releases(monkeypa
         guard.check(4.0)
 
 
-def test_a_device_refuses_to_send_beyond_its_own_budget_whatever_the_server_says() -> None:
+def test_a_device_refuses_to_send_beyond_its_own_budget_under_any_orders() -> None:
     guard = PrivacyGuard(1, PrivacyLimits(budget=2 * cost(4.0)))
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=NO_LIMIT)
     assert outcome.failure is None
@@ -430,7 +430,7 @@ def test_a_stranger_cannot_change_the_count_of_a_device() -> None:
 FEDERATED = AllowedCuts(2, frozenset([2]), "by its own configuration no activations leave this device")
 
 
-def test_a_device_of_federated_learning_sends_no_activations_whatever_the_server_orders() -> None:
+def test_a_device_of_federated_learning_sends_no_activations_under_any_orders() -> None:
     refusing = honest("b", guard=PrivacyGuard(1, PrivacyLimits(cuts=FEDERATED)))
     outcome = train([honest("a"), refusing], method="pipar", terms=NO_LIMIT)
     assert isinstance(outcome.lives[1], PrivacyError)
@@ -469,7 +469,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[pi
 
 
 @pytest.mark.slow
-def test_a_run_without_mathematics_counts_epsilon_and_stops_at_its_budget(
+def test_a_timing_only_run_counts_epsilon_and_stops_at_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = epsilon_after(4.0, 3, DELTA) * 1.01
@@ -493,9 +493,7 @@ def test_a_run_without_noise_has_no_epsilon(tmp_path: Path, monkeypatch: pytest.
     assert [epoch["epsilon"] for epoch in result.epochs] == [None] * 2
 
 
-def test_what_is_wrong_with_a_budget_is_found_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impossible_budget_is_found_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="does not allow a single round"):
         run(tmp_path, monkeypatch, "privacy.target_epsilon=0.1", "privacy.noise_multiplier=1.0")
     assert list(tmp_path.iterdir()) == []

@@ -78,7 +78,7 @@ GOOD = {"format": 1, "device": "pi", "label_key": "ff", "releases": 1, "mu_squar
         {"format": 2}, {"releases": -1}, {"releases": 1.5}, {"mu_squared": float("nan")}, {"label_key": "no number"},
     ))],
 )  # fmt: skip
-def test_a_damaged_file_is_refused_and_stays_as_it_is(tmp_path: Path, wrong: Any) -> None:
+def test_a_damaged_file_is_refused_and_stays_unchanged(tmp_path: Path, wrong: Any) -> None:
     path = tmp_path / "pi.json"
     text = wrong if isinstance(wrong, str) else json.dumps(wrong)
     path.write_text(text)
@@ -104,7 +104,7 @@ def told(labels: torch.Tensor, privacy: SamplePrivacy) -> torch.Tensor:
     return shard._sent_labels
 
 
-def test_labels_are_randomised_alike_after_a_restart_and_other_labels_independently() -> None:
+def test_labels_are_randomised_the_same_after_a_restart_and_other_labels_independently() -> None:
     labels = torch.arange(400) % 10
     first = SamplePrivacy(1, 0.0, 1.0, lambda: 10, label_seed=5)
     once = told(labels, first)

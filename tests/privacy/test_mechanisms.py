@@ -52,7 +52,7 @@ def test_a_large_update_keeps_its_direction_and_has_the_norm_that_it_is_clipped_
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.3, 0.69999])
-def test_a_small_update_stays_as_it_is(norm: float) -> None:
+def test_a_small_update_stays_unchanged(norm: float) -> None:
     """To the last bit in float32; in float64 W0 + (W - W0) is rounded once."""
     received = tensors(1, 1.0)
     after = trained(received, norm)
@@ -96,7 +96,7 @@ def test_an_update_that_has_diverged_is_replaced_by_zero(wrong: float) -> None:
         np.testing.assert_array_equal(after[name], received[name] + noise)
 
 
-def test_noise_is_the_same_however_an_array_lies_in_memory_and_in_pieces_as_at_once() -> None:
+def test_noise_does_not_depend_on_memory_layout_or_chunks() -> None:
     received = {"w": np.zeros((300, 300))}  # more than one chunk
     straight, across = {"w": np.ones((300, 300))}, {"w": np.ones((300, 300)).T}
     for after in (straight, across):
@@ -105,7 +105,7 @@ def test_noise_is_the_same_however_an_array_lies_in_memory_and_in_pieces_as_at_o
     np.testing.assert_array_equal(straight["w"], 1.0 + chance("w").standard_normal((300, 300)))
 
 
-def test_every_tensor_has_noise_of_its_own_and_that_of_another_round_is_other_noise() -> None:
+def test_every_tensor_and_every_round_has_independent_noise() -> None:
     def noise(draw: Callable[[str], np.random.Generator]) -> dict[str, Array]:
         after = {"a": np.zeros(1000), "b": np.zeros(1000)}
         clip_and_noise(after, {"a": np.zeros(1000), "b": np.zeros(1000)}, clip=1.0, multiplier=1.0, noise=draw)
@@ -133,7 +133,7 @@ def test_noise_has_the_stated_mean_variance_and_distribution(dtype: str) -> None
 # --- inputs
 
 
-def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_leaves_them_as_they_are() -> None:
+def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_does_not_change_its_argument() -> None:
     inputs = np.ones((50, 3, 16, 16), np.float32)
     seen = noisy(inputs, 0.4, random_streams.generator(1, "pixel", "pi", 1, 0))
     assert (seen.dtype, seen.shape, inputs.max()) == (np.float32, inputs.shape, 1.0)
@@ -146,7 +146,9 @@ def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_leaves_them_as_they_
 
 
 @pytest.mark.parametrize(("classes", "epsilon"), [(2, 0.5), (10, 3.0), (10, 0.1), (100, 4.0)])
-def test_labels_are_told_right_as_often_as_epsilon_says_and_the_others_are_alike(classes: int, epsilon: float) -> None:
+def test_labels_are_true_with_the_probability_of_epsilon_and_all_others_equally_likely(
+    classes: int, epsilon: float
+) -> None:
     count = 200_000
     labels = np.full(count, classes - 1)
     told = randomised_labels(labels, classes=classes, epsilon=epsilon, rng=random_streams.generator(3, "label", "pi"))

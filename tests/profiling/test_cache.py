@@ -41,7 +41,7 @@ def test_the_order_of_the_key_does_not_matter(tmp_path: Path) -> None:
     assert find_profile(dict(reversed(KEY.items())), tmp_path) == KEPT
 
 
-def test_another_machine_measures_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_does_not_use_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_profile(KEY, KEPT, tmp_path)
     monkeypatch.setattr("pipar.profiling.cache.machine_fingerprint", lambda: "another machine")
     assert find_profile(KEY, tmp_path) is None
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_a_miss_and_is_replaced_by_the_next_profile(tmp_path: 
     assert find_profile(KEY, tmp_path) == KEPT
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", "utf-8")
     keep_profile(KEY, KEPT, tmp_path / "file" / "profiles")
     assert find_profile(KEY, tmp_path / "file" / "profiles") is None

@@ -66,7 +66,7 @@ def test_no_cut_of_a_mobilenet_is_after_a_relu() -> None:
     assert not any(layer.rectified for layer in profile_of(PI.name, "mobilenetv3_small").layers)
 
 
-def test_a_time_is_calls_and_elements_of_weights_once_and_the_rest_for_each_sample() -> None:
+def test_a_time_counts_calls_and_weights_once_and_the_rest_per_sample() -> None:
     count = counts_of()[1].forward
     each = count.dense / PI.dense_macs_per_s + count.elements / PI.elements_per_s
     once = count.calls * PI.call_s + count.fixed_elements / PI.elements_per_s
@@ -80,7 +80,7 @@ def test_the_first_layer_has_no_gradient_of_its_input() -> None:
     assert second.backward.dense == 2 * second.forward.dense
 
 
-def test_float64_takes_twice_the_time_but_for_calls_and_twice_the_bytes() -> None:
+def test_float64_takes_twice_the_time_except_for_calls_and_twice_the_bytes() -> None:
     single, double = profile_of(PI.name), profile_of(PI.name, dtype="float64")
     calls = counts_of()[2].forward.calls * PI.call_s
     for a, b in zip(single.layers[2].forward_s, double.layers[2].forward_s, strict=True):
@@ -88,7 +88,7 @@ def test_float64_takes_twice_the_time_but_for_calls_and_twice_the_bytes() -> Non
     assert [layer.output_bytes for layer in double.layers] == [2 * layer.output_bytes for layer in single.layers]
 
 
-def test_a_core_of_the_server_is_quicker_than_a_board_of_2016_and_a_newer_board_quicker_than_that() -> None:
+def test_a_core_of_the_server_is_faster_than_an_old_board_and_a_newer_board_is_faster_still() -> None:
     def whole_s(name: str) -> float:
         return sum(layer.forward_s[-1] + layer.backward_s[-1] for layer in profile_of(name).layers)
 

@@ -118,7 +118,7 @@ def _slowed(function: Callable[..., object]) -> Callable[..., object]:
     return slowed
 
 
-def test_what_is_timed_around_the_layers_is_what_training_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_overheads_are_the_functions_that_training_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"step": "step", "pack": "pack", "install": "unpack_and_install"}
     for name in calls.values():
         monkeypatch.setattr(TorchDevicePart, name, _slowed(getattr(TorchDevicePart, name)))
@@ -187,7 +187,7 @@ def test_the_model_keeps_its_weights_gradients_statistics_and_mode(norm: bool) -
     assert gradients[1:] == [None] * (len(gradients) - 1)
 
 
-def test_threads_and_random_numbers_are_left_as_they_were() -> None:
+def test_threads_and_random_numbers_are_restored() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     seen: list[int] = []
     measure(nn.Sequential(small_network(), nn.Dropout(0.5)), load=lambda _: seen.append(torch.get_num_threads()))
@@ -219,7 +219,7 @@ def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
     assert measure(small_network(norm=True)).batch_sizes == (2, 4, 8)
 
 
-def test_a_budget_that_is_spent_at_once_still_gives_one_pass_of_everything() -> None:
+def test_a_tiny_budget_still_gives_one_pass_of_everything() -> None:
     profile = measure_profile(
         small_network(), model_name="small", input_shape=SHAPE, classes=5, batch_size=8, budget_s=0.0
     )
@@ -255,7 +255,7 @@ def _layers_s(model: nn.Sequential, batch: Batch) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [12, 100])
-def test_the_layers_together_take_what_the_unsplit_network_takes(samples: int) -> None:
+def test_the_layers_together_take_as_long_as_the_unsplit_network(samples: int) -> None:
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),

@@ -35,7 +35,7 @@ PROFILE = Profile(
     ],
     ids=str,
 )
-def test_a_plan_needs_weights_three_times_a_gradient_what_is_in_flight_and_one_that_works(
+def test_a_plan_needs_three_times_the_weights_one_gradient_and_the_micro_batches_in_flight(
     plan: Plan, expected: int
 ) -> None:
     assert training_bytes(PROFILE, plan, 100) == BASE_BYTES + expected
@@ -53,7 +53,7 @@ def test_with_batch_statistics_there_are_fewer_and_larger_micro_batches() -> Non
     assert training_bytes(PROFILE, Plan(1, 100, 1), 100, batch_statistics=True) == BASE_BYTES + 4000 + 2 * 120
 
 
-def test_the_window_is_the_largest_that_fits_and_none_is_needed_if_all_does() -> None:
+def test_the_window_is_the_largest_that_fits_and_0_if_all_fits() -> None:
     def window(memory_bytes: int) -> int | None:
         return fitting_window(PROFILE, 1, 4, 100, memory_bytes)
 
@@ -65,7 +65,7 @@ def test_the_window_is_the_largest_that_fits_and_none_is_needed_if_all_does() ->
     assert window(needs[1] - 1) is None
 
 
-def test_the_whole_network_needs_the_whole_batch_whatever_n_is() -> None:
+def test_the_whole_network_needs_the_whole_batch_for_any_n() -> None:
     needs = training_bytes(PROFILE, Plan(3, 1), 100)
     assert fitting_window(PROFILE, 3, 1, 100, needs) == 0
     assert fitting_window(PROFILE, 3, 1, 100, needs - 1) is None

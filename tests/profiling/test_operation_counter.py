@@ -45,7 +45,7 @@ def test_saved_is_the_input_of_the_first_layer_what_autograd_keeps_and_the_outpu
     assert last.other_saved_bytes == 8  # the label
 
 
-def test_working_is_what_a_backward_holds_in_addition() -> None:
+def test_working_memory_is_what_a_backward_holds_in_addition() -> None:
     first, second, _ = count_layers(network(), SHAPE, run=True)
     # The gradient of pooling's input and that of ReLU's, less what pooling has let go of.
     assert 256 <= first.working <= 3 * 256
@@ -77,7 +77,7 @@ def _without_working(layer: LayerCount) -> list[object]:
     return [value for name, value in vars(layer).items() if name != "working"]
 
 
-def test_counters_of_batch_normalisation_are_bytes_and_the_rest_goes_by_the_dtype() -> None:
+def test_counters_of_batch_normalisation_are_bytes_and_the_rest_depends_on_the_dtype() -> None:
     model = nn.Sequential(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192)), nn.Linear(192, 5))
     counts = count_layers(model, SHAPE, run=True)
     assert (counts[0].parameters, counts[0].other_parameter_bytes) == (4 * 192, 8)
@@ -100,7 +100,7 @@ def test_a_layer_that_inspects_its_values_is_counted_too() -> None:
 
 
 @pytest.mark.parametrize("run", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_model_and_random_numbers_stay_as_they_were(run: bool) -> None:
+def test_the_model_and_random_numbers_stay_unchanged(run: bool) -> None:
     model = nn.Sequential(network(), nn.Dropout(0.5), nn.BatchNorm1d(5)).eval()
     before, state = copy.deepcopy(model), torch.get_rng_state()
     count_layers(model, SHAPE, run=run)

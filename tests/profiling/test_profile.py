@@ -55,11 +55,11 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 @pytest.mark.slow
 @given(profiles())
-def test_a_profile_comes_back_from_json_as_it_was(profile: Profile) -> None:
+def test_a_profile_reads_back_from_json_unchanged(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_a_profile_reads_back_from_its_file_unchanged(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == PROFILE
 
@@ -181,7 +181,7 @@ def test_a_missing_file_or_one_without_text_is_one_sentence_too(tmp_path: Path) 
         Profile.load(tmp_path / "binary.json")
 
 
-def test_a_profile_made_in_code_is_held_to_the_same_rules() -> None:
+def test_a_profile_made_in_code_is_checked_by_the_same_rules() -> None:
     with pytest.raises(ConfigError, match="batch_sizes"):
         replace(PROFILE, batch_sizes=())
 

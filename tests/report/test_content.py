@@ -47,7 +47,7 @@ def spans_of(timeline: dict[str, Any]) -> list[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["iteration", "epoch"])
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl", "pipar"])
-def test_the_timeline_is_what_trace_json_has_between_its_start_and_its_end(
+def test_the_timeline_has_the_spans_of_trace_json_between_its_start_and_its_end(
     runs: dict[str, Path], method: str, view: str
 ) -> None:
     (run,) = content([RunRecord.read(runs[method])])["runs"]

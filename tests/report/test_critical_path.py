@@ -138,7 +138,7 @@ def test_an_iteration_begins_after_the_previous_optimiser_step() -> None:
 
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl", "pipar"])
 @pytest.mark.parametrize("whole", [False, True], ids=["iteration", "epoch"])
-def test_in_the_virtual_world_the_path_has_no_gap_but_the_links_latency(
+def test_in_the_virtual_world_the_path_has_no_gap_except_the_links_latency(
     runs: dict[str, Path], method: str, whole: bool
 ) -> None:
     spans = RunRecord.read(runs[method]).spans

@@ -18,7 +18,7 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
 
 
-def test_spans_are_read_back_as_they_were_written(folder: Path) -> None:
+def test_spans_are_read_back_unchanged(folder: Path) -> None:
     spans = [
         Span("device-1", "compute", "fc", 1, 2, 3, 1.25, 2.5),
         Span("device-1", "compute", "d", 1, 2, 3, 2.5, 3.0, waiting=True),

@@ -64,7 +64,7 @@ def test_tables_figures_and_the_cells_that_they_name_are_copied(run: Run, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(run: Run, tmp_path: Path) -> None:
+def test_a_full_run_replaces_a_quick_one_but_not_the_reverse(run: Run, tmp_path: Path) -> None:
     out, place = tmp_path / "out", tmp_path / "place"
     reproduction.publish(run("--quick"), out, place)
     before = reproduction.named_cells(place / "tiny")
@@ -78,9 +78,7 @@ def test_a_full_run_takes_the_place_of_a_quick_one_and_not_the_other_way_round(r
 
 
 @pytest.mark.slow
-def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does_not_hold(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_line_outside_without_a_reason_or_a_slower_pipar_fails_the_claim(run: Run, tmp_path: Path) -> None:
     told = run("--quick")
     reproduction.publish(told, tmp_path / "out", tmp_path / "place")
     (slower,) = [line for line in told["experiments"][0]["comparison"] if "takes longer" in line["what"]]
@@ -89,12 +87,12 @@ def test_a_line_outside_without_a_reason_or_a_case_in_which_pipar_is_slower_does
     assert [claim.value for claim in broken] == [2, 1]
 
 
-def test_every_number_that_is_checked_in_has_its_cell_beside_it() -> None:
+def test_every_checked_in_number_has_its_cell() -> None:
     assert reproduction.missing() == []
 
 
 @pytest.mark.slow
-def test_every_line_that_is_checked_in_is_a_cell_with_configuration_and_result() -> None:
+def test_every_checked_in_line_is_a_cell_with_configuration_and_result() -> None:
     lines = [json.loads(line) for line in (reproduction.PLACE / FILE).read_text("utf-8").splitlines()]
     hashes = [line["hash"] for line in lines]
     assert hashes == sorted(set(hashes)) == list(read_cells(reproduction.PLACE))
@@ -103,7 +101,7 @@ def test_every_line_that_is_checked_in_is_a_cell_with_configuration_and_result()
         config_from(line["config"])
 
 
-def test_seconds_that_are_checked_in_are_those_of_their_runs() -> None:
+def test_checked_in_seconds_are_those_of_their_runs() -> None:
     records = read_cells(reproduction.PLACE)
     for table in reproduction.PLACE.glob("time-*/table.csv"):
         for row in csv.DictReader(table.read_text("utf-8").splitlines()):

@@ -39,7 +39,7 @@ from reproduction.variations import BATCH_SIZE, HETEROGENEOUS
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_cell_is_a_configuration_that_somebody_runs_and_its_labels_tell_it_apart(name: str) -> None:
+def test_every_cell_is_a_valid_configuration_with_unique_labels(name: str) -> None:
     experiment = EXPERIMENTS[name]
     quick, full = experiment.cells(True), experiment.cells(False)
     assert 0 < len(quick) < len(full)
@@ -54,7 +54,7 @@ def test_idle_times_are_those_of_the_epochs_that_were_timed() -> None:
     assert {cell.hash for cell in IDLE_SMALL.cells(False)} == {cell.hash for cell in TIME_SMALL.cells(False)}
 
 
-def test_small_networks_are_trained_by_every_method_on_every_link() -> None:
+def test_small_networks_are_trained_with_every_method_on_every_link() -> None:
     assert len(TIME_SMALL.cells(False)) == 3 * 2 * 3 * 3 * 3
 
 
@@ -68,7 +68,7 @@ def _lines(compared: list[Compared], *words: str) -> list[Compared]:
     return [line for line in compared if all(word in line.what for word in words)]
 
 
-def test_times_stand_beside_each_other_with_their_ratios_and_the_papers() -> None:
+def test_times_are_side_by_side_with_their_ratios_and_the_papers() -> None:
     trial = Trial("vgg5", "mnist", "4g")
     (row,) = TIME_SMALL.rows(outcomes(trial, {"fl": timing(20.0), "sfl": timing(15.0), "pipar": timing(10.0)}))
     assert (row["fl_s"], row["sfl_s"], row["pipar_s"], row["paper_s"]) == (20.0, 15.0, 10.0, 10.5)
@@ -93,7 +93,7 @@ def test_a_method_that_does_not_fit_has_no_time_and_is_compared_with_nothing() -
     assert [line.ours for line in _lines(TIME_LARGE.compare([row]), "pipar is the fastest")] == [40 / 35]
 
 
-def test_a_large_network_that_fits_where_the_papers_does_not_is_named() -> None:
+def test_a_large_network_that_fits_here_but_not_in_the_paper_is_named() -> None:
     trial = Trial("mobilenetv3_large", "cifar100", "wifi")
     rows = TIME_LARGE.rows(outcomes(trial, {"fl": timing(60.0), "sfl": timing(40.0), "pipar": timing(35.0)}))
     (line,) = _lines(TIME_LARGE.compare(rows), "a board has the memory")
@@ -105,7 +105,7 @@ def test_a_large_network_that_fits_where_the_papers_does_not_is_named() -> None:
     ("seconds", "quickest", "ties", "slower"),
     [(9.0, "inside", 0.0, 0.0), (10.0, "inside", 1.0, 0.0), (10.01, "inside", 1.0, 0.0), (10.1, "below", 0.0, 1.0)],
 )
-def test_a_quicker_method_and_a_tie_are_told_apart(seconds: float, quickest: str, ties: float, slower: float) -> None:
+def test_a_faster_method_and_a_tie_are_distinguished(seconds: float, quickest: str, ties: float, slower: float) -> None:
     results = {"fl": timing(20.0), "sfl": timing(10.0), "pipar": timing(seconds)}
     compared = TIME_SMALL.compare(TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
     assert [line.verdict for line in _lines(compared, "pipar is the fastest")] == [quickest]
@@ -113,7 +113,7 @@ def test_a_quicker_method_and_a_tie_are_told_apart(seconds: float, quickest: str
     assert [line.ours for line in _lines(compared, "takes longer")] == [slower]
 
 
-def test_what_pipar_gains_more_is_explained_by_its_plans_beside_the_printed_ones() -> None:
+def test_a_larger_gain_of_pipar_is_explained_by_its_plans_and_the_printed_ones() -> None:
     rows = [
         {"network": "vgg5", "data": "cifar10", "link": "4g", "pipar_plan": "P=1 N=41"},  # the paper has N = 12
         {"network": "vgg5", "data": "cifar10", "link": "wifi", "pipar_plan": "P=1 N=2"},  # and 3
@@ -124,7 +124,7 @@ def test_what_pipar_gains_more_is_explained_by_its_plans_beside_the_printed_ones
     assert "N is" not in why_more(rows[2:])
 
 
-def test_a_tie_names_its_cells_and_says_that_the_server_is_the_bottleneck() -> None:
+def test_a_tie_names_its_cells_and_the_server_as_the_bottleneck() -> None:
     results = {"fl": timing(20.0), "sfl": timing(10.0, plan="P=1 N=1"), "pipar": timing(10.0, plan="P=1 N=1")}
     found = outcomes(Trial("resnet18", "mnist", "4g"), results) + outcomes(Trial("resnet18", "mnist", "wifi"), results)
     rows = TIME_SMALL.rows(found)
@@ -138,7 +138,7 @@ def test_a_tie_names_its_cells_and_says_that_the_server_is_the_bottleneck() -> N
     assert set(line.run.split()) == {outcome.cell.hash for outcome in found}
 
 
-def test_a_tie_with_federated_learning_says_by_how_much_sfl_is_quicker_within_it() -> None:
+def test_a_tie_with_federated_learning_states_by_how_much_sfl_is_faster() -> None:
     def lines(sfl_s: float) -> list[Compared]:
         results = {"fl": timing(10.0), "sfl": timing(sfl_s), "pipar": timing(10.0, plan="P=5 N=1", is_whole=True)}
         rows = TODAY.rows(outcomes(Trial("vgg5", "cifar10", "wifi"), results, board="raspberry-pi-5"))
@@ -153,14 +153,14 @@ def test_a_tie_with_federated_learning_says_by_how_much_sfl_is_quicker_within_it
     assert "sfl takes up to 0.14 % less, and up to 0.2 % is a tie" in quicker.why
 
 
-def test_where_pipar_is_slower_the_cells_are_named() -> None:
+def test_cells_in_which_pipar_is_slower_are_named() -> None:
     results = {"fl": timing(20.0), "sfl": timing(9.0), "pipar": timing(10.0)}
     rows = EXACT_WIRE.rows(outcomes(Trial("vgg5", "cifar10", "wifi"), results, wire="auto"))
     (line,) = _lines(EXACT_WIRE.compare(rows), "takes longer")
     assert (line.verdict, line.why) == ("above", "vgg5 cifar10 auto (wifi): the planner missed the best plan there")
 
 
-def test_every_line_names_the_method_that_it_speaks_of() -> None:
+def test_every_line_names_its_method() -> None:
     results = {"fl": timing(20.0), "sfl": timing(15.0), "pipar": timing(10.0)}
     found = outcomes(Trial("vgg5", "mnist", "4g"), results)
     printed = [cell for cell in TESTBED.cells(True) if cell.labels["network"] == "vgg5"][:3]
@@ -174,7 +174,7 @@ def test_every_line_names_the_method_that_it_speaks_of() -> None:
     assert [line.what for line in lines if not re.search(r"\b(fl|sfl|pipar)\b", line.what)] == []
 
 
-def test_a_gain_that_is_smaller_than_the_papers_has_the_reason_that_rows_tell() -> None:
+def test_a_gain_that_is_smaller_than_the_papers_has_a_reason_from_the_rows() -> None:
     results = {"fl": timing(25.0), "sfl": timing(15.0), "pipar": {**timing(10.0), "utilisation": {"device": 0.9}}}
     rows = TIME_SMALL.rows(outcomes(Trial("mobilenetv3_small", "cifar10", "4g", devices=1), results))
     (line,) = _lines(TIME_SMALL.compare(rows), "one device: epoch of fl over epoch of pipar", "mobilenetv3_small, one")[
@@ -186,7 +186,7 @@ def test_a_gain_that_is_smaller_than_the_papers_has_the_reason_that_rows_tell() 
     )  # 10.5 times the printed 12.8 s
 
 
-def test_a_gain_that_is_larger_than_the_papers_is_said_to_be_one() -> None:
+def test_a_gain_that_is_larger_than_the_papers_is_reported_as_larger() -> None:
     results = {"fl": timing(90.0), "sfl": timing(15.0), "pipar": timing(10.0)}
     compared = TIME_SMALL.compare(TIME_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
     line = _lines(compared, "vgg5, 100 devices: epoch of fl over epoch of pipar")[0]
@@ -209,7 +209,7 @@ def test_a_server_that_is_idle_longer_with_pipar_is_counted(sfl_s: float, why: s
 
 
 @pytest.mark.parametrize(("by_pipar", "worse"), [(0.9, 0.0), (1.1, 1.0)])
-def test_devices_that_idle_longer_by_pipar_than_by_sfl_are_counted(by_pipar: float, worse: float) -> None:
+def test_devices_that_are_idle_longer_with_pipar_than_with_sfl_are_counted(by_pipar: float, worse: float) -> None:
     results = {method: {**timing(9.0), "device_idle_s": 1.0} for method in ("fl", "sfl")}
     results["fl"]["device_idle_s"] = 0.1  # it is always less there: devices compute everything
     results["pipar"] = {**timing(5.0), "device_idle_s": by_pipar}
@@ -228,7 +228,7 @@ def test_larger_batches_are_compared_with_the_next_smaller_ones() -> None:
     assert line.why.startswith("vgg5 4g with fl from 50 to 100, vgg5 4g with sfl from 50 to 100, ")
 
 
-def test_what_slow_boards_add_is_compared_between_methods() -> None:
+def test_the_time_that_slow_boards_add_is_compared_between_methods() -> None:
     found = []
     for boards, more in (("alike", 0.0), ("half at half speed", 1.0)):
         results = {"fl": timing(20 + 8 * more), "sfl": timing(15 + more), "pipar": timing(10 + 2 * more)}
@@ -237,7 +237,7 @@ def test_what_slow_boards_add_is_compared_between_methods() -> None:
     assert (line.ours, line.verdict) == (4.0, "inside")
 
 
-def test_what_noise_adds_is_held_against_the_papers_largest() -> None:
+def test_the_time_that_noise_adds_is_compared_with_the_papers_largest() -> None:
     found = []
     for mechanism, more in (("none", 0.0), ("classic-dp", 1.0), ("pixeldp", 0.2)):
         results = {"fl": timing(20 + 9 * more), "sfl": timing(15 + more / 10), "pipar": timing(10 + more / 2)}
@@ -273,7 +273,7 @@ def test_an_interval_that_was_not_run_has_the_same_seconds_for_each_change() -> 
     assert {"computed" in what for what in told if "every minute" not in what} == {True}
 
 
-def test_one_server_is_enough_until_an_epoch_gets_longer_or_its_memory_ends() -> None:
+def test_one_server_is_enough_until_epochs_get_longer_or_memory_is_full() -> None:
     def result(seconds: float, server_bytes: float) -> dict[str, Any]:
         return {"fits": True, "seconds": seconds, "server_bytes": server_bytes, "bytes_up": 1, "bytes_down": 1}
 
@@ -298,7 +298,7 @@ def test_the_server_speed_that_a_printed_epoch_implies_is_shown() -> None:
     assert row["server_GB"] == 4.0
 
 
-def test_scores_are_held_against_the_papers() -> None:
+def test_scores_are_compared_with_the_papers() -> None:
     cell = SELECTION_SMALL.cells(True)[0]
     result = {"chosen": "P=1 N=4", "chosen_s": 10.0, "best": "P=2 N=4", "best_s": 9.0, "score": 0.9}
     result |= {"planning_s": 1.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
@@ -312,7 +312,7 @@ def test_scores_are_held_against_the_papers() -> None:
     assert list(told.values()).count(0.0) == 3  # neither plan nor split point is the best one, nor as good
 
 
-def test_every_number_of_the_papers_table_is_held_against_ours() -> None:
+def test_every_number_of_the_papers_table_is_compared_with_ours() -> None:
     cell = SELECTION_SMALL.cells(False)[1]
     result = {"chosen": "P=1 N=12", "chosen_s": 10.0, "best": "P=2 N=11", "best_s": 9.7, "score": 0.97}
     result |= {"planning_s": 2.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
@@ -331,7 +331,7 @@ def test_every_number_of_the_papers_table_is_held_against_ours() -> None:
     assert {line.run for line in compared} == {cell.hash}
 
 
-def test_a_plan_is_optimal_if_it_is_the_best_one_and_as_good_if_it_takes_hardly_longer() -> None:
+def test_a_plan_is_optimal_if_it_is_the_best_and_as_good_if_it_is_hardly_slower() -> None:
     result = {"chosen": "P=1 N=4", "chosen_s": 10.0, "best": "P=1 N=5", "best_s": 9.96, "score": 0.996}
     result |= {"planning_s": 1.0, "searched": 40, "ruled_out": 10, "paper": "P=1 N=2", "paper_score": 0.8}
     compared = SELECTION_SMALL.compare(SELECTION_SMALL.rows([Outcome(SELECTION_SMALL.cells(True)[0], result)]))
@@ -339,7 +339,7 @@ def test_a_plan_is_optimal_if_it_is_the_best_one_and_as_good_if_it_takes_hardly_
     assert [line.ours for line in compared if line.paper.startswith("83.3")] == [0.0]
 
 
-def test_a_chosen_plan_that_is_quicker_than_the_few_that_were_searched_is_the_best_one() -> None:
+def test_a_chosen_plan_that_is_faster_than_all_searched_plans_is_the_best_one() -> None:
     result = {"chosen": "P=1 N=15", "chosen_s": 9.99, "best": "P=1 N=16", "best_s": 10.0, "score": 10 / 9.99}
     result |= {"planning_s": 1.0, "searched": 5, "ruled_out": 0}
     (row,) = SELECTION_SMALL.rows([Outcome(SELECTION_SMALL.cells(True)[0], result)])
@@ -387,7 +387,7 @@ def test_an_unknown_experiment_is_one_sentence(name: str, hint: str) -> None:
     assert hint in str(raised.value)
 
 
-def test_all_are_all() -> None:
+def test_all_runs_every_experiment() -> None:
     assert experiments("all") == list(EXPERIMENTS.values())
 
 
@@ -402,7 +402,7 @@ class MadeUp(Printed):
         return self.on_board_s / board_speed + self.on_server_s / server_speed
 
 
-def test_the_fit_finds_the_speeds_that_epochs_come_from() -> None:
+def test_the_fit_finds_the_speeds_that_produced_the_epochs() -> None:
     work = [(1.0, 0.1), (0.2, 2.0), (1.0, 1.0), (3.0, 0.5)]
     rows = [MadeUp(TINY, board_s / 0.25 + server_s / 4.0, board_s, server_s) for board_s, server_s in work]
     board, server = fitted_speeds(rows)
@@ -419,7 +419,7 @@ def test_speeds_that_are_a_quarter_off_fit_the_papers_epochs_of_vgg5_worse() -> 
 
 
 @pytest.mark.slow
-def test_of_boards_of_two_speeds_no_plan_is_chosen_that_is_slower_over_an_epoch_than_split_federated_learning() -> None:
+def test_for_boards_of_two_speeds_no_chosen_plan_is_slower_over_an_epoch_than_sfl() -> None:
     # By its first two iterations another plan promises 6 % less, and takes 7 % more in the end.
     job = unplanned_timing_only_job(config_from(Trial("resnet18", "cifar10", "wifi", slow=0.5).tree()))
     assert job is not None

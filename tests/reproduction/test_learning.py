@@ -46,7 +46,7 @@ def outcomes(of: Callable[[str, int], float]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_methods_and_seeds_are_all_that_runs_of_a_training_differ_in(quick: bool) -> None:
+def test_runs_of_a_training_differ_only_in_methods_and_seeds(quick: bool) -> None:
     def without_run(cell: Cell) -> dict[str, Any]:
         kept = {key: value for key, value in cell.config["run"].items() if key not in ("method", "seed")}
         return {**cell.config, "run": kept}
@@ -61,7 +61,7 @@ def test_methods_and_seeds_are_all_that_runs_of_a_training_differ_in(quick: bool
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_every_cell_is_a_configuration_of_its_own(quick: bool) -> None:
+def test_every_cell_has_a_different_configuration(quick: bool) -> None:
     for experiment in EXPERIMENTS:
         cells = experiment.cells(quick)
         assert all(config_from(cell.config) for cell in cells)
@@ -86,7 +86,7 @@ def test_plans_are_those_that_the_paper_prints_for_wifi() -> None:
     assert plans == {("vgg5", "mnist"): (1, 6), ("mobilenetv3_small", "mnist"): (1, 4), ("vgg5", "cifar10"): (1, 3)}
 
 
-def test_equality_is_asked_of_networks_whose_pieces_do_not_see_each_other() -> None:
+def test_equality_is_tested_on_networks_without_batch_statistics() -> None:
     for cell in equality_cells(False):
         assert cell.config["model"]["dtype"] == "float64"
         assert cell.config["model"]["norm"] in ("none", "group")
@@ -118,14 +118,14 @@ def test_accuracies_are_means_over_seeds_and_their_spread_is_of_one_method() -> 
 
 
 @pytest.mark.parametrize(("lost", "verdict"), [(0.0, "inside"), (0.009, "inside"), (0.03, "below"), (-0.03, "above")])
-def test_a_difference_counts_if_it_is_more_than_what_seeds_change(lost: float, verdict: str) -> None:
+def test_a_difference_counts_if_it_exceeds_that_between_seeds(lost: float, verdict: str) -> None:
     rows = accuracy_rows(outcomes(lambda method, seed: 0.9 + seed / 100 - (lost if method == "pipar" else 0.0)))
     (compared,) = [line for line in compare_accuracies(rows) if "difference between seeds" in line.what]
     assert compared.verdict == verdict
     assert (compared.paper, compared.place) == ("-0.02", "V-C2, Table V")
 
 
-def test_every_printed_accuracy_is_held_against_ours_or_said_not_to_be_run() -> None:
+def test_every_printed_accuracy_is_compared_with_ours_or_marked_as_not_run() -> None:
     rows = accuracy_rows(outcomes(lambda method, _: 0.98 if method == "pipar" else 0.9))
     lines = {line.what: line for line in compare_accuracies(rows)}
     columns = [line for what, line in lines.items() if "accuracy with" in what]
@@ -150,7 +150,7 @@ def curves(*seeds_change: float, off: float) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.05, "inside"), (0.3, "above"), (-0.3, "above")])
-def test_curves_lie_on_each_other_if_they_are_as_near_as_those_of_one_method(off: float, verdict: str) -> None:
+def test_curves_overlap_if_they_differ_no_more_than_those_of_one_method(off: float, verdict: str) -> None:
     (compared,) = compare_losses(loss_rows(curves(0.1, 0.1, off=off)))
     assert compared.ours == pytest.approx(abs(off))
     assert compared.high == pytest.approx(0.2)
@@ -163,7 +163,7 @@ def test_a_spread_of_one_epoch_does_not_excuse_another() -> None:
     assert "epoch 2" in compared.what
 
 
-def test_weights_that_differ_in_what_float64_can_tell_are_not_equal() -> None:
+def test_weights_that_differ_by_more_than_rounding_are_not_equal() -> None:
     rows = [{"network": "vgg5", "norm": "group", "largest_difference": value, "run": ""} for value in (1e-15, 1e-9)]
     assert [compared.verdict for compared in compare_weights(rows)] == ["inside", "above"]
 
@@ -192,13 +192,13 @@ def test_three_methods_train_the_same_weights_in_float64() -> None:
 
 
 @pytest.mark.slow
-def test_batch_normalisation_is_seen_in_the_weights() -> None:
+def test_batch_normalisation_changes_the_weights() -> None:
     result = run_cell("alike", with_few_samples("batch"), {"methods": ["fl", "pipar"]})
     assert result["largest_difference"] > 1e-6
 
 
 @pytest.mark.slow
-def test_curves_and_accuracies_come_out_of_a_training() -> None:
+def test_a_training_gives_curves_and_accuracies() -> None:
     cell = QUICK[0].cell("sfl", 0)
     few = {"name": "digits", "samples_per_device": 50, "validation": 20, "test": 50}
     result = run_cell(cell.how, {**cell.config, "data": few}, cell.options)

@@ -16,7 +16,7 @@ from pipar.planner.timing import steady_epoch_s
 from reproduction.perturbed_times import JITTER, PERTURBATION, jittered_simulation, perturbed
 
 
-def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much() -> None:
+def test_every_layer_is_perturbed_by_its_own_bounded_factor() -> None:
     truth = perturbed(fleet(), 1)
     factors = []
     for profile in (truth.members[0].costs.profile, truth.server.profile):
@@ -27,7 +27,7 @@ def test_every_layer_is_perturbed_by_a_factor_of_its_own_and_at_most_by_so_much(
     assert all(one != other for one, other in pairwise(factors))
 
 
-def test_the_same_seed_gives_the_same_world_and_another_another() -> None:
+def test_the_same_seed_gives_the_same_world_and_another_seed_another_one() -> None:
     here = fleet()
     first, again, other = (jittered_simulation(seed)(here, plans(here), 2).epoch_s for seed in (1, 1, 2))
     assert first == again != other

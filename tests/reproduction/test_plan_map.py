@@ -23,7 +23,7 @@ def test_every_cut_with_every_given_n_is_a_row_and_one_of_them_is_chosen() -> No
     assert set(PLAN_MAP.columns) <= set(rows[0])
 
 
-def test_where_no_plan_fits_there_is_a_row_without_numbers() -> None:
+def test_if_no_plan_fits_there_is_a_row_without_numbers() -> None:
     (cell, *_) = PLAN_MAP.cells(True)
     (row,) = PLAN_MAP.rows([Outcome(cell, {"fits": False, "why": "too little memory"})])
     assert (row["network"], row["run"], row.get("seconds")) == ("vgg5", cell.hash, None)

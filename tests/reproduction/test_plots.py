@@ -90,19 +90,19 @@ def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network
     assert set(entries(figure)) == {"FL", "SFL", "PiPar", HALF, "PiPar, as published (right of its bar)"}
 
 
-def test_bars_of_a_link_stand_side_by_side_and_do_not_overlap() -> None:
+def test_bars_of_a_link_are_side_by_side_and_do_not_overlap() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
     edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bars in axes.containers for bar in bars)
     assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(edges))
     assert all(round(start + 0.1) == round(end - 0.1) for start, end in edges)
 
 
-def test_a_bar_says_its_seconds_and_how_much_shorter_than_fl_it_is() -> None:
+def test_a_bar_shows_its_seconds_and_how_much_shorter_than_fl_it_is() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
     assert {"10", "11\nFL/0.9", "12\nFL/0.8"} <= texts(axes)
 
 
-def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure_which_is_said() -> None:
+def test_a_network_that_does_not_fit_has_no_bar_and_ratios_are_then_relative_to_sfl() -> None:
     rows = [row | {"seconds": None} if row["method"] == "fl" else row for row in time_rows("vgg16", data="cifar100")]
     (axes,) = shown(draw("time", rows))
     assert len(heights(axes)) == 6
@@ -110,7 +110,7 @@ def test_what_does_not_fit_has_no_bar_and_sfl_becomes_the_measure_which_is_said(
     assert {"11.1", "12.1\nSFL/0.9"} <= texts(axes)
 
 
-def test_published_seconds_are_marked_on_the_right_of_the_bars_of_pipar_whose_numbers_stay_with_them() -> None:
+def test_published_seconds_are_marked_to_the_right_of_pipars_bars_and_hide_no_number() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
     across, up = curves(axes)["PiPar, as published (right of its bar)"]
     printed = [published().selection("vgg5", "cifar10", link) for link in LINKS]
@@ -122,13 +122,13 @@ def test_published_seconds_are_marked_on_the_right_of_the_bars_of_pipar_whose_nu
     assert middles <= {text.xy for text in axes.texts}
 
 
-def test_a_published_mark_that_is_far_above_its_bar_is_seen() -> None:
+def test_a_published_mark_far_above_its_bar_is_visible() -> None:
     rows = [row | {"seconds": 1.0} for row in time_rows("vgg16", data="tiny_imagenet")]
     (axes,) = shown(draw("time", rows))
     assert axes.get_ylim()[1] > 455.7
 
 
-def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
+def test_a_network_that_is_not_in_the_paper_is_drawn_without_a_mark() -> None:
     figure = draw("time", time_rows("mine"))
     assert [axes.get_title() for axes in shown(figure)] == ["mine (CIFAR-10)"]
     assert set(entries(figure)) == {"FL", "SFL", "PiPar", HALF}
@@ -137,13 +137,13 @@ def test_a_network_that_the_paper_has_not_is_drawn_without_its_mark() -> None:
 @pytest.mark.parametrize(
     "other", [{"devices": 10}, {"wire": "auto"}, {"board": "raspberry-pi-5"}, {"server_speed": 9.0}], ids=str
 )
-def test_published_seconds_stand_beside_epochs_of_the_papers_testbed_only(other: dict[str, Any]) -> None:
+def test_published_seconds_are_shown_only_for_epochs_of_the_papers_testbed(other: dict[str, Any]) -> None:
     its = {"devices": 100, "wire": "raw", "board": "raspberry-pi-3b", "server_speed": SERVER_SPEED}
     same, another = (draw("time", [row | its | more for row in time_rows("vgg5")]) for more in ({}, other))
     assert [any("as published" in label for label in entries(figure)) for figure in (same, another)] == [True, False]
 
 
-def test_bars_begin_at_zero_on_a_linear_axis_however_far_they_are_apart() -> None:
+def test_bars_begin_at_zero_on_a_linear_axis_even_if_they_differ_much() -> None:
     rows = [row | {"seconds": 1000.0 if row["method"] == "fl" else 1.0} for row in time_rows("vgg5")]
     idle = [row | {"server_idle_s": row["seconds"], "device_idle_s": 1.0} for row in rows]
     for (axes,) in (shown(draw("time", rows)), shown(draw("idle", idle))):
@@ -180,7 +180,7 @@ def test_boards_of_two_speeds_are_groups_in_a_panel_for_every_network_and_link()
     assert [label.get_text() for label in first.get_xticklabels()] == ["alike", "half at half speed"]
 
 
-def test_noise_stands_on_top_of_the_epoch_without_it() -> None:
+def test_noise_is_drawn_on_top_of_the_epoch_without_it() -> None:
     rows = [
         {"network": "vgg5", "link": "4g", "method": method, "mechanism": mechanism, "seconds": base + added}
         for method, base in (("fl", 30.0), ("pipar", 20.0))
@@ -195,7 +195,7 @@ def test_noise_stands_on_top_of_the_epoch_without_it() -> None:
     assert sorted(entries(figure)) == ["+ classic", "+ pixeldp", "FL", "PiPar"]
 
 
-def test_an_epoch_that_noise_makes_shorter_by_another_plan_says_so() -> None:
+def test_an_epoch_that_is_shorter_with_noise_has_a_minus_sign() -> None:
     rows = [
         {"network": "vgg5", "link": "4g", "method": "pipar", "mechanism": mechanism, "seconds": seconds}
         for mechanism, seconds in (("none", 20.0), ("pixeldp", 19.5))
@@ -204,7 +204,7 @@ def test_an_epoch_that_noise_makes_shorter_by_another_plan_says_so() -> None:
     assert texts(axes) == {"-0.5"}
 
 
-def test_numbers_and_legend_of_a_narrow_figure_are_inside_of_it_and_apart() -> None:
+def test_numbers_and_legend_of_a_narrow_figure_are_inside_and_do_not_overlap() -> None:
     rows = [
         {"network": "vgg5", "link": "4g", "method": method, "mechanism": mechanism, "seconds": 20.0 + added}
         for method in METHODS
@@ -224,7 +224,7 @@ def test_numbers_and_legend_of_a_narrow_figure_are_inside_of_it_and_apart() -> N
 # --- lines
 
 
-def test_losses_are_the_mean_of_the_seeds_with_their_span_behind_it() -> None:
+def test_losses_are_the_mean_of_the_seeds_with_their_range_behind_it() -> None:
     rows = [
         {
             "network": "vgg5",
@@ -257,7 +257,7 @@ def test_batch_sizes_are_marked_on_a_logarithmic_axis_one_panel_for_every_link()
     assert [label.get_text() for label in first.get_xticklabels()] == ["25", "100", "250"]
 
 
-def test_overheads_are_lines_with_what_the_paper_prints_beside_them() -> None:
+def test_overheads_are_lines_with_the_papers_values_next_to_them() -> None:
     rows = [
         {"network": network, "minutes": minutes, "overhead_percent": 0.5 / minutes, "devices": 100}
         for network, minutes in product(("vgg5", "mine"), (60, 1, 10))
@@ -282,7 +282,7 @@ def scale_rows() -> Rows:
     ]
 
 
-def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link_and_everything_that_grows() -> None:
+def test_scale_has_a_curve_per_method_and_a_panel_per_link_and_quantity() -> None:
     axes = shown(draw("scale", scale_rows()))
     grows = ("epoch", "traffic of an epoch", "server", "planning")
     assert [one.get_title() for one in axes] == [
@@ -298,7 +298,7 @@ def test_scale_has_a_curve_for_every_method_in_a_panel_for_every_link_and_everyt
     assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 3
 
 
-def test_marks_of_what_was_not_run_are_hollow_and_the_legend_says_so() -> None:
+def test_marks_of_rows_that_were_not_run_are_hollow_and_explained_in_the_legend() -> None:
     rows = scale_rows()
     figure = draw("scale", rows)
     hollow = {
@@ -315,7 +315,7 @@ def test_marks_of_what_was_not_run_are_hollow_and_the_legend_says_so() -> None:
     assert "computed from shorter intervals" in entries(bandwidth)
 
 
-def test_numbers_below_an_axis_are_left_out_where_they_would_lie_on_each_other() -> None:
+def test_numbers_below_an_axis_are_left_out_where_they_would_overlap() -> None:
     counts = (1, 10, 100, 110, 1000)
     rows = [row | {"devices": count, "seconds": 1.0} for count in counts for row in time_rows("vgg5")]
     labels = [label.get_text() for label in shown(draw("scale", rows))[0].get_xticklabels()]
@@ -350,7 +350,7 @@ def test_a_map_marks_the_chosen_pair_and_the_best_one() -> None:
 
 
 @pytest.mark.slow
-def test_scores_are_a_line_each_with_what_is_published_and_both_thresholds() -> None:
+def test_scores_have_a_line_each_with_the_published_one_and_both_thresholds() -> None:
     rows = [
         {"network": "vgg5", "data": "cifar10", "link": link, "score": ours, "its_score": printed}
         for link, ours, printed in (("4g", 0.93, 1.0), ("wifi", 1.0, 0.98))
@@ -369,7 +369,7 @@ def test_scores_are_a_line_each_with_what_is_published_and_both_thresholds() -> 
 # --- rows, figures and files
 
 
-def test_methods_beside_each_other_become_rows_of_their_own() -> None:
+def test_methods_side_by_side_become_separate_rows() -> None:
     (fl, pipar) = by_method([{"link": "4g", "fl_s": 3.0, "pipar_s": 1.0, "pipar_server_idle": 0.5}])
     assert (fl["method"], fl["seconds"], fl["link"]) == ("fl", 3.0, "4g")
     assert (pipar["method"], pipar["seconds"], pipar["server_idle_s"]) == ("pipar", 1.0, 0.5)
@@ -377,7 +377,7 @@ def test_methods_beside_each_other_become_rows_of_their_own() -> None:
     assert by_method(time_rows("vgg5")) == time_rows("vgg5")
 
 
-def test_small_and_large_networks_and_other_testbeds_have_figures_of_their_own() -> None:
+def test_small_networks_large_networks_and_other_testbeds_have_separate_figures() -> None:
     rows = [{"network": network, "devices": count} for network, count in product(("vgg5", "vgg16"), (100, 10))]
     assert [ending for ending, _ in figures_of(rows, ("size", "devices"))] == [
         "-small-100", "-small-10", "-large-100", "-large-10",
@@ -413,7 +413,7 @@ def test_the_same_rows_give_the_same_files(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_user_with_settings_of_his_own_gets_the_same_files(tmp_path: Path) -> None:
+def test_a_users_own_settings_do_not_change_the_files(tmp_path: Path) -> None:
     import matplotlib
 
     (before, _) = plot("time", time_rows("vgg5"), tmp_path / "a")
@@ -422,7 +422,7 @@ def test_a_user_with_settings_of_his_own_gets_the_same_files(tmp_path: Path) -> 
     assert before.read_bytes() == after.read_bytes()
 
 
-def test_no_rows_are_no_figure(tmp_path: Path) -> None:
+def test_without_rows_there_is_no_figure(tmp_path: Path) -> None:
     assert plot("time", [], tmp_path) == []
     assert plot("convergence", [{"network": "vgg5", "data": "mnist", "val_loss": None}], tmp_path) == []
 
@@ -459,11 +459,11 @@ def test_columns_are_in_the_order_of_the_configuration_and_numbers_by_size() -> 
     assert distinct(rows, "n") == [9, 10, 100]
 
 
-def test_names_are_the_papers_and_others_stay_what_they_are() -> None:
+def test_names_are_the_papers_and_others_stay_unchanged() -> None:
     assert [name_of(key) for key in ("vgg5", "mine", 3, 2.50)] == ["VGG-5", "mine", "3", "2.5"]
 
 
-def test_every_seed_has_a_mark_beside_the_mean_of_its_method() -> None:
+def test_every_seed_has_a_mark_next_to_the_mean_of_its_method() -> None:
     found = shown(draw("accuracy", accuracy_rows()))
     assert [axes.get_title() for axes in found] == ["VGG-5 (MNIST)", "MobileNetV3-Small (MNIST)", "VGG-5 (CIFAR-10)"]
     for axes in found:

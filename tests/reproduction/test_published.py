@@ -43,7 +43,7 @@ def numbers(text: str) -> set[float]:
 # --- against the paper itself
 
 
-def test_every_number_stands_on_its_line(paper: list[str]) -> None:
+def test_every_number_is_on_its_line_of_the_paper(paper: list[str]) -> None:
     wrong = [
         (statement.name, bound)
         for statement in published().statements
@@ -118,7 +118,7 @@ def test_the_sums_over_the_tables_are_those_of_the_text() -> None:
     assert min(round(row.score, 2) for row in rows) == said("score").low
 
 
-def test_printed_scores_are_those_of_the_times_but_for_two() -> None:
+def test_all_printed_scores_except_two_follow_from_the_times() -> None:
     other = [
         (row.model, row.dataset, row.link)
         for row in published().selections
@@ -152,7 +152,7 @@ def test_our_networks_have_the_printed_layers(model: str) -> None:
 # --- asking
 
 
-def test_a_range_reads_as_the_paper_says_it() -> None:
+def test_a_range_prints_as_in_the_paper() -> None:
     said = published().statement
     assert str(said("speed-up-fl-vgg5")) == "1.4 to 3.4 x"
     assert str(said("server-idle-fl")) == "up to 64.1 x"
@@ -161,7 +161,7 @@ def test_a_range_reads_as_the_paper_says_it() -> None:
     assert str(said("curves-overlap")) == "in words"
 
 
-def test_every_experiment_has_something_said_about_it() -> None:
+def test_every_experiment_has_a_statement_of_the_paper() -> None:
     names = [
         "time",
         "idle",

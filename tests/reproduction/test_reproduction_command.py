@@ -88,7 +88,7 @@ def test_the_list_has_every_experiment(pipar: Callable[..., Told]) -> None:
 
 
 @pytest.mark.slow
-def test_the_list_has_times_that_were_measured_of_the_same_cells(
+def test_the_list_has_the_times_of_the_same_cells(
     pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
@@ -102,7 +102,7 @@ def test_the_list_has_times_that_were_measured_of_the_same_cells(
 
 
 @pytest.mark.slow
-def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told], tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_the_cells_to_run(pipar: Callable[..., Told], tmp_path: Path) -> None:
     out = str(tmp_path)
     pipar("tiny", "--quick", "-o", out, "--processes", "1")
     _, _, lines = pipar("tiny", "-o", out, "--processes", "1")
@@ -111,9 +111,7 @@ def test_the_time_left_is_that_of_what_has_to_be_run(pipar: Callable[..., Told],
 
 
 @pytest.mark.slow
-def test_cells_that_two_experiments_share_or_that_are_kept_do_not_count_as_time_left(
-    pipar: Callable[..., Told], tmp_path: Path
-) -> None:
+def test_shared_and_kept_cells_do_not_count_as_time_left(pipar: Callable[..., Told], tmp_path: Path) -> None:
     tiny = catalog.EXPERIMENTS["tiny"]
     assert len(_missing([tiny, replace(tiny, name="twice")], tmp_path, quick=False)) == 6
     pipar("tiny", "--quick", "-o", str(tmp_path), "--processes", "1")
@@ -136,7 +134,7 @@ def test_a_mistake_is_one_sentence(words: list[str], sentence: str, pipar: Calla
     assert sentence in lines
 
 
-def test_what_needs_something_that_is_not_here_is_left_out_and_named_before_anything_is_run(
+def test_experiments_that_lack_something_are_named_and_left_out_before_anything_is_run(
     pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noisy = replace(PRIVACY, name="noisy")

@@ -48,7 +48,7 @@ def test_pictures_of_a_folder_differ_by_names_and_sizes(tmp_path: Path) -> None:
     assert len({sources.counted_images("tiny_imagenet", folder) for folder in folders}) == 3
 
 
-def test_missing_images_and_those_that_come_with_pipar_have_no_hash(tmp_path: Path) -> None:
+def test_missing_and_built_in_images_have_no_hash(tmp_path: Path) -> None:
     assert sources.counted_images("cifar100", str(tmp_path)) is None
     assert sources.counted_images("digits", None) is None
 

@@ -52,7 +52,7 @@ def _instead(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> Runs:
     return runs
 
 
-def test_what_is_in_the_folder_is_read_and_the_rest_is_run(runs: Runs, tmp_path: Path) -> None:
+def test_cells_in_the_folder_are_read_and_the_others_are_run(runs: Runs, tmp_path: Path) -> None:
     first = list(sweep(cells(1, 2), tmp_path))
     second = list(sweep(cells(1, 2, 3), tmp_path))
     assert runs.seeds == [1, 2, 3]
@@ -72,7 +72,7 @@ def test_a_row_names_the_line_of_its_cell_which_has_the_configuration(runs: Runs
     assert runs.seeds == [7]
 
 
-def test_what_a_cell_took_is_kept_with_it(runs: Runs, tmp_path: Path) -> None:
+def test_the_duration_of_a_cell_is_kept_with_it(runs: Runs, tmp_path: Path) -> None:
     (first,) = sweep(cells(1), tmp_path)
     (again,) = sweep(cells(1), tmp_path)
     assert first.cpu_s is not None
@@ -95,7 +95,7 @@ def test_a_damaged_line_is_run_again_and_the_others_are_not(damaged: str, runs: 
 
 
 @pytest.mark.parametrize("torn", [1, 40, -1])
-def test_a_last_line_that_was_torn_by_a_crash_spoils_no_line_after_it(torn: int, runs: Runs, tmp_path: Path) -> None:
+def test_a_last_line_that_a_crash_truncated_does_not_damage_later_lines(torn: int, runs: Runs, tmp_path: Path) -> None:
     list(sweep(cells(1), tmp_path))
     whole = (tmp_path / FILE).read_bytes()
     list(sweep(cells(2), tmp_path))
@@ -105,7 +105,7 @@ def test_a_last_line_that_was_torn_by_a_crash_spoils_no_line_after_it(torn: int,
     assert runs.seeds == ([1, 2, 2, 3] if torn > 0 else [1, 2, 3]), "without its line break a line is whole"
 
 
-def test_a_disk_that_takes_half_a_line_is_one_sentence_and_the_cell_is_run_again(runs: Runs, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_mid_line_is_one_sentence_and_the_cell_is_run_again(runs: Runs, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_half_a_line_is_one_sentence_and_the_cell_is_run_again
     assert runs.seeds == [1, 1]
 
 
-def test_of_two_lines_with_one_hash_the_last_counts(runs: Runs, tmp_path: Path) -> None:
+def test_the_last_of_two_lines_with_one_hash_counts(runs: Runs, tmp_path: Path) -> None:
     (outcome,) = sweep(cells(1), tmp_path)
     append_outcome(tmp_path, replace(outcome, result={"fits": True, "seconds": 5.0}))
     (again,) = sweep(cells(1), tmp_path)
@@ -135,7 +135,7 @@ def test_two_cells_with_one_configuration_are_run_once(runs: Runs, tmp_path: Pat
     assert found[1].row["called"] == "otherwise"
 
 
-def test_an_interruption_keeps_what_is_done_and_the_next_sweep_goes_on(
+def test_an_interruption_keeps_finished_cells_and_the_next_sweep_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = _instead(monkeypatch, Runs(until=3))
@@ -167,7 +167,7 @@ def test_results_computed_while_sources_are_edited_are_not_kept(
     assert len(read_cells(tmp_path)) == 1
 
 
-def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_not(
+def test_trained_cells_depend_on_libraries_and_images_and_timed_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keys() -> list[str]:
@@ -182,7 +182,7 @@ def test_what_is_learned_depends_on_libraries_and_images_and_what_is_timed_does_
     assert changed("counted_images") == [True, True, False]
 
 
-def test_what_a_cell_depends_on_makes_its_name_and_its_labels_do_not() -> None:
+def test_the_hash_of_a_cell_covers_what_it_depends_on_but_not_its_labels() -> None:
     one = Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 1})
     assert one.hash == Cell("timing", {"run": {"seed": 1}}, {"a": 1}, {"x": 2}).hash
     others = [
@@ -209,7 +209,7 @@ def _own_fork_server() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_own_fork_server")
-def test_two_processes_give_what_one_does_and_leave_no_process_running(tmp_path: Path) -> None:
+def test_two_processes_give_the_results_of_one_and_leave_no_process_running(tmp_path: Path) -> None:
     tiny = [Cell("timing", {**TINY.tree(), "run": {**TINY.tree()["run"], "seed": seed}}) for seed in (1, 2, 3)]
 
     def found(folder: str, processes: int) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_two_processes_give_what_one_does_and_leave_no_process_running(tmp_path:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_says_how_to_continue_and_exits_130(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_cells_prints_how_to_continue_and_exits_with_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reproduction", "testbed", "--quick", "--processes", "2", "-o", "out"]
     environment = {**os.environ, "CI": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -29,7 +29,7 @@ def found(*values: float) -> Iterable[Found]:
 ROWS = [{"network": "vgg5", "s": 1.23456789, "plan": "P=1 | N=2"}, {"network": "vgg16", "s": None}]
 
 
-def test_markdown_has_four_digits_and_a_dash_for_nothing() -> None:
+def test_markdown_has_four_digits_and_a_dash_for_missing_values() -> None:
     assert as_markdown(ROWS, ("network", "s", "plan")).splitlines() == [
         "| network | s | plan |",
         "| --- | ---: | --- |",
@@ -47,7 +47,7 @@ def test_csv_has_every_digit() -> None:
     ("value", "shown"),
     [(12345.6, "12346"), (0.00012345, "0.0001234"), (10_000, "10,000"), (9_999, "9999"), (True, "yes"), (None, "-")],
 )
-def test_a_value_is_shown_short(value: object, shown: str) -> None:
+def test_a_value_is_shown_with_four_digits(value: object, shown: str) -> None:
     assert text(value) == shown
 
 
@@ -95,7 +95,7 @@ def test_the_ratio_is_that_to_a_number_or_a_bound(low: float | None, high: float
         (1.0, 1.0, {"below": "too little", "better": "less"}, "above"),
     ],
 )
-def test_a_line_that_could_come_out_outside_unexplained_cannot_be_written(
+def test_a_line_that_could_be_outside_without_a_reason_is_refused(
     low: float | None, high: float | None, why: dict[str, Any], needs: str
 ) -> None:
     with pytest.raises(AssertionError, match=f"does not say why ours would be {needs}"):
@@ -103,7 +103,7 @@ def test_a_line_that_could_come_out_outside_unexplained_cannot_be_written(
     assert Compared("V", "what", "", 1.0, low, high, **{**why, needs: "for a reason"}).verdict == "inside"
 
 
-def test_at_least_is_held_against_our_smallest_and_a_range_against_both_ends() -> None:
+def test_at_least_is_compared_with_our_smallest_and_a_range_with_both_ends() -> None:
     at_least, span = (published().statement(name) for name in ("score", "speed-up-fl-vgg5"))
     smallest = against(at_least, found(0.9, 1.0), below="why")
     assert (smallest.ours, smallest.run) == (0.9, "run0.9")
@@ -113,14 +113,14 @@ def test_at_least_is_held_against_our_smallest_and_a_range_against_both_ends() -
 
 
 @pytest.mark.parametrize(("largest", "verdict"), [(5.6, "below"), (25.0, "below"), (30.0, "inside"), (45.0, "above")])
-def test_up_to_is_reached_only_by_who_comes_near_it(largest: float, verdict: str) -> None:
+def test_up_to_is_reached_only_by_a_value_near_it(largest: float, verdict: str) -> None:
     line = against(published().statement("speed-up"), found(1.0, largest), below="the server is full", above="why")
     assert (line.paper, line.ours, line.verdict) == ("up to 34.6 x", largest, verdict)
     assert line.ratio == pytest.approx(largest / 34.6)
     assert ("the server is full" in comparison("Times", [line])) == (verdict == "below")
 
 
-def test_what_is_better_than_the_papers_number_is_called_so() -> None:
+def test_a_value_better_than_the_papers_is_marked_better() -> None:
     optimal, cost = published().statement("optimal-plans"), published().statement("planning-cost")
     assert [against(optimal, found(value), below="why", better="more").verdict for value in (80.0, 83.3, 95.0)] == [
         "below", "inside", "better",
@@ -131,7 +131,7 @@ def test_what_is_better_than_the_papers_number_is_called_so() -> None:
     assert against(cost, found(1.0, 30.0), above="why", better="less").ours == 30.0
 
 
-def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> None:
+def test_a_comparison_counts_lines_inside_and_gives_reasons_for_the_others() -> None:
     a, b, c = (explained("V-B", f"time of {which}", "10 s", s, 10.0, 10.0, "s", within=0.25, run=which)
                for which, s in (("A", 9.0), ("B", 30.0), ("C", 2.0)))  # fmt: skip
     told = comparison("Times", [a, b, replace(c, better="less")])
@@ -141,13 +141,13 @@ def test_a_comparison_counts_what_is_inside_and_says_why_something_is_not() -> N
     assert "| V-B | time of C | 10 s | 2 s | 0.2 | better | C |" in told
 
 
-def test_a_table_without_the_cells_of_its_numbers_cannot_be_written() -> None:
+def test_a_table_without_the_cells_of_its_numbers_is_refused() -> None:
     with pytest.raises(AssertionError, match="does not name the cells"):
         Experiment("made-up", "Made up", lambda _: [], ("seed", "s"))
 
 
 @pytest.mark.parametrize(("quick", "command"), [(True, "made-up --quick`"), (False, "made-up`")])
-def test_a_table_says_what_to_type_to_get_it(quick: bool, command: str) -> None:
+def test_a_table_names_the_command_that_writes_it(quick: bool, command: str) -> None:
     assert f"`python -m reproduction {command}" in page(
         Experiment("made-up", "Made up", lambda _: [], ("run",)), [], quick=quick
     )
@@ -168,7 +168,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         write_tables(Experiment("made-up", "Made up", lambda _: [], ("run",)), [], tmp_path)
 
 
-def test_what_the_paper_says_nothing_of_is_not_counted_as_inside() -> None:
+def test_a_line_without_a_statement_of_the_paper_is_not_counted_as_inside() -> None:
     lines = [
         Compared("V", "said", "2 x", 2.0, 2.0, 2.0, below="why", above="why"),
         Compared("-", "ours alone", UNSAID, 7.0),

@@ -173,7 +173,7 @@ LAST_WORDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", LAST_WORDS)
-def test_the_session_of_a_lost_device_is_freed_at_once_without_garbage_collection(last: str) -> None:
+def test_the_session_of_a_lost_device_is_freed_without_garbage_collection(last: str) -> None:
     left: list[Session] = []
 
     class Looking(ScriptedLearner):

@@ -83,7 +83,7 @@ def test_a_device_whose_network_is_gone_is_silent_within_two_seconds_and_heard_w
 
 
 @pytest.mark.parametrize("method", ["pipar", "fl", "sl", "sfl2"])
-def test_a_slow_device_is_not_called_silent_again_and_again(method: str) -> None:
+def test_a_slow_device_is_not_reported_silent_repeatedly(method: str) -> None:
     seen: Seen = []
     lives = [honest("a", 100, speed=0.2), honest("b", 100, speed=0.1), watched(seen, 2000.0)]
     outcome = train(lives, epochs=2, method=method)

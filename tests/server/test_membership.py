@@ -291,7 +291,7 @@ def undisturbed() -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", Loss)
-def test_wherever_a_link_is_lost_for_a_while_the_device_resumes_where_it_was(loss: Loss, undisturbed: Outcome) -> None:
+def test_the_device_resumes_where_it_was_after_a_short_loss_at_any_frame(loss: Loss, undisturbed: Outcome) -> None:
     # After HELLO and WELCOME. A device that got STOP does not resume, so the server would wait for ever.
     frames = undisturbed.carried[1] - 2 * (loss is Loss.SILENT)
     for cut in range(3, frames):
@@ -308,7 +308,7 @@ def test_wherever_a_link_is_lost_for_a_while_the_device_resumes_where_it_was(los
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_links_may_be_lost_again_and_again_with_every_method(method: str) -> None:
+def test_links_may_be_lost_repeatedly_with_every_method(method: str) -> None:
     cuts = (9, 2, 5, 3, 4, 2, 7, 3, 6, 2, 4)
     outcome = train(
         [roaming("a", *cuts, loss=Loss.FRAMES), roaming("b", *cuts[::-1], loss=Loss.SILENT)],
@@ -406,7 +406,7 @@ def test_a_device_with_a_credential_that_joins_again_replaces_its_old_connection
     assert outcome.left_running == 0
 
 
-def test_a_device_without_a_credential_that_joins_again_is_told_to_retry() -> None:
+def test_a_device_without_a_credential_that_joins_again_is_asked_to_retry() -> None:
     said: list[object] = []
 
     async def comes_anew(channel: Channel) -> None:
@@ -475,7 +475,7 @@ def test_a_straggler_is_abandoned_and_takes_part_in_the_next_round() -> None:
 
 
 @pytest.mark.parametrize("method", ["pipar", "sfl", "sfl2", "fl"])
-def test_a_slow_device_is_abandoned_wherever_it_is_and_in_every_round(method: str) -> None:
+def test_a_slow_device_is_abandoned_at_any_point_and_in_every_round(method: str) -> None:
     alone_s = train([honest("a")], devices=("a",), method=method).results[0].seconds
     for later in range(9):
         outcome = train(

@@ -53,7 +53,7 @@ def test_turns_go_by_iteration_and_then_by_name_in_any_order_of_arrival(
     assert served(iterations, delays) == [turn for turn in by_hand for _ in range(2)]
 
 
-def test_one_device_alone_never_waits() -> None:
+def test_a_single_device_never_waits() -> None:
     assert served({"a": 3}, {"a": [0.0] * 4}) == [(n, "a") for n in (1, 1, 2, 2, 3, 3)]
 
 

@@ -232,7 +232,7 @@ def test_partly_received_messages_that_are_kept_are_found(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_place_that_is_kept_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_kept_forever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(self: Membership, session: Session, error: LinkError) -> None:
         if session.is_over or not session.is_welcome:
             self.end(session, error)
@@ -260,7 +260,7 @@ def test_a_replica_of_a_device_that_has_left_is_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_server_that_waits_for_ever_for_a_lost_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_waits_forever_for_a_lost_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def patient(self: Session) -> Message:
         while isinstance(message := await self.inbox.get(), Exception):
             pass

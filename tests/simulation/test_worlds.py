@@ -50,7 +50,7 @@ def test_every_invariant_holds_in_many_worlds(chunk: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_every_invariant_holds_when_one_kind_of_fault_comes_again_and_again(kind: str) -> None:
+def test_every_invariant_holds_when_one_kind_of_fault_repeats(kind: str) -> None:
     scenario = draw_scenario(7)
     names = scenario.names
     faults = [Fault(0.9 + 0.7 * n, kind, names[n % len(names)], 0.4 + n % 3, 4099 * n) for n in range(16)]

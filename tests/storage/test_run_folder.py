@@ -195,7 +195,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
     assert set(versions()) == {"pipar", "torch", "numpy", "grpcio"}
 
 
-def test_new_plans_are_in_the_result_if_an_epoch_was_trained_by_them(folder: RunFolder) -> None:
+def test_new_plans_are_in_the_result_if_an_epoch_was_trained_with_them(folder: RunFolder) -> None:
     seen: list[Event] = []
     watch = folder.event_recorder(seen.append)
     plans = {

@@ -64,7 +64,7 @@ def test_equal_seeds_and_names_wait_equally_long_and_others_do_not() -> None:
     assert waits(0, "pi-1") != waits(1, "pi-1")
 
 
-def test_another_lost_link_begins_with_a_short_pause_but_not_with_the_same() -> None:
+def test_another_lost_link_begins_with_a_short_but_different_pause() -> None:
     backoff = Backoff.of_device(0, "pi-1", Watch())
     first, second = (list(islice(backoff.pauses(), 7)) for _ in range(2))
     assert second[0].wait_s <= 0.5
@@ -87,7 +87,7 @@ def test_attempts_that_hang_end_when_the_time_is_up() -> None:
         assert watch.now_s == pytest.approx(100.0 + give_up_after_s)
 
 
-def test_the_time_counts_from_when_pauses_are_asked_for() -> None:
+def test_the_time_counts_from_the_first_request_for_a_pause() -> None:
     watch = Watch()
     pauses = Backoff(lambda: 1.0, watch, give_up_after_s=10.0).pauses()
     watch.now_s += 8.0  # the first attempt took so long
@@ -100,11 +100,11 @@ def test_time_that_attempts_take_counts() -> None:
     assert pauses == [Pause(1, 0.5, 9.5), Pause(2, 1.0, 4.5)]
 
 
-def test_no_patience_is_no_attempt() -> None:
+def test_without_time_there_is_no_attempt() -> None:
     assert list(Backoff(lambda: 1.0, Watch(), give_up_after_s=0.0).pauses()) == []
 
 
-def test_without_a_limit_it_goes_on_for_ever() -> None:
+def test_without_a_limit_there_is_always_another_attempt() -> None:
     watch = Watch()
     pauses = Backoff(lambda: 1.0, watch).pauses()
     for _ in range(5000):  # a power of two that was not held back would have overflowed

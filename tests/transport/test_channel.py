@@ -118,7 +118,7 @@ async def receive(channel: Channel, count: int) -> list[Message]:
 # --- the contract
 
 
-def test_messages_come_in_the_order_in_which_they_were_posted(world: World) -> None:
+def test_messages_arrive_in_the_order_in_which_they_were_posted(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> list[int]:
         for number in range(1, 201):
             device.post(activation(number, size=number * 50))
@@ -127,7 +127,7 @@ def test_messages_come_in_the_order_in_which_they_were_posted(world: World) -> N
     assert world.run(scenario) == list(range(1, 201))
 
 
-def test_a_large_message_comes_whole_with_small_ones_around_it(world: World) -> None:
+def test_a_large_message_arrives_whole_between_small_ones(world: World) -> None:
     sent = [activation(1), model(2_500_001), activation(2)]
 
     async def scenario(device: Channel, server: Channel) -> list[Message]:
@@ -153,7 +153,7 @@ def test_a_fault_overtakes_a_large_message_that_is_being_sent(world: World) -> N
     assert content_of(received[1]) == content_of(model(3_000_000))
 
 
-def test_both_directions_run_at_once(world: World) -> None:
+def test_both_directions_run_at_the_same_time(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> tuple[list[Message], list[Message]]:
         for number in range(1, 31):
             device.post(activation(number, 100_000))
@@ -269,7 +269,7 @@ def test_a_receive_that_is_cancelled_loses_no_message_and_not_the_connection(wor
     assert world.run(scenario) == [1, 2]
 
 
-def test_several_can_wait_for_the_same_drain(world: World) -> None:
+def test_several_tasks_can_wait_for_the_same_drain(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> int:
         device.post(model(1_200_000))
         await asyncio.gather(device.drain(), device.drain(), server.receive())
@@ -281,7 +281,7 @@ def test_several_can_wait_for_the_same_drain(world: World) -> None:
 # --- exact times, in virtual time only
 
 
-def test_a_message_ends_exactly_when_its_frame_has_gone_through_at_the_rate() -> None:
+def test_a_message_ends_exactly_when_its_frame_is_sent_at_the_rate() -> None:
     async def scenario(device: Channel, server: Channel) -> float:
         device.shape(8e6, 0.0)
         device.post(model(1_000_000))
@@ -291,7 +291,7 @@ def test_a_message_ends_exactly_when_its_frame_has_gone_through_at_the_rate() ->
     assert MemoryWorld().run(scenario) == (49 + 1_000_000) * 8 / 8e6 == 1.000049
 
 
-def test_frames_go_one_behind_the_other_and_leave_their_spans() -> None:
+def test_frames_are_sent_one_after_another_and_leave_their_spans() -> None:
     spans = []
 
     async def scenario(device: Channel, server: Channel) -> list[float]:
@@ -343,7 +343,7 @@ def test_without_a_rate_sending_takes_no_time() -> None:
     assert MemoryWorld().run(scenario) == 0.0
 
 
-def test_a_hollow_message_takes_as_long_as_a_full_one() -> None:
+def test_a_sizes_only_message_takes_as_long_as_a_full_one() -> None:
     async def scenario(device: Channel, server: Channel) -> float:
         device.shape(8e6, 0.0)
         device.post(Message(Kind.MODEL, body=Body(2_500_000)))
@@ -353,7 +353,7 @@ def test_a_hollow_message_takes_as_long_as_a_full_one() -> None:
     assert MemoryWorld().run(scenario) == pytest.approx((3 * 49 + 2_500_000) * 8 / 8e6, rel=1e-15)
 
 
-def test_a_fault_goes_out_between_two_chunks() -> None:
+def test_a_fault_is_sent_between_two_chunks() -> None:
     async def scenario(device: Channel, server: Channel) -> tuple[float, float]:
         device.shape(8e6, 0.0)
         device.post(model(3_000_000))
@@ -382,7 +382,7 @@ def test_a_message_that_no_frame_can_carry_is_refused_by_post() -> None:
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.1])
-def test_what_goes_wrong_in_sending_ends_the_connection_with_its_reason(latency_s: float) -> None:
+def test_an_error_while_sending_ends_the_connection_with_its_reason(latency_s: float) -> None:
     class Broken:
         def __init__(self, transport: Transport) -> None:
             self.read, self.close = transport.read, transport.close
@@ -441,7 +441,7 @@ def test_chunks_leave_as_they_are_encoded_and_not_before() -> None:
     assert at == pytest.approx(0.05 + 1.0 + 0.1, abs=1e-3)  # the last chunk was sent when it was there
 
 
-def test_what_opens_or_ends_a_link_overtakes_a_message_that_is_half_encoded(world: World) -> None:
+def test_a_message_that_opens_or_ends_a_link_overtakes_a_partly_encoded_one(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> bytes:
         message, chunks = growing(2)
         device.post(message)
@@ -455,7 +455,7 @@ def test_what_opens_or_ends_a_link_overtakes_a_message_that_is_half_encoded(worl
     assert world.run(scenario) == b"\0\1"
 
 
-def test_the_rate_of_an_emulated_link_is_known_and_that_of_a_real_one_when_it_has_carried_something() -> None:
+def test_the_rate_of_an_emulated_link_is_known_and_that_of_a_real_one_after_some_traffic() -> None:
     async def main() -> list[float | None]:
         near, far = memory_pair()
         real = Channel(near, Recorder("a"), UPLINK, is_real=True)

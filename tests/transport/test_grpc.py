@@ -60,7 +60,7 @@ async def good_connection(address: str, outcome: Outcome) -> None:
     assert isinstance(await outcome.get(), LinkError)
 
 
-def test_a_device_that_leaves_in_order_is_a_link_error_behind_its_last_message() -> None:
+def test_a_device_that_leaves_in_order_is_a_link_error_after_its_last_message() -> None:
     serve(good_connection)
 
 
@@ -89,7 +89,7 @@ def test_a_frame_longer_than_any_we_send_ends_its_connection_only() -> None:
     serve(scenario)
 
 
-def test_a_device_that_is_gone_without_a_word_is_a_link_error() -> None:
+def test_a_device_that_disappears_without_a_message_is_a_link_error() -> None:
     async def scenario(address: str, outcome: Outcome) -> None:
         channel = grpc.aio.insecure_channel(address)
         call = channel.stream_stream("/pipar.Link/Connect")()
@@ -129,7 +129,7 @@ def test_two_listeners_do_not_share_a_port() -> None:
 
 
 @pytest.mark.parametrize("steps", range(3))
-def test_a_stopped_listener_leaves_no_call_that_the_end_of_the_loop_cuts_short(
+def test_a_stopped_listener_leaves_no_open_call(
     steps: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipar.transport.grpc._GRACE_S", 0.05)
@@ -154,7 +154,7 @@ def test_a_stopped_listener_leaves_no_call_that_the_end_of_the_loop_cuts_short(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_stopped_listener_leaves_nobody_behind_who_watches_its_health(
+def test_a_stopped_listener_leaves_no_watcher_of_its_health(
     number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del number  # it is a race
@@ -172,7 +172,7 @@ def test_a_stopped_listener_leaves_nobody_behind_who_watches_its_health(
     assert capfd.readouterr().err == ""
 
 
-def test_connecting_to_nobody_is_a_link_error_after_the_timeout() -> None:
+def test_connecting_without_a_server_is_a_link_error_after_the_timeout() -> None:
     async def main() -> None:
         with socket.socket() as bound:  # bound, but nobody listens: nobody else gets the port meanwhile
             bound.bind(("127.0.0.1", 0))

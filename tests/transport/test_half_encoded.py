@@ -137,7 +137,7 @@ def came_whole(arrived: Arrived) -> None:
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("rate_bps", [20e6, 5e6])
 @pytest.mark.parametrize("away_s", [0.0, 0.25, 3.0])
-def test_a_message_cut_behind_any_chunk_comes_whole_over_the_next_link(
+def test_a_message_cut_after_any_chunk_arrives_whole_over_the_next_link(
     loss: Loss, rate_bps: float, away_s: float
 ) -> None:
     for cut in range(1, CHUNKS + 1):
@@ -150,14 +150,14 @@ def test_a_message_cut_behind_any_chunk_comes_whole_over_the_next_link(
 
 
 @pytest.mark.parametrize("loss", [Loss.FRAMES, Loss.SILENT])
-def test_a_message_may_be_cut_again_and_again(loss: Loss) -> None:
+def test_a_message_may_be_cut_repeatedly(loss: Loss) -> None:
     arrived = send([1, 2, 3, 1, 4, 5], loss, rate_bps=20e6, away_s=0.03)
     came_whole(arrived)
     assert len(arrived.taps) == 7
     assert [tap.sent[0] for tap in arrived.taps] == [(1, 0)] * 7  # from its beginning each time
 
 
-def test_a_message_that_is_encoded_while_no_link_is_there_comes_over_the_next_one() -> None:
+def test_a_message_that_is_encoded_without_a_link_arrives_over_the_next_one() -> None:
     arrived = send([1], Loss.SILENT, rate_bps=20e6, away_s=50.0)
     came_whole(arrived)
     assert arrived.taps[1].sent == [(1, chunk) for chunk in range(CHUNKS)] + [(2, 0)]
@@ -167,7 +167,7 @@ def test_a_message_that_is_encoded_while_no_link_is_there_comes_over_the_next_on
 
 
 @pytest.mark.parametrize("chunks_before", range(1, CHUNKS))
-def test_a_device_that_is_told_to_abandon_between_two_chunks_gets_both_in_order(chunks_before: int) -> None:
+def test_a_device_that_abandons_a_round_between_two_chunks_gets_both_in_order(chunks_before: int) -> None:
     """The rest of a message that has begun follows, also when nobody needs it: what is behind it waits for it."""
 
     async def main() -> list[Kind]:
@@ -208,7 +208,7 @@ def test_a_device_that_is_told_to_abandon_between_two_chunks_gets_both_in_order(
     assert run_virtually(main()) == [Kind.GRADIENT, Kind.ABANDON, Kind.ROUND]
 
 
-def test_an_answer_to_an_abandoned_round_is_not_begun() -> None:
+def test_no_answer_to_an_abandoned_round_is_started() -> None:
     """What was outstanding when the round was abandoned is outstanding no more: it is not to be counted off again."""
 
     async def main() -> tuple[int, list[Kind]]:

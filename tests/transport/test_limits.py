@@ -69,7 +69,7 @@ def run(main: Awaitable[None]) -> None:
 
 
 @pytest.mark.slow
-def test_what_nobody_reads_stays_with_the_sender() -> None:
+def test_unread_data_stays_with_the_sender() -> None:
     """Fifty megabytes are not taken in: only a few of them, and they are all there when somebody reads."""
 
     async def main() -> None:
@@ -96,7 +96,7 @@ def test_what_nobody_reads_stays_with_the_sender() -> None:
     run(main())
 
 
-def test_before_its_first_frame_is_read_one_is_held_of_a_newcomer() -> None:
+def test_at_most_one_frame_of_a_newcomer_is_held_before_it_is_read() -> None:
     async def main() -> None:
         async with listening() as server:
             device = await connect(server.address)
@@ -151,7 +151,7 @@ def test_a_credential_holds_two_streams_and_no_third(tmp_path: Path) -> None:
     run(main())
 
 
-def test_of_those_that_have_said_nothing_there_are_only_so_many() -> None:
+def test_the_number_of_streams_that_have_sent_nothing_is_limited() -> None:
     async def main() -> None:
         async with listening(limits=Limits(newcomers=2)) as server:
             silent = [await connect(server.address) for _ in range(2)]
@@ -167,7 +167,7 @@ def test_of_those_that_have_said_nothing_there_are_only_so_many() -> None:
     run(main())
 
 
-def test_who_says_nothing_is_not_waited_for() -> None:
+def test_a_stream_that_sends_nothing_is_ended() -> None:
     async def main() -> None:
         async with listening(limits=Limits(first_frame_s=0.1)) as server:
             device = await connect(server.address)
@@ -181,7 +181,7 @@ def test_who_says_nothing_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_behind_the_first_frame_silence_is_no_fault() -> None:
+def test_silence_after_the_first_frame_is_allowed() -> None:
     async def main() -> None:
         async with listening(limits=Limits(first_frame_s=2.0)) as server:
             device = await connect(server.address)
@@ -214,7 +214,7 @@ def test_a_compressed_message_is_not_unpacked(algorithm: grpc.Compression) -> No
     run(main())
 
 
-def test_health_is_watched_by_few_and_checked_by_all() -> None:
+def test_few_clients_can_watch_health_and_all_can_check_it() -> None:
     async def main() -> None:
         async with listening(limits=Limits(watchers=1)) as server, grpc.aio.insecure_channel(server.address) as channel:
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
@@ -231,7 +231,7 @@ def test_health_is_watched_by_few_and_checked_by_all() -> None:
 # --- rates
 
 
-def test_an_allowance_is_used_up_at_once_and_comes_back_in_time() -> None:
+def test_an_allowance_can_be_used_in_one_burst_and_refills_over_time() -> None:
     allowance = TokenBucket(RateLimit(burst=3, per_second=2.0))
     assert [allowance.take(100.0) for _ in range(5)] == [True, True, True, False, False]
     assert [allowance.take(100.5), allowance.take(100.5)] == [True, False]
@@ -239,7 +239,7 @@ def test_an_allowance_is_used_up_at_once_and_comes_back_in_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["pi-1", "pi-2", "phone"])
-def test_a_device_whose_link_breaks_all_the_time_never_connects_too_often(name: str) -> None:
+def test_a_device_whose_link_always_breaks_never_connects_too_often(name: str) -> None:
     """Two hours: each connection is lost as soon as it is made, and the next attempt is the first of a backoff."""
     now, allowance = 0.0, TokenBucket(Limits().streams)
     backoff = Backoff.of_device(1, name, lambda: now)
@@ -248,7 +248,7 @@ def test_a_device_whose_link_breaks_all_the_time_never_connects_too_often(name: 
         now += next(backoff.pauses()).wait_s
 
 
-def test_who_connects_too_often_is_refused_and_nobody_else(tmp_path: Path) -> None:
+def test_only_a_device_that_connects_too_often_is_refused(tmp_path: Path) -> None:
     folder = Folder.make(tmp_path / "certs")
 
     async def main() -> None:
@@ -265,7 +265,7 @@ def test_who_connects_too_often_is_refused_and_nobody_else(tmp_path: Path) -> No
     run(main())
 
 
-def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
+def test_without_credentials_all_devices_share_one_rate() -> None:
     async def main() -> None:
         async with listening(limits=Limits(open_streams=RateLimit(burst=2, per_second=0.01))) as server:
             server.leave()
@@ -277,7 +277,7 @@ def test_where_nobody_has_a_credential_all_share_one_rate() -> None:
     run(main())
 
 
-def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does(tmp_path: Path) -> None:
+def test_only_a_device_that_is_refused_repeatedly_waits_for_its_refusals(tmp_path: Path) -> None:
     folder = Folder.make(tmp_path / "certs")
 
     async def main(refusal_s: float) -> None:
@@ -343,7 +343,7 @@ def test_a_connection_without_a_stream_is_ended() -> None:
     run(main())
 
 
-def test_there_are_only_so_many_connections() -> None:
+def test_the_number_of_connections_is_limited() -> None:
     async def main() -> None:
         async with listening(limits=Limits(connections=2)) as server:
             devices = [await connect(server.address) for _ in range(2)]

@@ -86,9 +86,7 @@ async def bursts(
 @pytest.mark.parametrize(
     ("frames", "size_bytes"), [(6, 140_000), (12, 140_000), (10, 330_000), (3, 20_000), (2, 140_000), (1, 3_200_000)]
 )
-def test_a_burst_shows_the_rate_of_the_link_whatever_the_window_does(
-    frames: int, size_bytes: int, rate_bps: float
-) -> None:
+def test_a_burst_shows_the_rate_of_the_link_with_any_window(frames: int, size_bytes: int, rate_bps: float) -> None:
     ready, came = run_virtually(bursts(rate_bps, frames, size_bytes))
     assert estimate_traffic(ready, came).rate_bps == pytest.approx(rate_bps, rel=0.05)
     skewed = {key: moment._replace(at=moment.at + 1e6) for key, moment in ready.items()}
@@ -96,32 +94,32 @@ def test_a_burst_shows_the_rate_of_the_link_whatever_the_window_does(
 
 
 @pytest.mark.parametrize(("frames", "size_bytes"), [(6, 140_000), (12, 140_000), (10, 330_000)])
-def test_without_a_small_frame_a_burst_shows_it_as_well(frames: int, size_bytes: int) -> None:
+def test_a_burst_without_a_small_frame_also_shows_the_rate(frames: int, size_bytes: int) -> None:
     ready, came = run_virtually(bursts(7.5e6, frames, size_bytes))
     large = {key: moment for key, moment in ready.items() if came[key].size_bytes > size_bytes}
     assert len(large) < len(ready)
     assert estimate_traffic(large, came).rate_bps == pytest.approx(7.5e6, rel=0.01)
 
 
-def test_frames_that_never_wait_for_each_other_show_the_rate_by_what_they_take_longer_than_a_small_one() -> None:
+def test_frames_that_never_wait_show_the_rate_by_their_additional_time_over_a_small_one() -> None:
     ready, came = run_virtually(bursts(8e6, 5, 140_000, compute_s=0.5))
     assert estimate_traffic(ready, came).rate_bps == pytest.approx(8e6, rel=0.05)
     large = {key: moment for key, moment in ready.items() if came[key].size_bytes > 140_000}
     assert not estimate_traffic(large, came).is_enough  # as fast as they are computed is not as fast as the link is
 
 
-def test_a_machine_that_computes_more_slowly_than_the_link_carries_does_not_make_the_link_slow() -> None:
+def test_a_machine_that_is_slower_than_its_link_does_not_make_the_link_look_slow() -> None:
     ready, came = run_virtually(bursts(100e6, 10, 140_000, compute_s=0.05))
     assert estimate_traffic(ready, came).rate_bps == pytest.approx(100e6, rel=0.1)
 
 
-def test_nothing_is_known_of_a_link_that_has_carried_nothing() -> None:
+def test_the_rate_of_a_link_without_traffic_is_unknown() -> None:
     assert estimate_traffic({}, {}) == Traffic()
     ready, came = run_virtually(bursts(1e6, 6, 140_000))
     assert estimate_traffic(ready, {}) == estimate_traffic({}, came) == Traffic()
 
 
-def test_what_goes_again_over_another_connection_is_not_measured() -> None:
+def test_frames_that_are_sent_again_are_not_measured() -> None:
     async def main() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         near, far = memory_pair()
         device = Channel(near, Recorder("pi"), UPLINK, is_real=True, on_lost=lambda _: None)
@@ -141,7 +139,7 @@ def test_what_goes_again_over_another_connection_is_not_measured() -> None:
     assert run_virtually(main()) == ([(1, 0), (2, 0)], [(3, 0)])
 
 
-def test_an_emulated_link_has_no_moments_to_tell() -> None:
+def test_an_emulated_link_reports_no_frame_times() -> None:
     async def main() -> list[dict[str, Any]]:
         told = []
         for is_real, rate_bps in ((False, None), (True, 8e6)):
@@ -171,11 +169,11 @@ def test_a_log_remembers_the_last_frames_only() -> None:
      [[True, 0, 1.0]], [[1, 0, -1.0]], [[1, 0, 1.0]] * 102],
     ids=str,
 )  # fmt: skip
-def test_moments_that_are_none_are_refused(told: Any) -> None:
+def test_invalid_frame_times_are_refused(told: Any) -> None:
     assert read_frame_times(told) is None
 
 
-def test_traffic_that_cannot_be_is_refused() -> None:
+def test_impossible_traffic_is_refused() -> None:
     assert read_traffic({}) == Traffic()
     assert read_traffic({"up_bytes": 5, "up_s": 2.0}) == Traffic(5, 2.0)
     assert read_traffic({"up_bytes": -5, "up_s": 2.0}) is read_traffic({"up_bytes": 5, "up_s": "2"}) is None

@@ -90,7 +90,7 @@ def shaped() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("frames", "size_bytes", "bursts"), [(6, 140_000, 1), (6, 330_000, 1)])
-def test_bursts_show_what_a_shaped_link_carries(shaped: str, frames: int, size_bytes: int, bursts: int) -> None:
+def test_bursts_show_the_rate_of_a_shaped_link(shaped: str, frames: int, size_bytes: int, bursts: int) -> None:
     words = [str(word) for word in (sys.executable, __file__, frames, size_bytes, bursts)]
     # Headers of TCP and IP take 4 %; what one side acknowledges goes over the same link.
     wanted_bps = pytest.approx([RATE_BPS, RATE_BPS], rel=0.2)

@@ -71,7 +71,7 @@ UNREACHABLE = LinkError("No server answered.")
 # --- the first connection
 
 
-def test_a_server_is_dialled_with_longer_and_longer_pauses_until_it_answers() -> None:
+def test_a_server_is_dialled_with_increasing_pauses_until_it_answers() -> None:
     road = Road([UNREACHABLE] * 5 + [nothing])
 
     async def main() -> None:
@@ -85,7 +85,7 @@ def test_a_server_is_dialled_with_longer_and_longer_pauses_until_it_answers() ->
     assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0]
 
 
-def test_a_server_that_does_not_come_is_given_up_with_the_last_reason() -> None:
+def test_a_server_that_never_answers_is_given_up_with_the_last_reason() -> None:
     road = Road([UNREACHABLE] * 99)
 
     async def main() -> None:
@@ -115,7 +115,7 @@ def test_an_attempt_that_hangs_is_given_up_with_the_others(answers_before: int) 
     assert run_virtually(main()) == 10.0
 
 
-def test_who_has_waited_long_for_a_training_to_begin_has_all_its_patience_again() -> None:
+def test_a_long_wait_for_the_training_to_start_does_not_count_towards_giving_up() -> None:
     road = Road([nothing] * 2)
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_who_has_waited_long_for_a_training_to_begin_has_all_its_patience_again(
     assert road.attempts == [(1, 1.0)]
 
 
-def test_that_it_connects_is_said_first_and_that_it_has_whenever_it_does() -> None:
+def test_connecting_is_reported_first_and_connected_after_every_connection() -> None:
     road = Road([UNREACHABLE, nothing])
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_that_it_connects_is_said_first_and_that_it_has_whenever_it_does() -> No
     assert road.events == [Connecting("server:1"), refused, Connected("server:1")]
 
 
-def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() -> None:
+def test_a_server_that_accepts_connections_but_admits_no_device_is_not_flooded() -> None:
     road = Road([nothing] * 99)
 
     async def main() -> None:
@@ -161,7 +161,7 @@ def test_a_server_that_takes_connections_and_lets_nobody_in_is_not_hammered() ->
     assert road.dialled_at == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0, 55.0, 59.0]
 
 
-def test_what_is_not_the_links_fault_is_not_tried_again() -> None:
+def test_an_error_that_is_not_the_links_is_not_retried() -> None:
     road = Road([nothing, nothing])
 
     async def main() -> None:
@@ -201,14 +201,14 @@ def lives(road: Road, *ends: PiparError | None, lasts_s: float = 0.0) -> None:
 DAMAGED = ProtocolError("The peer sent bytes that are not a pipar frame.")
 
 
-def test_what_the_server_says_wrong_ends_a_session_and_not_the_device() -> None:
+def test_a_breach_by_the_server_ends_a_session_and_not_the_device() -> None:
     road = Road([nothing] * 3)
     lives(road, DAMAGED, DAMAGED, None, lasts_s=100.0)
     assert road.attempts == [(1, 1.0), (1, 1.0)]
     assert [event.reason for event in road.events if isinstance(event, Reconnecting)] == [str(DAMAGED)] * 2
 
 
-def test_a_server_that_says_something_wrong_at_once_is_not_hammered() -> None:
+def test_a_server_that_breaks_the_protocol_immediately_is_not_flooded() -> None:
     for lasts_s in (0.0, 5.0):
         road = Road([nothing] * 5)
         lives(road, *[DAMAGED] * 4, None, lasts_s=lasts_s)
@@ -216,7 +216,7 @@ def test_a_server_that_says_something_wrong_at_once_is_not_hammered() -> None:
 
 
 @pytest.mark.parametrize("final", [TrainingError("The server refused this device: no."), VersionError("version 9")])
-def test_what_the_server_says_on_purpose_and_another_version_end_the_device(final: PiparError) -> None:
+def test_an_error_that_the_server_sends_and_another_version_end_the_device(final: PiparError) -> None:
     road = Road([nothing, nothing])
     with pytest.raises(type(final)):
         lives(road, final, None)
@@ -253,7 +253,7 @@ async def failure(channel: Channel) -> LinkError:
     return caught.value
 
 
-def test_a_lost_link_is_replaced_and_what_was_posted_meanwhile_goes_over_the_new_one() -> None:
+def test_a_lost_link_is_replaced_and_messages_posted_meanwhile_are_sent_over_the_new_one() -> None:
     async def server(far: MemoryTransport) -> None:
         hello = await far.read()
         assert (hello.message.kind, hello.session, hello.sequence, hello.acknowledged) == (Kind.HELLO, 7, 0, 0)
@@ -279,7 +279,7 @@ def test_a_lost_link_is_replaced_and_what_was_posted_meanwhile_goes_over_the_new
     assert road.events[-1] == Connected("server:1")
 
 
-def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew() -> None:
+def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_again() -> None:
     road = Road([says(fault("That session is over.", again=True))])
     error = with_a_channel(road, failure)
     assert isinstance(error, SessionOverError)
@@ -298,15 +298,13 @@ def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_anew()
     ],
     ids=["unreachable", "silent", "damaged", "miscounts", "another error"],
 )
-def test_a_link_that_cannot_be_replaced_is_the_end_of_the_channel(
-    answers: list[Any], reason: str, is_over: bool
-) -> None:
+def test_a_link_that_cannot_be_replaced_ends_the_channel(answers: list[Any], reason: str, is_over: bool) -> None:
     error = with_a_channel(Road(answers), failure, gives_up_s=20.0)
     assert reason in str(error)
     assert isinstance(error, SessionOverError) is is_over
 
 
-def test_a_session_that_could_not_be_resumed_in_time_is_not_tried_for_as_long_again() -> None:
+def test_after_a_session_was_not_resumed_in_time_joining_gets_only_the_time_left() -> None:
     road = Road([nothing] + [UNREACHABLE] * 99)
 
     async def main() -> float:
@@ -337,7 +335,7 @@ def test_before_a_session_has_begun_there_is_nothing_to_resume() -> None:
     assert road.dialled_at == []
 
 
-def test_a_device_that_was_let_in_begins_with_short_pauses_when_it_joins_anew() -> None:
+def test_a_device_that_was_admitted_begins_with_short_pauses_when_it_joins_again() -> None:
     async def main() -> None:
         reconnector, lives = road.reconnector(), []
 

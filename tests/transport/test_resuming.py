@@ -110,7 +110,7 @@ WAYS = {
 
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("way", WAYS)
-def test_wherever_a_link_is_lost_every_message_comes_once_and_in_order(way: str, loss: Loss) -> None:
+def test_every_message_arrives_once_and_in_order_wherever_a_link_is_lost(way: str, loss: Loss) -> None:
     for frames in range(1, FRAMES + 1):
         said = converse([frames], loss, **WAYS[way])
         assert list(map(content_of, said.up)) == list(map(content_of, UP)), frames
@@ -120,7 +120,7 @@ def test_wherever_a_link_is_lost_every_message_comes_once_and_in_order(way: str,
 
 
 @pytest.mark.parametrize("loss", Loss)
-def test_links_may_be_lost_again_and_again(loss: Loss) -> None:
+def test_links_may_be_lost_repeatedly(loss: Loss) -> None:
     for first in range(1, FRAMES):
         said = converse([first, *range(1, 9), 3, 8, 2, 9, 1], loss, **WAYS["slowly"])
         assert list(map(content_of, said.up)) == list(map(content_of, UP))
@@ -129,7 +129,7 @@ def test_links_may_be_lost_again_and_again(loss: Loss) -> None:
         assert said.left_running == 0
 
 
-def test_a_message_is_sent_again_at_the_links_rate_and_behind_its_latency() -> None:
+def test_a_message_is_sent_again_at_the_links_rate_and_with_its_latency() -> None:
     undisturbed = converse([], Loss.CLEAN, rate_bps=8e6, latency_s=0.5)
     assert undisturbed.ended_at == pytest.approx((2_500_000 + 6 * 49 + 8 + 14) * 8 / 8e6 + 0.5, abs=1e-4)
     # The third frame arrives at 0.5 s, in the middle of the model's first chunk. A second later all goes again.
@@ -146,7 +146,7 @@ def two_channels() -> tuple[Channel, Channel, MemoryTransport, MemoryTransport]:
     return device, Channel(far, Recorder("server"), DOWNLINK, on_lost=lambda _: None), near, far
 
 
-def test_what_is_acknowledged_is_not_kept() -> None:
+def test_acknowledged_messages_are_not_kept() -> None:
     async def main() -> int:
         device, server, _, _ = two_channels()
         sent, most = [], 0
@@ -166,7 +166,7 @@ def test_what_is_acknowledged_is_not_kept() -> None:
     assert run_virtually(main()) <= 2  # the latest, and the one that a loop's variable still holds
 
 
-def test_what_is_not_acknowledged_is_kept_however_often_links_are_lost() -> None:
+def test_unacknowledged_messages_are_kept_over_any_number_of_lost_links() -> None:
     async def main() -> list[int]:
         device, server, near, _ = two_channels()
         for number in range(1, 6):
@@ -233,7 +233,7 @@ def test_a_link_to_a_peer_that_has_more_than_was_sent_is_not_attached() -> None:
 # --- links that are replaced
 
 
-def test_what_comes_late_over_a_former_link_is_ignored() -> None:
+def test_late_frames_of_a_former_link_are_ignored() -> None:
     async def main() -> list[int]:
         device, server, _, far = two_channels()
         near, newer = memory_pair()
@@ -309,7 +309,7 @@ def test_a_link_that_takes_nothing_is_given_up_when_another_one_comes(latency_s:
     assert run_virtually(main()) == [Kind.ACTIVATION, Kind.ROUND]
 
 
-def test_last_words_are_delivered_before_a_link_counts_as_lost() -> None:
+def test_the_last_messages_are_delivered_before_a_link_counts_as_lost() -> None:
     async def main() -> tuple[Kind, float]:
         device, server, _, far = two_channels()
         server.shape(None, 2.0)

@@ -53,14 +53,14 @@ def test_a_cycle_of_equal_rates_is_the_constant_rate(
         assert changing.reserve(ready_at, size_bytes) == pytest.approx(steady.reserve(ready_at, size_bytes), rel=1e-12)
 
 
-def test_a_frame_under_way_when_the_rate_changes_is_sent_partly_at_each() -> None:
+def test_a_frame_in_flight_when_the_rate_changes_is_sent_partly_at_each() -> None:
     pacer = Pacer(Rates((80.0, 8.0, 800.0), 10.0, since=5.0), 5.0)
     assert pacer.reserve(13.0, 21) == (13.0, 16.0)  # 20 bytes in 2 s, the last one in a second of its own
     assert pacer.reserve(14.0, 9 + 100) == (16.0, 26.0)
     assert pacer.reserve(34.0, 200) == (34.0, 45.0)  # 100 bytes in the last second, 100 at the first rate again
 
 
-def test_what_is_not_sent_when_a_limit_ends_is_sent_at_once() -> None:
+def test_bits_that_are_unsent_when_a_limit_ends_take_no_more_time() -> None:
     rates = Rates((8.0, None), 10.0)
     assert rates.end(5.0, 100 * 8) == 10.0
     assert rates.end(15.0, 100 * 8) == 15.0
@@ -100,7 +100,7 @@ def test_a_meter_reads_bytes_and_seconds_of_an_epoch() -> None:
     assert Traffic(100_000, 2.5).rate_bps == 320_000
 
 
-def test_a_meter_reads_a_link_as_it_has_been_lately() -> None:
+def test_a_meter_reads_the_recent_rate_of_a_link() -> None:
     meter = Meter()
     for rate_bps in (8e6, 80e6):
         for _ in range(100):  # each for 20 seconds
@@ -110,14 +110,14 @@ def test_a_meter_reads_a_link_as_it_has_been_lately() -> None:
     assert late.seconds == pytest.approx(5.0)
 
 
-def test_a_meter_of_a_very_slow_link_keeps_what_tells_something() -> None:
+def test_a_meter_of_a_very_slow_link_keeps_enough_traffic_for_a_rate() -> None:
     meter = Meter()
     for _ in range(100):
         meter.count(1, 1_000, 1.0)
     assert meter.read(1) == Traffic(64_000, 64.0)
 
 
-def test_a_meter_reads_the_epoch_before_where_one_says_too_little() -> None:
+def test_a_meter_reads_the_previous_epoch_if_one_has_too_little_traffic() -> None:
     meter = Meter()
     meter.count(1, 70_000, 2.0)
     meter.count(2, 63_999, 1.0)
@@ -126,14 +126,14 @@ def test_a_meter_reads_the_epoch_before_where_one_says_too_little() -> None:
     assert meter.read(2) == Traffic(63_999, 1.0)
 
 
-def test_a_meter_takes_what_is_known_of_an_epoch_if_it_tells_something() -> None:
+def test_a_meter_takes_the_traffic_of_an_epoch_if_it_is_enough_for_a_rate() -> None:
     meter = Meter()
     meter.take(1, Traffic(100_000, 2.0))
     meter.take(1, Traffic(100, 2.0))
     assert meter.read(1) == meter.read(2) == Traffic(100_000, 2.0)
 
 
-def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
+def test_a_channel_measures_its_rate_from_its_own_frames() -> None:
     async def main() -> Traffic:
         near, far = memory_pair()
         device, server = Channel(near, Recorder("pi"), UPLINK), Channel(far, Recorder("server"), DOWNLINK)
@@ -153,6 +153,6 @@ def test_a_channel_measures_its_rate_by_what_it_sends() -> None:
     assert traffic.rate_bps == pytest.approx(8e6, rel=1e-12)
 
 
-def test_what_is_faster_than_any_link_of_a_device_has_no_limit() -> None:
+def test_a_rate_beyond_any_devices_link_counts_as_unlimited() -> None:
     assert Traffic(10**9, 1.0).rate_bps is None
     assert Traffic(10**8, 1.0).rate_bps == 8e8

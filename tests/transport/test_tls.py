@@ -88,7 +88,7 @@ async def visit(house: House, security: DeviceSecurity | None) -> None:
 # --- let in
 
 
-def test_the_name_is_the_certificates(ours: Folder) -> None:
+def test_a_device_has_the_name_in_its_certificate(ours: Folder) -> None:
     async def main() -> None:
         async with house(ours.by_certificate) as server:
             await visit(server, ours.device("pi-1"))
@@ -100,7 +100,7 @@ def test_the_name_is_the_certificates(ours: Folder) -> None:
     run(main())
 
 
-def test_the_name_is_the_tokens(ours: Folder) -> None:
+def test_a_device_has_the_name_of_its_token(ours: Folder) -> None:
     async def main() -> None:
         async with house(ours.by_token) as server:
             await visit(server, ours.bearer("pi-2"))
@@ -212,7 +212,7 @@ def test_a_device_is_refused_with_one_sentence_when(case: str, ours: Folder, the
     run(main())
 
 
-def test_who_has_no_token_gets_unauthenticated_and_nothing_else(ours: Folder) -> None:
+def test_a_device_without_a_token_gets_unauthenticated_and_nothing_else(ours: Folder) -> None:
     async def main() -> None:
         credentials = grpc.ssl_channel_credentials((ours.path / "ca.pem").read_bytes())
         async with house(ours.by_token) as server, grpc.aio.secure_channel(server.address, credentials) as channel:
@@ -233,7 +233,7 @@ def test_who_has_no_token_gets_unauthenticated_and_nothing_else(ours: Folder) ->
     run(main())
 
 
-def test_the_peer_is_the_credentials_whatever_the_device_says_of_itself(ours: Folder) -> None:
+def test_a_devices_name_is_that_of_its_credential_and_not_the_one_it_claims(ours: Folder) -> None:
     async def main() -> None:
         async with house(ours.by_token) as server:
             transport = await connect(server.address, security=ours.bearer("pi-2"), timeout_s=PATIENCE_S)
@@ -276,7 +276,7 @@ def test_a_revoked_token_and_a_revoked_certificate_are_refused_at_the_next_conne
     run(main())
 
 
-def test_a_server_whose_tokens_cannot_be_read_any_more_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_server_whose_tokens_become_unreadable_admits_no_device(tmp_path: Path) -> None:
     folder = Folder.make(tmp_path / "certs")
 
     async def main() -> None:
@@ -294,7 +294,7 @@ def test_a_server_whose_tokens_cannot_be_read_any_more_lets_nobody_in(tmp_path: 
 @pytest.mark.parametrize(
     "content", [b"half", b"[]", b'{"phone-1": "\\ud800"}', b'{"phone-1": 5}', b'{"phone-1": "short"}', b"\xff", None]
 )
-def test_a_damaged_file_of_tokens_is_said_once_and_is_no_reason_to_fall_over(
+def test_a_damaged_file_of_tokens_is_reported_once_and_does_not_end_the_server(
     tmp_path: Path, content: bytes | None
 ) -> None:
     tokens, said = tmp_path / "tokens.json", list[str]()
@@ -315,9 +315,7 @@ def test_a_damaged_file_of_tokens_is_said_once_and_is_no_reason_to_fall_over(
         assert authenticator.name_of({}, shown) == "phone-1"
 
 
-def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_go_away(
-    ours: Folder, tmp_path: Path
-) -> None:
+def test_a_list_of_revoked_certificates_may_be_created_later_but_not_removed(ours: Folder, tmp_path: Path) -> None:
     for name in ("ca.pem", "server.pem", "server.key"):
         (tmp_path / name).write_bytes((ours.path / name).read_bytes())
     security, denied = ServerSecurity.from_folder(tmp_path), tmp_path / "denied.json"
@@ -336,7 +334,9 @@ def test_a_list_of_revoked_certificates_may_come_with_the_first_of_them_and_not_
 
 
 @pytest.mark.parametrize("content", [b'{"pi-1": [[1]]}', b'{"pi-1": "1234"}', b"null"])
-def test_a_damaged_list_of_revoked_certificates_lets_nobody_in(ours: Folder, tmp_path: Path, content: bytes) -> None:
+def test_with_a_damaged_list_of_revoked_certificates_no_device_is_admitted(
+    ours: Folder, tmp_path: Path, content: bytes
+) -> None:
     denied = tmp_path / "denied.json"
     denied.write_bytes(content)
     authenticator = Authenticator(replace(ours.by_certificate, denied=denied))
@@ -422,7 +422,7 @@ def test_an_expired_device_is_refused_by_the_server(expired: Folder) -> None:
         ("train.local:5", False),
     ],
 )
-def test_only_this_machine_is_loopback(address: str, loopback: bool) -> None:
+def test_only_addresses_of_this_machine_are_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) == loopback
 
 
@@ -486,7 +486,7 @@ async def _nobody(transport: Transport, _: str | None) -> None:
     raise AssertionError(transport)
 
 
-def test_a_device_shows_its_token_over_tls_or_on_this_machine_only() -> None:
+def test_a_device_sends_its_token_only_over_tls_or_on_loopback() -> None:
     shown = DeviceSecurity(token="pipar_secret", insecure=True)
     assert check_device(shown, "127.0.0.1:7700") is None
     with pytest.raises(InputError, match="without TLS: others could read the tokens"):
@@ -497,7 +497,9 @@ def test_a_device_shows_its_token_over_tls_or_on_this_machine_only() -> None:
     assert "secret" not in repr(shown)
 
 
-def test_a_device_without_a_certificate_is_told_what_makes_one(ours: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_certificate_names_the_command_that_makes_it(
+    ours: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ours.path.parent)
     away = DeviceSecurity.from_folder(ours.path, "pi-9")
     with pytest.raises(InputError) as refused:
@@ -509,7 +511,7 @@ def test_a_device_without_a_certificate_is_told_what_makes_one(ours: Folder, mon
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\n", "ü"])
-def test_a_token_that_cannot_be_sent_is_refused_before_it_is(token: str) -> None:
+def test_a_token_that_cannot_be_sent_is_refused_before_connecting(token: str) -> None:
     with pytest.raises(InputError, match="token has characters that no token has"):
         check_device(DeviceSecurity(token=token), "127.0.0.1:7700")
 
@@ -526,7 +528,7 @@ def test_explicitly_insecure_is_allowed(ours: Folder) -> None:
     assert check_server(anybody, "0.0.0.0:7700") is not None
 
 
-def test_a_certificate_whose_name_is_no_devices_names_nobody(ours: Folder) -> None:
+def test_a_certificate_without_a_valid_device_name_is_refused(ours: Folder) -> None:
     authenticator = Authenticator(ours.by_certificate)
     shown = (ours.path / "devices" / "pi-1.pem").read_bytes()
     for names in ([b"../pi"], [b""], [b"pi 1"], [b"p" * 65], [b"\xff"], [b"pi-1", b"pi-2"], []):
@@ -535,7 +537,7 @@ def test_a_certificate_whose_name_is_no_devices_names_nobody(ours: Folder) -> No
     assert authenticator.name_of({"x509_common_name": [b"pi-1"], "x509_pem_cert": [shown]}, ()) == "pi-1"
 
 
-def test_a_token_is_kept_as_a_hash_and_replaced_only_on_request(tmp_path: Path) -> None:
+def test_a_token_is_stored_as_a_hash_and_replaced_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     token = add_token(path, "pi")
     assert token not in path.read_text("utf-8")

@@ -90,14 +90,14 @@ def models(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[
 
 @settings(max_examples=40, deadline=None)
 @given(models())
-def test_every_bit_comes_back_whatever_the_receiver_has(
+def test_every_bit_is_restored_from_any_base(
     pair: tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]],
 ) -> None:
     comes_back(*pair)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_odd_value_comes_back_from_every_other(dtype: str) -> None:
+def test_every_special_value_is_restored_from_every_other(dtype: str) -> None:
     odd = np.array(ODD[dtype], f"<u{dtype[2]}").view(dtype)
     many = np.tile(np.repeat(odd, len(odd)), 40)
     base = np.tile(odd, 40 * len(odd))
@@ -108,7 +108,7 @@ def test_every_odd_value_comes_back_from_every_other(dtype: str) -> None:
 
 @pytest.mark.parametrize("count", [1, STRETCH - 1, STRETCH, STRETCH + 1, 2 * STRETCH + 3])
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i8", "|u1"])
-def test_sizes_around_a_stretch_come_back(count: int, dtype: str) -> None:
+def test_tensors_of_sizes_around_a_block_are_restored(count: int, dtype: str) -> None:
     base = (weights(count, "<f8") * 1000).astype(dtype)
     after = base.copy()
     after[-1] += 1  # in the last stretch alone
@@ -116,7 +116,7 @@ def test_sizes_around_a_stretch_come_back(count: int, dtype: str) -> None:
     comes_back({"w": stepped(base)}, {"w": base})
 
 
-def test_tensors_that_do_not_lie_in_one_piece_come_back() -> None:
+def test_tensors_that_are_not_contiguous_are_restored() -> None:
     base = weights(600).reshape(20, 30)
     comes_back({"w": stepped(base).T, "v": base[::2, ::-1]}, {"w": base.T, "v": base[1::2, ::-1]})
 
@@ -124,7 +124,7 @@ def test_tensors_that_do_not_lie_in_one_piece_come_back() -> None:
 # ---- how many bytes ----
 
 
-def test_what_has_not_changed_costs_a_byte() -> None:
+def test_an_unchanged_tensor_costs_a_byte() -> None:
     odd = {dtype: np.array(ODD[dtype], f"<u{dtype[2]}").view(dtype) for dtype in FLOATS}
     model = {"w": weights(200_000), "n": np.array(7), "none": np.zeros((0, 3)), **odd}
     assert comes_back(model, {name: tensor.copy() for name, tensor in model.items()}) == len(model)
@@ -182,7 +182,7 @@ def peak_bytes(payload: bytes, base: Tensors = BASE) -> int:
     return memory_peak.peak_bytes(lambda: decode_changes(view, base))
 
 
-def test_a_payload_that_is_cut_or_extended_is_refused() -> None:
+def test_a_truncated_or_extended_payload_is_refused() -> None:
     good = sent(MODEL, BASE)
     assert outcome(good) is None
     for length in {*range(0, len(good), 13), *range(8), len(good) - 1}:
@@ -210,12 +210,12 @@ def test_any_bytes_are_a_model_or_a_protocol_error(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("forms", [b"", bytes(3), bytes(5), bytes((SAME, SAME, SAME, 3)), bytes((WHOLE,) * 4)])
-def test_forms_that_cannot_be_are_refused(forms: bytes) -> None:
+def test_impossible_forms_are_refused(forms: bytes) -> None:
     assert outcome(bytes(4)) is None  # all the same
     assert outcome(forms) is not None
 
 
-def test_a_truth_value_that_is_neither_is_refused_or_put_right() -> None:
+def test_an_invalid_boolean_is_refused_or_corrected() -> None:
     """Of `b`, the first by its name: its bytes, or what they differ by."""
     for payload in (bytes((WHOLE, SAME, SAME, SAME)) + b"\x02\xff", bytes((CHANGED, SAME, SAME, SAME)) + b"\0\x0e\x0e"):
         try:
@@ -245,7 +245,7 @@ def test_a_bomb_takes_no_memory(announced: int) -> None:
     assert peak_bytes(bomb, LARGE) < 0.5 * LARGE["w"].nbytes  # a stretch and what it is made of, not all of it
 
 
-def test_a_bomb_behind_the_right_size_takes_no_memory() -> None:
+def test_a_bomb_that_announces_the_right_size_takes_no_memory() -> None:
     frame = b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", STRETCH) + b"\x02\x00\x10\0" * 800
     assert zstandard.get_frame_parameters(frame).content_size == STRETCH
     bomb = bytes((CHANGED,)) + struct.pack("<BI", 1, len(frame)) + frame
@@ -268,6 +268,6 @@ HUGE = {"w": np.zeros(10_000_000, np.float32), "z": np.zeros(8, np.float32)}
     ],
     ids=["forms only", "zeros", "ones", "too short", "an unknown form", "too short by a tensor"],
 )
-def test_nothing_is_made_of_a_payload_that_cannot_be_what_it_announces(payload: bytes) -> None:
+def test_a_payload_that_cannot_have_its_announced_parts_is_refused_unread(payload: bytes) -> None:
     assert outcome(payload, HUGE) is not None
     assert peak_bytes(payload, HUGE) < 1_000_000

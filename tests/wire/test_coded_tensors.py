@@ -54,7 +54,7 @@ def arrived(sent: list[Frame], assembler: Assembler | None = None) -> Message:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("encoding", ALL)
-def test_comes_back_with_its_labels(encoding: str, dtype: torch.dtype) -> None:
+def test_a_coded_tensor_is_restored_with_its_labels(encoding: str, dtype: torch.dtype) -> None:
     tensor, labels = rectified(dtype=dtype), torch.arange(20) % 10
     back = arrived(frames(message(tensor, encoding, labels)))
     assert torch.equal(read_labels(back, 10), labels)
@@ -66,7 +66,7 @@ def test_comes_back_with_its_labels(encoding: str, dtype: torch.dtype) -> None:
         assert 0 < float((read - tensor).norm() / tensor.norm()) < 0.7
 
 
-def test_gradient_comes_without_a_mask_where_the_activation_has_something() -> None:
+def test_a_gradient_is_sent_only_where_the_activation_is_not_zero_and_without_a_mask() -> None:
     activation, gradient = rectified(), torch.randn(SHAPE)
     kept = not_zero(activation)
     body = whole(tensor_body(gradient, encoding="sparse-planes", kept=kept))
@@ -75,7 +75,7 @@ def test_gradient_comes_without_a_mask_where_the_activation_has_something() -> N
     assert sum(buffer.nbytes for buffer in back.body.buffers) < 0.47 * gradient.nbytes  # half, and fewer exponents
 
 
-def test_is_as_large_as_before_encoding_for_every_limit() -> None:
+def test_limits_count_a_coded_tensor_with_its_size_before_encoding() -> None:
     tensor = torch.zeros(SHAPE)
     sent = frames(message(tensor))
     assert sum(frame.payload_bytes for frame in sent) < 1000
@@ -114,7 +114,7 @@ def test_chunk_that_does_not_fit_is_refused_before_it_is_kept(change: object) ->
     assert assembler.held_bytes == 0
 
 
-def test_another_encoding_than_was_agreed_upon_is_refused() -> None:
+def test_an_encoding_other_than_the_agreed_one_is_refused() -> None:
     back = arrived(frames(message(rectified(), "planes")))
     with pytest.raises(ProtocolError, match="encoded as planes, not as raw"):
         read_tensor(back, "raw")
@@ -127,7 +127,7 @@ def test_mask_of_another_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("labels", [None, torch.zeros(60, dtype=torch.int64)])
-def test_raw_tensor_is_copied_once_on_its_way_out_and_once_on_its_way_in(labels: torch.Tensor | None) -> None:
+def test_a_raw_tensor_is_copied_once_by_each_side(labels: torch.Tensor | None) -> None:
     tensor = torch.randn(60, 16, 32, 32)  # four frames
     packed, out_peak = _peak(lambda: [pack_frame(frame) for frame in cut_message(message(tensor, "raw", labels), 1, 1)])
     back = arrived([unpack_frame(data) for data in packed])
@@ -137,7 +137,7 @@ def test_raw_tensor_is_copied_once_on_its_way_out_and_once_on_its_way_in(labels:
     assert in_peak < 1.02 * tensor.nbytes
 
 
-def test_raw_tensor_lies_in_its_message_without_a_copy() -> None:
+def test_a_message_has_a_raw_tensor_without_a_copy() -> None:
     tensor = torch.randn(6, 16, 32, 32)
     first = np.frombuffer(message(tensor, "raw", None).body.buffers[0], np.uint8)
     assert first.ctypes.data == tensor.data_ptr()

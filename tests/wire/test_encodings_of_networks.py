@@ -34,7 +34,7 @@ def sent(tensor: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | None = N
     ("network", "encoding", "most"),
     [("vgg5", "sparse-planes", 0.6), ("mobilenetv3_small", "planes", 0.9)],
 )
-def test_a_micro_batch_shrinks_and_leaves_the_devices_gradients_as_they_are(
+def test_a_micro_batch_shrinks_and_the_devices_gradients_stay_the_same(
     network: str, encoding: str, most: float
 ) -> None:
     images = load_dataset("digits").train

@@ -53,7 +53,7 @@ def relu(count: int, zeros: float, seed: int = 0, dtype: str = "<f4") -> NDArray
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CODED), st.sampled_from([4, 8]), st.binary(max_size=300), st.integers(0, 2**32), st.booleans())
-def test_any_bits_come_back(encoding: str, item_bytes: int, data: bytes, seed: int, known: bool) -> None:
+def test_any_bits_are_restored(encoding: str, item_bytes: int, data: bytes, seed: int, known: bool) -> None:
     values = np.frombuffer(data[: len(data) // item_bytes * item_bytes], f"<f{item_bytes}").copy()
     chance = np.random.default_rng(seed)
     some = chance.random(values.size) < chance.random()
@@ -64,7 +64,7 @@ def test_any_bits_come_back(encoding: str, item_bytes: int, data: bytes, seed: i
 @pytest.mark.parametrize("dtype", ["<f4", "<f8"])
 @pytest.mark.parametrize("encoding", CODED)
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65, 1023, 40_960, 65_536])
-def test_sizes_around_boundaries_come_back(count: int, encoding: str, dtype: str) -> None:
+def test_values_of_sizes_around_boundaries_are_restored(count: int, encoding: str, dtype: str) -> None:
     chance = np.random.default_rng(count)
     for zeros in (0.0, 0.5, 0.95, 1.0):
         values = relu(count, zeros, count, dtype)
@@ -88,7 +88,7 @@ def test_a_known_mask_is_not_sent(encoding: str) -> None:
     assert len(round_trip(values, encoding, kept)) <= 1 + 4 * np.count_nonzero(kept)
 
 
-def test_each_encoding_saves_what_it_is_for() -> None:
+def test_each_encoding_saves_the_bytes_that_it_is_made_for() -> None:
     half, dense = relu(65_536, 0.5), relu(65_536, 0.0) - np.float32(0.3)
     size = {encoding: len(round_trip(half, encoding)) / half.nbytes for encoding in CODED}
     assert size["sparse"] == pytest.approx(0.5 + 1 / 32, abs=0.01)
@@ -98,7 +98,7 @@ def test_each_encoding_saves_what_it_is_for() -> None:
     assert len(round_trip(relu(65_536, 1.0), "sparse-planes")) < 64
 
 
-def test_float64_codes_the_rest_of_its_exponent() -> None:
+def test_float64_has_a_second_coded_byte() -> None:
     values = relu(30_000, 0.0, dtype="<f8")
     assert len(round_trip(values, "planes")) / values.nbytes < 0.87
 
@@ -154,7 +154,7 @@ def test_chunks_of_known_shapes(shape: tuple[int, ...], sizes: list[int]) -> Non
     assert chunk_sizes(shape, 4) == sizes
 
 
-def test_a_tensor_of_terabytes_is_cut_as_fast_as_it_has_chunks() -> None:
+def test_cutting_a_tensor_of_terabytes_takes_time_in_proportion_to_its_chunks() -> None:
     sizes = chunk_sizes((2**20, 2**10, 16, 16), 4)
     assert len(sizes) == 2**22
     assert set(sizes) == {2**16}

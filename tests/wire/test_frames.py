@@ -137,7 +137,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 # --- bytes
 
 
-def test_there_are_golden_bytes_of_every_kind() -> None:
+def test_every_kind_has_golden_bytes() -> None:
     assert set(GOLDEN) == set(Kind)
 
 
@@ -154,7 +154,7 @@ def test_a_frame_has_the_bytes_that_version_two_gave_it(kind: Kind) -> None:
     assert content_of(received) == content_of(message)
 
 
-def test_a_frame_says_how_many_bytes_it_puts_on_the_wire() -> None:
+def test_a_frame_knows_its_size_on_the_wire() -> None:
     for message, golden in GOLDEN.values():
         (frame,) = cut_message(message, 7, 9)
         assert frame.size_bytes == len(bytes.fromhex(golden))
@@ -184,7 +184,7 @@ def test_the_documents_table_is_the_headers_struct() -> None:
     assert f"has {wire_format._FIXED.size} bytes" in WIRE_MD
 
 
-def test_the_documents_names_stand_where_their_fields_are_packed() -> None:
+def test_the_documents_names_are_at_the_offsets_of_their_fields() -> None:
     values = {
         "kind": 3, "session": 11, "sequence": 12, "acknowledged": 10, "epoch": 13, "iteration": 14,
         "micro_batch": 15, "samples": 16, "batch_samples": 17, "dtype": 2, "encoding": 2,
@@ -243,7 +243,7 @@ def assemble(assembler: Assembler, frames: Iterator[Frame] | list[Frame]) -> lis
 
 
 @given(messages(), st.sampled_from([1, 1_000_000]))
-def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(message: Message, large: int) -> None:
+def test_a_message_of_any_length_and_any_number_of_buffers_is_restored_equal(message: Message, large: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire_format, "CHUNK_BYTES", 10)
         patch.setattr(wire_format, "LARGE_BODY_BYTES", large)
@@ -257,7 +257,7 @@ def test_a_message_of_any_length_and_any_number_of_buffers_comes_back_equal(mess
 @pytest.mark.parametrize(
     ("size", "chunks"), [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (2_000_000, 2), (2_000_001, 3)]
 )
-def test_a_body_is_cut_at_the_chunks_border(size: int, chunks: int) -> None:
+def test_a_body_is_cut_at_chunk_boundaries(size: int, chunks: int) -> None:
     message = Message(Kind.MODEL, body=Body.of(bytes(size // 2), bytes(size - size // 2), encoding="safetensors"))
     frames = frames_of(message)
     assert len(frames) == chunks
@@ -267,7 +267,7 @@ def test_a_body_is_cut_at_the_chunks_border(size: int, chunks: int) -> None:
 
 @settings(max_examples=50)
 @given(st.lists(messages(), min_size=2, max_size=4), st.randoms(use_true_random=False))
-def test_messages_whose_chunks_are_mixed_come_back_whole(several: list[Message], random: object) -> None:
+def test_messages_whose_chunks_are_interleaved_are_restored(several: list[Message], random: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire_format, "CHUNK_BYTES", 10)
         queues = [frames_of(message, sequence) for sequence, message in enumerate(several, start=1)]
@@ -280,7 +280,7 @@ def test_messages_whose_chunks_are_mixed_come_back_whole(several: list[Message],
 
 
 @given(st.integers(1, 3_500_000))
-def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) -> None:
+def test_a_sizes_only_message_is_cut_like_a_full_one_and_carries_nothing(size: int) -> None:
     message = Message(Kind.ACTIVATION, body=Body(size, dtype="float32"))
     frames = list(cut_message(message, 1, 1))
     assert sum(frame.payload_bytes for frame in frames) == size
@@ -289,7 +289,7 @@ def test_a_hollow_message_is_cut_like_a_full_one_and_carries_nothing(size: int) 
     assert received.body.is_size_only
 
 
-def test_a_large_body_is_put_together_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_assembled_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_format, "LARGE_BODY_BYTES", 2_500_000)
     for size, buffers in ((2_499_999, 3), (2_500_000, 1)):
         message = Message(Kind.MODEL, body=Body.of(bytes(1_100_000), b"x" * (size - 1_100_000)))
@@ -366,13 +366,13 @@ BAD_ORDERS: dict[str, Callable[[list[Frame]], list[Frame]]] = {
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("case", BAD_ORDERS)
-def test_chunks_are_refused_when_they_come(case: str) -> None:
+def test_chunks_are_refused_if_they_arrive(case: str) -> None:
     assembler = Assembler()
     with pytest.raises(ProtocolError, match="out of order"):
         assemble(assembler, BAD_ORDERS[case](three_chunks()))
 
 
-def test_what_an_assembler_has_forgotten_comes_again_from_its_beginning() -> None:
+def test_a_message_that_an_assembler_has_dropped_is_received_again_from_its_beginning() -> None:
     message = Message(Kind.MODEL, body=Body.of(bytes(2_500_000), encoding="safetensors"))
     frames, assembler = frames_of(message), Assembler()
     assert assemble(assembler, frames[:2]) == []
@@ -382,7 +382,7 @@ def test_what_an_assembler_has_forgotten_comes_again_from_its_beginning() -> Non
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_message_that_is_to_be_one_frame_is_refused_in_pieces() -> None:
+def test_a_message_that_must_be_one_frame_is_refused_in_pieces() -> None:
     (whole,) = frames_of(Message(Kind.HELLO, body=json_body({})), 0)
     assert content_of(whole.only()) == content_of(Message(Kind.HELLO, body=json_body({})))
     for frame in (three_chunks()[0], replace(whole, payload_bytes=1)):
@@ -390,13 +390,13 @@ def test_a_message_that_is_to_be_one_frame_is_refused_in_pieces() -> None:
             frame.only()
 
 
-def test_a_body_larger_than_the_receiver_takes_is_refused_at_its_first_frame() -> None:
+def test_a_body_larger_than_the_receivers_limit_is_refused_at_its_first_frame() -> None:
     frame = next(iter(cut_message(Message(Kind.MODEL, body=Body(3_000_000)), 1, 1)))
     with pytest.raises(ProtocolError, match="announces 3000000 bytes; at most 2999999"):
         Assembler(max_body_bytes=2_999_999).feed(frame)
 
 
-def test_a_limit_for_each_kind_holds_from_when_it_is_set_and_what_is_not_named_is_small() -> None:
+def test_limits_by_kind_apply_once_set_and_other_kinds_have_a_small_one() -> None:
     assembler = Assembler()
     frames = {kind: next(iter(cut_message(Message(kind, body=Body(1_500_000)), 1, kind))) for kind in Kind}
     assert assembler.feed(frames[Kind.MODEL]) is None
@@ -409,7 +409,7 @@ def test_a_limit_for_each_kind_holds_from_when_it_is_set_and_what_is_not_named_i
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_fifth_message_is_not_begun_while_four_are_half_received() -> None:
+def test_a_fifth_message_is_refused_while_four_are_half_received() -> None:
     begun = [frames_of(Message(Kind.MODEL, body=Body.of(bytes(25))), sequence) for sequence in range(1, 6)]
     assembler = Assembler()
     for frames in begun[:4]:
@@ -422,7 +422,7 @@ def test_a_fifth_message_is_not_begun_while_four_are_half_received() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_half_received_messages_together_announce_no_more_than_is_held() -> None:
+def test_half_received_messages_may_not_announce_more_than_the_limit_together() -> None:
     one, other = (frames_of(Message(Kind.MODEL, body=Body.of(bytes(25))), sequence) for sequence in (1, 2))
     assembler = Assembler(max_body_bytes=49)
     assert assembler.feed(one[0]) is None
@@ -439,7 +439,7 @@ def test_half_received_messages_together_announce_no_more_than_is_held() -> None
     ],
     ids=["micro-batch", "size", "dimensions"],
 )
-def test_what_no_header_can_say_does_not_fit(message: Message) -> None:
+def test_values_that_no_header_can_hold_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolError, match="does not fit the wire format"):
         check_fits(message)
 

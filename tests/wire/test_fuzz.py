@@ -97,7 +97,7 @@ def test_damaged_frames_are_messages_or_protocol_errors(count: int, seed: int) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
-def test_damaged_frames_leave_no_memory_behind() -> None:
+def test_damaged_frames_leak_no_memory() -> None:
     bombard(500, 3)  # what is made once
     tracemalloc.start()
     try:
@@ -118,7 +118,7 @@ def test_any_bytes_in_any_place_of_a_frame_are_a_message_or_a_protocol_error(
     outcome(Assembler(), data[:place] + inserted + data[place:])
 
 
-def test_a_peer_that_begins_messages_and_never_ends_them_is_held_to_the_limit() -> None:
+def test_a_peer_that_never_completes_its_messages_stays_within_the_limit() -> None:
     """Headers that announce as much as there can be cost nothing; a full chunk of each is all that is ever kept."""
     chunk = bytes(wire_format.CHUNK_BYTES)
     assembler, kept = Assembler(limit=body_limit({Kind.MODEL: 3_000_000})), 0

@@ -59,7 +59,7 @@ def coded_section(frame: bytes) -> bytes:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("dtype", ["<f4", "<f8"])
 @pytest.mark.parametrize("known", [False, True])
-def test_a_payload_that_is_cut_or_extended_is_refused(encoding: str, dtype: str, known: bool) -> None:
+def test_a_truncated_or_extended_payload_is_refused(encoding: str, dtype: str, known: bool) -> None:
     kept = np.arange(COUNT) % 3 > 0 if known else None
     good = payload(encoding, dtype, kept)
     assert outcome(good, encoding, dtype=dtype, kept=kept) is None
@@ -105,12 +105,12 @@ def test_a_part_that_holds_more_or_less_than_needed_is_refused() -> None:
     assert outcome(b"\1" + coded_section(zstd(bytes(COUNT))) + rest, "planes") is None
 
 
-def test_a_part_that_does_not_say_what_it_holds_is_refused() -> None:
+def test_a_part_without_its_size_is_refused() -> None:
     silent = zstd(bytes(COUNT), write_content_size=False)
     assert "part of" in (outcome(b"\1" + coded_section(silent) + bytes(3 * COUNT), "planes") or "")
 
 
-def test_a_part_that_holds_other_than_it_says_is_refused() -> None:
+def test_a_part_with_another_size_than_it_announces_is_refused() -> None:
     frame = bytearray(zstd(bytes(60_000)))
     assert frame[4] >> 6 == 1  # its size is a uint16, 256 less than it is
     frame[5 : 5 + 2] = struct.pack("<H", COUNT - 256)
@@ -125,7 +125,7 @@ def test_two_frames_in_one_part_are_refused() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["sparse", "sparse-planes", "topk", "fp16"])
-def test_a_mask_that_keeps_other_values_than_came_is_refused(encoding: str) -> None:
+def test_a_mask_that_does_not_match_the_number_of_values_is_refused(encoding: str) -> None:
     head = b"" if encoding == "topk" else b"\1"
     item_bytes = 2 if encoding == "fp16" else 4
     mask = np.packbits(np.arange(COUNT) < 10, bitorder="little").tobytes()
@@ -166,7 +166,7 @@ def test_a_bomb_takes_no_memory(announced: int) -> None:
     assert peak_bytes(bomb, "planes", tensor) < 3 * tensor.nbytes
 
 
-def test_a_bomb_behind_the_right_size_takes_no_memory() -> None:
+def test_a_bomb_that_announces_the_right_size_takes_no_memory() -> None:
     """A frame that says the right size and decompresses to two thousand times as much."""
     tensor = values(50_000)
     frame = b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", tensor.size) + b"\x02\x00\x10\0" * 800

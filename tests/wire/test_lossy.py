@@ -82,7 +82,7 @@ def test_bf16_rounds_to_nearest_with_ties_to_even() -> None:
 
 @pytest.mark.parametrize(("encoding", "most"), [("fp16", 2**-11), ("bf16", 2**-8)])
 @pytest.mark.parametrize("dtype", ["<f4", "<f8"])
-def test_halves_are_off_by_their_last_place_and_leave_zeros_out(encoding: str, most: float, dtype: str) -> None:
+def test_halves_are_exact_to_their_last_place_and_leave_zeros_out(encoding: str, most: float, dtype: str) -> None:
     tensor = activations(dtype=dtype)
     got, size = sent(tensor, encoding)
     np.testing.assert_allclose(got, tensor, rtol=most, atol=1e-7)
@@ -92,7 +92,7 @@ def test_halves_are_off_by_their_last_place_and_leave_zeros_out(encoding: str, m
 # ---- int8 ----
 
 
-def test_int8_is_off_by_less_than_a_step_of_its_row_and_right_on_average() -> None:
+def test_int8_has_an_error_below_a_step_of_its_row_and_none_on_average() -> None:
     tensor = activations() - np.float32(0.2)
     chance = np.random.default_rng(3)
     tensor *= (10.0 ** chance.integers(-6, 6, (10, 16, 1, 1))).astype(np.float32)  # rows of every size
@@ -106,7 +106,7 @@ def test_int8_is_off_by_less_than_a_step_of_its_row_and_right_on_average() -> No
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (50, 5, 1, 1), (9, 7, 2, 2), (3, 5, 9, 9), (1, 1), (4, 1000), (11,)])
-def test_int8_takes_rows_of_any_length(shape: tuple[int, ...]) -> None:
+def test_int8_encodes_rows_of_any_length(shape: tuple[int, ...]) -> None:
     tensor = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
     got, size = sent(tensor, "int8")
     np.testing.assert_allclose(got, tensor, atol=np.abs(tensor).max() / 127)
@@ -125,7 +125,7 @@ def test_a_row_of_int8_that_is_not_finite_is_noticed() -> None:
 # ---- the largest ----
 
 
-def test_topk_keeps_the_largest_tenth_as_it_is() -> None:
+def test_topk_keeps_the_largest_tenth_unchanged() -> None:
     tensor = activations()[:1] - np.float32(0.4)
     got, size = sent(tensor, "topk")
     kept = got != 0
@@ -135,7 +135,7 @@ def test_topk_keeps_the_largest_tenth_as_it_is() -> None:
     assert size < 0.14 * tensor.nbytes
 
 
-def test_topk_keeps_what_is_not_a_number() -> None:
+def test_topk_keeps_values_that_are_not_a_number() -> None:
     tensor = activations()[:1]
     tensor[0, 0, 0, 0] = np.nan
     assert np.isnan(sent(tensor, "topk")[0][0, 0, 0, 0])
@@ -189,7 +189,7 @@ def test_the_error_is_counted(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["int8", "topk"])
-def test_what_is_lost_of_one_micro_batch_comes_with_later_ones(encoding: str) -> None:
+def test_the_loss_of_one_micro_batch_is_sent_with_later_ones(encoding: str) -> None:
     """The same values again and again: with a residual the mean of what is received comes to be their mean."""
     tensor = activations(4)
     tensor[:] = tensor[:1]  # the mean over the samples is each of them
@@ -210,7 +210,7 @@ def test_a_residual_is_the_mean_loss_of_a_sample() -> None:
     np.testing.assert_allclose(residual.carried, (tensor - got).mean(axis=0, dtype=float), atol=1e-7)
 
 
-def test_a_residual_finds_its_positions_however_a_tensor_is_cut() -> None:
+def test_a_residual_has_the_same_positions_for_any_chunks() -> None:
     tensor = np.random.default_rng(10).standard_normal(1200).astype(np.float32)
     carried = []
     for cuts in ([1200], [100, 500, 600], [300] * 4, [1] * 10 + [1190]):

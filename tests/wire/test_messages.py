@@ -31,7 +31,7 @@ def activation(samples: int = 3, shape: tuple[int, ...] = (3, 2), dtype: str = "
     return Message(Kind.ACTIVATION, 1, 1, 1, samples, 10, Body.of(bytes(size), dtype=dtype, shape=shape))
 
 
-def test_the_tensor_of_an_activation_stands_before_its_labels() -> None:
+def test_the_tensor_of_an_activation_comes_before_its_labels() -> None:
     assert tensor_bytes(activation()) == 24
     assert tensor_bytes(activation(dtype="float64", size=60)) == 48
 
@@ -63,7 +63,7 @@ def test_a_tensor_that_contradicts_its_header_is_refused(message: Message, sente
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
-def test_json_comes_back_equal(value: object) -> None:
+def test_json_is_restored_equal(value: object) -> None:
     content = {"a": value}
     assert read_json(Message(Kind.HELLO, body=json_body(content))) == content
 
@@ -80,20 +80,20 @@ def test_any_bytes_are_a_json_object_or_a_protocol_error(data: bytes) -> None:
         assert isinstance(read_json(Message(Kind.HELLO, body=Body.of(data))), dict)
 
 
-def test_a_body_of_one_buffer_is_not_copied_and_of_several_is_laid_end_to_end() -> None:
+def test_a_body_of_one_buffer_is_not_copied_and_several_are_joined() -> None:
     one = Body.of(struct.pack("<2i", 1, 2))
     assert one.contiguous() is one.buffers[0]
     several = Body.of(b"ab", b"", memoryview(b"cd"))
     assert (bytes(several.contiguous()), several.size_bytes, len(several.buffers)) == (b"abcd", 4, 2)
 
 
-def test_only_a_body_with_a_size_and_no_bytes_is_hollow() -> None:
+def test_only_a_body_with_a_size_and_no_bytes_has_sizes_only() -> None:
     assert Body(5).is_size_only
     assert not Body().is_size_only
     assert not Body.of(b"x").is_size_only
 
 
-def test_orders_come_back_equal() -> None:
+def test_orders_are_restored_equal() -> None:
     assert Orders.read(Message(Kind.WELCOME, body=ORDERS.to_body())) == ORDERS
 
 
@@ -112,7 +112,7 @@ def test_a_welcome_without_one_of_its_keys_is_refused(key: str) -> None:
     [{"more": 1}, {"plan": 1}, {"layers": "5"}, {"layers": True}, {"batch_statistics": 0}, {"schedule": None}],
     ids=str,
 )
-def test_a_welcome_with_a_strange_value_is_refused(change: dict[str, object]) -> None:
+def test_a_welcome_with_an_invalid_value_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="does not have the fields of this pipar version"):
         Orders.read(Message(Kind.WELCOME, body=json_body({**WELCOME, **change})))
 
@@ -124,7 +124,7 @@ def test_a_welcome_with_a_count_of_zero_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("proximal", [-0.1, float("nan"), float("inf")])
-def test_a_welcome_with_a_proximal_weight_that_is_no_positive_number_is_refused(proximal: float) -> None:
+def test_a_welcome_with_a_proximal_weight_that_is_not_a_positive_number_is_refused(proximal: float) -> None:
     with pytest.raises(ProtocolError, match="proximal weight"):
         Orders.read(Message(Kind.WELCOME, body=replace(ORDERS, proximal=proximal).to_body()))
 
@@ -138,7 +138,7 @@ def test_a_welcome_with_noise_that_is_rounded_away_is_refused(noise: dict[str, f
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 1), Plan(5, 7, 3)])
-def test_a_plan_changes_the_orders_and_nothing_else_in_them(plan: Plan) -> None:
+def test_a_plan_changes_nothing_else_in_the_orders(plan: Plan) -> None:
     message = Message(Kind.PLAN, 1, body=plan_body(plan))
     assert replace(ORDERS, layers=5).changed_by(message) == replace(ORDERS, layers=5, plan=plan)
 
