@@ -59,6 +59,7 @@ MADE_UP = {
     ): "planner.search imports launch.virtual, which",
     ("units", "if TYPE_CHECKING:\n    from pipar.job.job import Job"): "units imports job.job, which",
     ("nn.parts", "from pipar.transport.channel import Channel"): "nn.parts imports transport.channel, which",
+    ("nn.parts", "from pipar.transport import channel"): "nn.parts imports transport.channel, which",
     ("device.program", "from pipar.server.program import Server"): "device.program imports server.program, which",
     ("server.program", "import pipar.device.program"): "server.program imports device.program, which",
     ("planner.costs", "import torch"): "planner.costs imports torch",
@@ -134,9 +135,14 @@ def test_a_timing_only_run_imports_neither_torch_nor_grpc(
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("package", ["pipar", "pipar.planner.search", "pipar.planner.search_worker", "pipar.cli"])
-def test_importing_does_not_import_torch_or_grpc(package: str) -> None:
-    program = f"import sys, {package}; print([name for name in ('torch', 'grpc') if name in sys.modules])"
+#: Of packages that may import these libraries, modules that start without them.
+LIGHT = ("cli", "dashboard.serve", "job.prepare", "launch.virtual", "transport.in_memory", "transport.channel")
+
+
+@pytest.mark.parametrize("module", ["", *(f".{name}" for name in LIGHT), ".planner.search", ".planner.search_worker"])
+def test_importing_does_not_import_torch_grpc_or_uvicorn(module: str) -> None:
+    libraries = ("torch", "grpc", "uvicorn")
+    program = f"import sys, pipar{module}; print([name for name in {libraries} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )

@@ -120,9 +120,7 @@ def test_a_killed_device_is_shown_as_away_within_a_second_and_then_as_back(
             assert seen.page.get_attribute("tr[data-device=pi-1]", "data-state") == "training"
             here.let_go("pi-2")
             here.device("pi-2", address)
-            seen.page.wait_for_selector(
-                "tr[data-device=pi-2]:is([data-state=joined], [data-state=training])", timeout=60_000
-            )
+            seen.page.wait_for_selector("tr[data-device=pi-2]:is([data-state=joined], [data-state=training])")
             server.signal(signal.SIGTERM)
             seen.page.wait_for_selector(".live-badge[data-phase=stopped]")
             assert server.ends() == 0

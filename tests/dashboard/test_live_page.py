@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import http.client
@@ -11,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +20,14 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from pipar.dashboard import serve, web
+from pipar.dashboard.access import Access
 from pipar.dashboard.history import History
 from pipar.dashboard.serve import Dashboard, served
 from pipar.dashboard.state import LiveState
 from pipar.errors import InputError, TrainingError
 from pipar.events import Event, Joined, Lost, Progress, Started
+from pipar.execution.clock import run_virtually
+from pipar.monitoring import http_server
 
 TOKEN = "correct-horse-battery"
 _PLACE = re.compile(r"http://([^:/]+):(\d+)/")
@@ -209,6 +214,46 @@ def test_a_browser_gets_the_state_immediately_and_changes_soon() -> None:
         assert states_of(watcher.next()) == {"pi-1": "lost"}
         with watching(dashboard) as late:
             assert states_of(late.next()) == {"pi-1": "lost"}
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 1.0, 60.0])
+def test_a_browser_gets_a_change_within_two_seconds(after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time, and without sockets: what the page's thread waits for before it sends."""
+    ended = asyncio.Event()
+
+    class Server:
+        should_exit = False
+
+        async def serve(self, **_: object) -> None:
+            await ended.wait()
+
+    async def nothing_to_cut_off(_: object) -> None:
+        pass
+
+    monkeypatch.setattr(web, "page_server", lambda *_: Server())
+    monkeypatch.setattr(http_server, "cut_off_all", nothing_to_cut_off)
+    inbox: deque[tuple[float, Event]] = deque()
+    program = serve._Program(Access.of("127.0.0.1:0", None), inbox)
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as listening:
+            serving = asyncio.create_task(program._serve(listening))
+            stream = program._feed.open()
+            assert stream is not None
+            await asyncio.sleep(after_s)
+            inbox.append((0.0, Lost("pi-1", "its link broke")))
+            began = loop.time()
+            async for message in stream.messages():
+                if b'"lost"' in message:
+                    break
+            took_s = loop.time() - began
+            program.end("")
+            ended.set()
+            await serving
+        return took_s
+
+    assert run_virtually(main()) < 2.0
 
 
 def test_browsers_get_the_final_state() -> None:

@@ -38,6 +38,7 @@ from pipar.events import (
     Trained,
     Waiting,
 )
+from pipar.monitoring import metrics_endpoint
 from pipar.monitoring.metrics import Monitor, monitored
 from pipar.monitoring.metrics_endpoint import MetricsEndpoint
 
@@ -339,11 +340,15 @@ def test_the_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"health and metrics at http://127.0.0.1:{endpoint.port}"]
 
 
-def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor) -> None:
+def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_endpoint, "_SHUTDOWN_S", int(10 * PATIENCE_S))
     endpoint = MetricsEndpoint(monitor.answer, "127.0.0.1:0", patience_s=10 * PATIENCE_S)
     client = _hanging(endpoint)
     _ask(endpoint, "/healthz")
-    endpoint.stop()  # in less than `patience_s` of the endpoint, or what follows would fail
+    stopping = threading.Thread(target=endpoint.stop, daemon=True)
+    stopping.start()
+    stopping.join(PATIENCE_S)  # whatever it may wait for takes longer
+    assert not stopping.is_alive()
     assert client.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=1)

@@ -43,6 +43,12 @@ def ends_in_relu(part: nn.Sequential, input_shape: tuple[int, ...]) -> bool:
     return len(part) in rectified_cuts(part, input_shape)
 
 
+def test_a_part_ends_in_a_relu_exactly_if_the_network_has_that_cut() -> None:
+    model = build_model("vgg5", input_shape=CIFAR, classes=10)
+    parts = [split_model(model, split_point)[0] for split_point in range(1, 6)]
+    assert [ends_in_relu(part, CIFAR) for part in parts] == [True, True, True, True, False]
+
+
 # ---- a property: gradients of the weights do not depend on the gradient at zeros of the output ----
 
 

@@ -450,7 +450,7 @@ def test_two_iterations_of_equal_devices_that_do_not_wait_for_each_other_predict
     job = steady_job(count=4, cores=4, samples=120)
     fleet = job.fleet()
     first = simulate(fleet, job.plans, iterations=2)
-    assert all(len(ends) == 2 for ends in first.ends.values())
+    assert [len(ends) for ends in first.ends.values()] == [2] * 4
     assert first.extrapolated_epoch_s(fleet) == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=SAME)
 
 

@@ -102,6 +102,18 @@ deltas = st.sampled_from([1e-2, 1e-5, 1e-10])
 
 
 @settings(max_examples=40, deadline=None)
+@given(st.floats(0.1, 300), targets, deltas)
+def test_the_most_releases_of_a_budget_are_within_its_target_and_one_more_is_not(
+    multiplier: float, target: float, delta: float
+) -> None:
+    limit, each = budget(target, delta), cost(multiplier)
+    count = int(limit / each)
+    count -= count * each > limit  # a quotient that was rounded up
+    assert epsilon_after(multiplier, count, delta) <= target
+    assert epsilon_after(multiplier, count + 1, delta) > target * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10_000), targets, deltas)
 def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
     releases: int, target: float, delta: float
@@ -109,6 +121,7 @@ def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
     multiplier = smallest_multiplier(releases, target, delta)
     assert epsilon_after(multiplier, releases, delta) <= target
     assert epsilon_after(multiplier * (1 - 1e-6), releases, delta) > target
+    assert releases * cost(multiplier) <= budget(target, delta) < (releases + 1) * cost(multiplier)
 
 
 @settings(max_examples=40, deadline=None)

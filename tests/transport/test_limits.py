@@ -25,6 +25,7 @@ from pipar.wire.frames import Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
 
 QUICK = Keepalive(every_s=1.0, timeout_s=4.0)  # within which also a busy machine answers
+PATIENT = Keepalive(every_s=10 * PATIENCE_S, timeout_s=10 * PATIENCE_S)
 
 
 def frame(number: int = 1, size: int = 0) -> Frame:
@@ -303,32 +304,47 @@ def test_only_a_device_that_is_refused_repeatedly_waits_for_its_refusals(tmp_pat
 # --- sockets
 
 
-async def is_ended(address: str, sends: bytes = b"") -> bool:
-    """Whether a bare connection is ended by the server."""
-    host, _, port = address.rpartition(":")
+async def is_ended_first(limited: Doorman, patient: Doorman, sends: bytes = b"") -> bool:
+    """Whether a bare connection is ended by a server while an older one to a more patient server is still open."""
+    older = await bare_connection(patient, sends)
+    await asyncio.sleep(0.5)  # if both had the same limit, the older one would be ended before the other
+    younger = await bare_connection(limited, sends)
+    try:
+        await asyncio.wait_for(younger, PATIENCE_S)
+        return not older.done()
+    finally:
+        older.cancel()
+
+
+async def bare_connection(server: Doorman, sends: bytes) -> asyncio.Task[None]:
+    """Open a connection, and return a task that ends when the server ends it."""
+    host, _, port = server.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sends)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while await reader.read(1000):
-                pass
-        return True
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        writer.transport.abort()
+
+    async def wait_for_its_end() -> None:
+        try:
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1000):
+                    pass
+        finally:
+            writer.transport.abort()
+
+    return asyncio.create_task(wait_for_its_end())
 
 
 @pytest.mark.slow
 def test_a_connection_that_makes_no_handshake_is_ended(tmp_path: Path) -> None:
-    folder = Folder.make(tmp_path / "certs")
+    security = Folder.make(tmp_path / "certs").by_token
 
     async def main() -> None:
-        async with listening(security=folder.by_token, limits=Limits(handshake_s=0.5)) as server:
-            assert await is_ended(server.address)
-            assert await is_ended(server.address, b"GET / HTTP/1.1\r\n\r\n")
+        async with (
+            listening(security=security, limits=Limits(handshake_s=0.5)) as limited,
+            listening(security=security, limits=Limits(handshake_s=10 * PATIENCE_S)) as patient,
+        ):
+            assert await is_ended_first(limited, patient)
+            # What is no handshake is refused at once, whatever the limit.
+            await asyncio.wait_for(await bare_connection(patient, b"GET / HTTP/1.1\r\n\r\n"), PATIENCE_S)
 
     run(main())
 
@@ -336,9 +352,12 @@ def test_a_connection_that_makes_no_handshake_is_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_connection_without_a_stream_is_ended() -> None:
     async def main() -> None:
-        async with listening(limits=Limits(idle_s=1.0)) as server:
+        async with (
+            listening(limits=Limits(idle_s=1.0)) as limited,
+            listening(limits=Limits(idle_s=10 * PATIENCE_S)) as patient,
+        ):
             settings = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
-            assert await is_ended(server.address, settings)
+            assert await is_ended_first(limited, patient, settings)
 
     run(main())
 
@@ -401,24 +420,37 @@ class Cable:
 @pytest.mark.slow
 def test_a_cut_cable_is_noticed_at_both_ends() -> None:
     async def main() -> None:
-        async with listening(keepalive=QUICK) as server:
-            cable = Cable(server.address)
-            device = await connect(await cable.plug_in(), keepalive=QUICK)
-            far = await server.came.get()
-            await device.write(frame())
-            await far.read()
-            ends = [asyncio.ensure_future(end.read()) for end in (device, far)]
+        async with listening(keepalive=QUICK) as server, listening(keepalive=PATIENT) as other:
+            cable, other_cable = Cable(server.address), Cable(other.address)
+            device, *ends = await connected(server, cable, QUICK)
+            other_device, *other_ends = await connected(other, other_cable, PATIENT)
             _, silent = await asyncio.wait(ends, timeout=4)  # several pings: they are answered, and not too many
             assert len(silent) == 2
+            other_cable.cut()
             cable.cut()
             for end in ends:
                 with pytest.raises(LinkError):
                     await asyncio.wait_for(end, PATIENCE_S)
-            server.leave()
+            assert not any(end.done() for end in other_ends), "they are noticed by their own keepalives only"
+            for end in other_ends:
+                end.cancel()
             await device.close()
             await cable.remove()
+            await other_cable.remove()  # whose end is one of the connection
+            await other_device.close()
 
     run(main())
+
+
+async def connected(
+    server: Doorman, cable: Cable, keepalive: Keepalive
+) -> tuple[Transport, asyncio.Future[Frame], asyncio.Future[Frame]]:
+    """Connect over a cable; return the device's end, and what it and the server's end read next."""
+    device = await connect(await cable.plug_in(), keepalive=keepalive)
+    far = await server.came.get()
+    await device.write(frame())
+    await far.read()
+    return device, asyncio.ensure_future(device.read()), asyncio.ensure_future(far.read())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel
@@ -23,7 +23,8 @@ from pipar.transport.rate_estimate import estimate_traffic, read_frame_times
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 RATE_BPS = 8e6
-ATTEMPTS = 10
+#: A process that is never later than this dates its frames well enough: a frame takes 140 ms or more.
+PUNCTUAL_S = 0.05
 
 
 async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | None]:
@@ -92,17 +93,36 @@ def shaped() -> Iterator[str]:
 @pytest.mark.parametrize(("frames", "size_bytes", "bursts"), [(6, 140_000, 1), (6, 330_000, 1)])
 def test_bursts_show_the_rate_of_a_shaped_link(shaped: str, frames: int, size_bytes: int, bursts: int) -> None:
     words = [str(word) for word in (sys.executable, __file__, frames, size_bytes, bursts)]
+
+    def punctual() -> list[float | None] | None:
+        rates, late_s = json.loads(_run("ip", "netns", "exec", shaped, *words))
+        return rates if late_s < PUNCTUAL_S else None
+
+    # Only what the machine's load has spoilt is measured again: the first rates of a punctual process count.
+    up_bps, down_bps = until(punctual, "a process that is not held up")
     # Headers of TCP and IP take 4 %; what one side acknowledges goes over the same link.
-    wanted_bps = pytest.approx([RATE_BPS, RATE_BPS], rel=0.2)
-    # A busy machine reads late, and what it sees is slower. It is never faster, and not slower every time.
-    found: list[list[float]] = []
-    while len(found) < ATTEMPTS and (not found or found[-1] != wanted_bps):
-        found.append(json.loads(_run("ip", "netns", "exec", shaped, *words)))
-    assert found[-1] == wanted_bps, found
-    assert max(rate_bps for rates in found for rate_bps in rates) < 1.2 * RATE_BPS
+    assert up_bps == pytest.approx(RATE_BPS, rel=0.2)
+    assert down_bps == pytest.approx(RATE_BPS, rel=0.2)
+
+
+async def measured_with_lateness(frames: int, size_bytes: int, bursts: int) -> tuple[list[float | None], float]:
+    """Return the rates of both directions, and by how many seconds this process was held up most meanwhile."""
+    late_s = 0.0
+
+    async def watch() -> None:
+        nonlocal late_s
+        while True:
+            due = asyncio.get_running_loop().time() + 0.005
+            await asyncio.sleep(0.005)
+            late_s = max(late_s, asyncio.get_running_loop().time() - due)
+
+    watching = asyncio.create_task(watch())
+    rates = await measured(frames, size_bytes, bursts)
+    watching.cancel()
+    return rates, late_s
 
 
 if __name__ == "__main__":
     # Frames are dated when this process runs: ahead of whatever else the machine does, or the rate would be its load's.
     os.nice(-20)
-    print(json.dumps(asyncio.run(measured(*map(int, sys.argv[1:])))))
+    print(json.dumps(asyncio.run(measured_with_lateness(*map(int, sys.argv[1:])))))
