@@ -1,4 +1,4 @@
-"""What all tests may ask for."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import surroundings
 
-# What an example takes in seconds says what else the machine does.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let networks be measured in a fraction of a second, and so badly: for tests that only need some profile."""
+    """Measure networks in a fraction of a second, and so imprecisely: for tests that only need some profile."""
     from pipar.job.profiles import measured_profile
     from pipar.profiling import repeated_timing
 

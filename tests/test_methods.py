@@ -1,4 +1,4 @@
-"""Plans, as they are said and understood."""
+"""Plans as text, printed and parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests do not depend on how they are started, nor on each other: what they share lies in tests/support."""
+"""Tests do not depend on how they are started, nor on each other: shared code is in tests/support."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.waiting import PATIENCE_S
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-#: As nohup, a shell that runs something in the background, or a service that ends by other means might.
+#: Signals that nohup, a shell that starts background jobs, or a service manager might ignore.
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
 SHOW = "import os; print(open('/proc/self/status').read(), *os.environ)"
 

@@ -1,4 +1,4 @@
-"""Rates, durations and sizes are read as people write them, and anything else is one sentence."""
+"""Rates, durations and sizes are read as people write them; anything else is refused in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measurement of privacy's costs makes of the seconds that runs have taken, and how it draws them."""
+"""How the benchmark of privacy's costs evaluates and draws the seconds of runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_fastest_real_epochs_of_the_same_turn_are_compared() -> None:
 
 
 class Runs:
-    """Answers in place of runs, each a second longer than the one before, and remembers what was asked for."""
+    """Replaces runs: each takes a second longer than the previous one; records the requests."""
 
     def __init__(self) -> None:
         self.settings: list[Sequence[str]] = []

@@ -1,4 +1,4 @@
-"""The measurement of the planner's choices goes on where it was interrupted, and not with rows of another planner."""
+"""The benchmark of the planner's choices resumes after an interruption, but not with rows of another planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def selection() -> Any:
 
 
 class Scorer:
-    """Scores without simulating, and remembers what it was asked for; is interrupted after `most` rows."""
+    """Scores without simulating, and records its arguments; is interrupted after `most` rows."""
 
     def __init__(self, selection: Any, most: int = 99) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -27,7 +27,7 @@ class Scorer:
         self._most = most
 
     def __call__(self, cases: Iterable[tuple[Any, ...]], devices: int) -> Iterator[Any]:
-        for case in reversed(list(cases)):  # they come in any order
+        for case in reversed(list(cases)):  # they arrive in any order
             if len(self.asked) == self._most:
                 raise KeyboardInterrupt
             self.asked.append(case)
@@ -131,7 +131,7 @@ def test_a_disturbed_measurement_is_repeated_and_the_least_disturbed_one_counts(
     monkeypatch.setattr(prediction.time, "sleep", lambda _: None)
 
     def measured(*taken: int) -> int:
-        """Measure while the host takes so many of each hundred ticks; return which measurement counts."""
+        """Measure while the host takes this many of each hundred ticks; return which measurement counts."""
         ticks = iter([at for hundredth in taken for at in ((0, 0), (100 - hundredth, hundredth))])
         monkeypatch.setattr(prediction, "_clock_ticks", lambda: next(ticks))
         numbers = iter(range(1, 1 + len(taken)))

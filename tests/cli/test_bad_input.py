@@ -199,7 +199,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to stand in, with a module of factories and a torn file; runs go to `runs` in it."""
+    """The current folder, with a module of factories and a truncated file; runs go to `runs` in it."""
     (tmp_path / "own_models.py").write_text(FACTORIES, "utf-8")
     (tmp_path / "torn.toml").write_text(TORN, "utf-8")
     (tmp_path / "table.toml").write_text("[devices]\ncount = 3\n", "utf-8")

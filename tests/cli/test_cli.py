@@ -141,7 +141,7 @@ for command in {commands}:
     assert run[0] == "pipar run: preparing vgg5 on digits with pipar"
     assert compare[0] == "pipar compare: preparing vgg5 on digits with fl, pipar"
     assert server[0][10:] == "pipar server: preparing vgg5 on digits; will listen on any free port of 127.0.0.1"
-    assert "torch" in silent[0]  # a document for machines has no lines beside it
+    assert "torch" in silent[0]  # a JSON document is the only output
     assert device[0][10:] == "pipar device: preparing vgg5 on digits as device-1; server 127.0.0.1:9"
     said = json.loads(logged[0])
     assert (said["event"], said["program"], said["where"]) == ("Starting", "server", "127.0.0.1:50051")

@@ -227,7 +227,7 @@ def test_before_a_run_a_log_names_what_starts_and_a_terminal_keeps_nothing(
 
 
 def test_a_long_preparation_logs_its_progress_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(1000))  # a second passes with each look at the clock
+    now = iter(range(1000))  # each reading of the clock is a second later
     monkeypatch.setattr("pipar.cli.display.time", SimpleNamespace(monotonic=lambda: next(now)))
     events = [Preparing(f"Trying every plan: {n} of at most 30 combinations", n / 30) for n in range(1, 31)]
     lines = _shown(*events, terminal=False).splitlines()
@@ -289,7 +289,7 @@ def test_a_terminal_shows_the_progress_of_the_run(events: list[Event], says: lis
     assert max(len(line) for line in shown.replace("\r", "\n").splitlines() if "\x1b" not in line) <= 80
 
 
-# --- the screen is drawn by a thread of its own
+# --- the screen is drawn by a separate thread
 
 
 def _look_while_reporting(step: int) -> bool:

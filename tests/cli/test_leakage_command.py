@@ -26,7 +26,7 @@ SMALL = ["--data", "synthetic", "--set", "data.shape=[3,16,16]", "--set", "data.
 
 @pytest.fixture
 def pipar(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipar:
-    """Run `pipar leakage` in a folder of its own, and return what it wrote to standard output."""
+    """Run `pipar leakage` in a separate folder, and return what it wrote to standard output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -68,7 +68,7 @@ def test_a_page_follows_a_run_without_errors(tmp_path: Path, profiles: Path, ope
             assert seen.page.inner_text("[data-live=epoch]") == "1 of 2"
             for key in ("iteration", "loss"):
                 assert len(texts(seen, key, wanted=2)) == 2, key
-            # It counts down by itself: to look for a second value would prove nothing.
+            # It counts down without messages, so a second value would prove nothing.
             left = texts(seen, "left", wanted=1)
             assert re.fullmatch(r"0:[0-5]\d", *left)
             seen.page.locator("[data-live=epoch]", has_text="2 of 2").wait_for()
@@ -112,7 +112,7 @@ def test_a_killed_device_is_shown_as_away_within_a_second_and_then_as_back(
         with open_page(page_of(server)) as seen:
             here.wait_until_held("pi-2")
             seen.page.wait_for_selector("tr[data-device=pi-2][data-state=training]")
-            second.kill()  # its system ends the connection at once
+            second.kill()  # its system ends the connection immediately
             seen.page.wait_for_selector("tr[data-device=pi-2][data-state=away]")
             server.says("pi-2 lost its connection")
             assert "pi-2 is away" in seen.page.inner_text(".live-said")

@@ -283,7 +283,7 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(place(dashboard))
-    if said:  # a client that is disconnected at once could not send
+    if said:  # a client that is already disconnected cannot send
         client.sendall(said)
     return client
 

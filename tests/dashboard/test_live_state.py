@@ -58,7 +58,7 @@ def result(epoch: int, **changed: Any) -> EpochResult:
 
 
 def picture(*events: Event, at: float = 1000.0, every: float = 1.0) -> dict[str, Any]:
-    """Return what is shown when these have happened, one a second."""
+    """Return the shown state after these events, one per second."""
     state = LiveState()
     for number, event in enumerate(events):
         state.take(event, at + every * number)

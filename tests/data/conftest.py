@@ -14,7 +14,7 @@ BESIDE_THE_PROJECT = Path(__file__).parents[2].parent / "shared" / "data"
 
 @pytest.fixture
 def real_data() -> Path:
-    """The folder of real datasets: $PIPAR_DATA, else the one beside the project; else the test is skipped."""
+    """The folder of real datasets: $PIPAR_DATA, else the one next to the project; else the test is skipped."""
     folder = Path(os.environ.get("PIPAR_DATA", BESIDE_THE_PROJECT))
     if not folder.is_dir():
         pytest.skip(f"no datasets in {folder}: set PIPAR_DATA to run this test")

@@ -326,7 +326,7 @@ def test_an_abandoned_epoch_is_discarded_at_any_point(after_s: float) -> None:
     assert outcome.part.log[-20:] == ([f"fc{n}" for n in range(1, 6)] + [f"bc{n}" for n in range(1, 6)]) * 2
     assert outcome.trace is not None
     assert outcome.trace.epoch == 2
-    # What was under way on the lane when the epoch ended is not cut short: discarding waits for it.
+    # Work that was running on the lane when the epoch ended is not interrupted: discarding waits for it.
     assert discarded[0] <= outcome.spans("fc")[0].start
 
 

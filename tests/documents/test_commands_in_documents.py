@@ -17,7 +17,7 @@ from pipar.config_file import config_from
 
 RUN = ("sh", "python", "toml")
 SHOWN = ("text", "json", "ini")
-#: Why a block is not run. Whoever writes "covered by" names the test that does as much.
+#: Why a block is not run. "Covered by" names a test that does the same.
 REASONS = ("needs root", "needs two machines", "needs zsh or fish", "installs packages", "downloads")
 COVERED = re.compile(r"takes long: covered by (tests/\S+\.py)")
 
@@ -30,7 +30,7 @@ def name_of(document: Path) -> str:
 
 
 def runnable(blocks: list[Block]) -> list[Block]:
-    """Return what a reader does or compares; a configuration without a name is read by a test of its own."""
+    """Return the blocks that a reader runs or compares; configurations without a name have their own test."""
     return [block for block in blocks if block.reason is None and (block.language in ("sh", "python") or block.title)]
 
 
@@ -38,7 +38,7 @@ def has_reader(document: Path) -> bool:
     return bool(runnable(BLOCKS[document]))
 
 
-# --- nothing gets round it
+# --- every block is classified
 
 
 @pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
@@ -141,7 +141,7 @@ def test_a_reader_notices_a_command_that_fails(tmp_path: Path) -> None:
 
 
 def shown_commands(document: Path) -> list[str]:
-    """Return everything that reads like a command of pipar: in running text, and as a line of a block."""
+    """Return everything that looks like a command of pipar: in running text, and as a line of a block."""
     text = document.read_text("utf-8")
     inline = re.findall(r"(?<!`)`(pipar [^`]+)`(?!`)", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
     lines = [line for block in BLOCKS[document] if block.language in ("sh", "text") for line in block.commands_shown]
@@ -154,7 +154,7 @@ def known_options(command: click.Command) -> set[str]:
 
 
 def mistakes(words: list[str]) -> list[str]:
-    """Return which words are no commands or options; arguments are not looked at."""
+    """Return the words that are neither commands nor options; arguments are not checked."""
     command: click.Command = cli
     context = click.Context(cli)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""What lies in deploy/ is what the documents say, and what systemd, Docker and the configuration take."""
+"""The files in deploy/ agree with the documents, and are valid for systemd, Docker and the configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Unit = dict[str, dict[str, list[str]]]
 
 
 def unit(name: str) -> Unit:
-    """Return section, key and all values of a unit file; a key may stand there several times."""
+    """Return section, key and all values of a unit file; a key may occur several times."""
     found: Unit = defaultdict(lambda: defaultdict(list))
     section = ""
     for line in (DEPLOY / name).read_text("utf-8").splitlines():
@@ -84,7 +84,7 @@ def test_units_stop_restart_and_are_hardened(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNITS)
 def test_all_units_have_the_same_hardening(name: str) -> None:
-    # So that a mend in one of them is not forgotten in the other.
+    # So that a fix in one of them is not forgotten in the other.
     keys = ("Protect", "Private", "Restrict", "SystemCall", "Capability", "Ambient", "NoNew", "Lock")
     hardening = [
         {key: value for key, value in unit(one)["Service"].items() if key.startswith(keys)} for one in (name, UNITS[0])
@@ -97,7 +97,7 @@ def test_variables_of_the_command_have_defaults(name: str) -> None:
     service = unit(name)["Service"]
     set_here = {value.partition("=")[0] for value in service["Environment"]}
     assert set(re.findall(r"\$\{?(\w+)", service["ExecStart"][0])) <= set_here
-    assert all(value.startswith("-") for value in service["EnvironmentFile"])  # it need not be there
+    assert all(value.startswith("-") for value in service["EnvironmentFile"])  # the file is optional
 
 
 def test_nothing_listens_beyond_loopback_by_default() -> None:
@@ -118,7 +118,7 @@ def test_systemd_understands_the_units(name: str, tmp_path: Path) -> None:
     instance = tmp_path / name.replace("@.", "@pi-1.")
     command = ["systemd-analyze", "verify", "--man=no", str(instance)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    # It ends with 0 where it ignores what it does not know, and says so.
+    # It exits with 0 even if it ignores unknown settings, but prints a warning.
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -139,7 +139,7 @@ def test_options_of_units_are_documented(name: str, command: str) -> None:
 
 
 def command_of(name: str, command: str) -> list[str]:
-    """Return what a unit or an image runs on a machine that was set up by the steps, device pi-1 or the server."""
+    """Return the command of a unit or an image on a machine that was set up by the steps: device pi-1 or the server."""
     if name in IMAGES:
         found = dict(instructions(name))
         words = [*json.loads(found["ENTRYPOINT"]), *json.loads(found.get("CMD", "[]"))]
@@ -156,7 +156,7 @@ def command_of(name: str, command: str) -> list[str]:
 def test_commands_of_units_and_images_find_certificates_and_samples(
     name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond loopback, as by the steps; all that a command finds wrong before it listens or connects is looked for."""
+    """Beyond loopback, as in the steps; every error that a command finds before it listens or connects is checked."""
     folder = Folder.make(tmp_path / "certs").path
     given: list[tuple[Config, ServerOptions | DeviceOptions]] = []
 
@@ -276,7 +276,7 @@ def test_every_event_is_documented_with_its_level_and_fields() -> None:
     kinds = {kind.__name__: kind for kind in get_args(Event)}
     assert set(rows) == set(kinds)
     for name, (level, told) in rows.items():
-        event = kinds[name].__new__(kinds[name])  # its kind alone decides
+        event = kinds[name].__new__(kinds[name])  # only its kind decides
         assert level == {10: "debug", 20: "info", 30: "warning", 40: "error"}[level_of(event)]
         if kinds[name] is not EpochResult:
             assert told.split(", ") == [field.name for field in fields(kinds[name])]

@@ -1,4 +1,4 @@
-"""The documents say what the code does: keys and defaults, links, commands and examples."""
+"""The documents agree with the code: keys and defaults, links, commands and examples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
 
 
 def documented_defaults() -> dict[str, dict[str, str]]:
-    """Return what docs/configuration.md says: section, key, and the default as it is written there."""
+    """Return the rows of docs/configuration.md: section, key, and the default as written there."""
     text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     found: dict[str, dict[str, str]] = {}
     for heading, body in re.findall(r"^## \[+(\w+)\]+\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
@@ -138,7 +138,7 @@ def test_fields_of_an_epoch_are_documented() -> None:
 
 
 def test_no_file_names_a_path_of_its_authors_machine() -> None:
-    # Folders of one person or one machine, and where this clone lies.
+    # Folders of one person or one machine, and the path of this clone.
     places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w|\b[A-Z]:\\")
     suffixes = {".md", ".py", ".toml", ".txt", ".json", ".yml"}
     folders = ("src", "tests", "docs", "examples", "benchmarks", "reproduction", "simulation")

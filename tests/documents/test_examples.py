@@ -1,4 +1,4 @@
-"""The examples run, and show what they say."""
+"""The examples run, and show what they claim."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipar.nn.named_aggregators import make_aggregator
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-# In a process of its own: what Jupyter's libraries warn of is not ours to mend.
+# In a separate process: warnings of Jupyter's libraries are not ours to fix.
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)

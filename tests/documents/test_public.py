@@ -1,4 +1,4 @@
-"""What `import pipar` gives."""
+"""The names that `import pipar` provides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, needs nothing from elsewhere, and has what is public."""
+"""The site builds without a warning, loads nothing from other sites, and documents every public name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.waiting import PATIENCE_S
 import pipar
 
 ROOT = Path(__file__).parents[2]
-#: What a browser fetches by itself; a link that is clicked is no concern.
+#: Resources that a browser fetches by itself; links that a user clicks do not count.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|audio|video|embed|object)\b[^>]*?\b(?:src|data)\s*=\s*["']?([^"'\s>]+)"""
     r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|icon|preload|preconnect|dns-prefetch|prefetch|manifest))[^>]*?\bhref=["']?([^"'\s>]+)"""
@@ -25,7 +25,7 @@ FOREIGN = re.compile(r"(?:[a-z]+:)?//", re.IGNORECASE)
 
 
 def fetched(text: str) -> list[str]:
-    """Return what a page or a stylesheet makes a browser fetch."""
+    """Return the resources that a page or a stylesheet makes a browser fetch."""
     return [next(filter(None, groups), "") for groups in FETCHED.findall(text)]
 
 
@@ -54,7 +54,7 @@ def test_a_plain_link_is_not_a_foreign_resource() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    # A preview is announced in warnings of the theme's authors, which are about another version.
+    # The theme's authors announce a preview in warnings, which are about another version.
     variables = {"PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],

@@ -1,4 +1,4 @@
-"""Virtual time: the clock jumps, keeps order, keeps every float, and never waits for real."""
+"""Virtual time: the clock jumps, keeps the order, keeps every float, and never waits in real time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes serve jobs first come first served: against a model in virtual time, with real threads by barriers."""
+"""Lanes serve jobs first come, first served: compared with a model in virtual time, with barriers in real threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipar.execution.work import Work
 
 
 def work(kind: str = "fs", n: int = 1, seconds: int = 0, device: str = "pi") -> Work:
-    """Its cost in virtual time is what stands in `samples`."""
+    """Return work whose cost in virtual time is `samples`."""
     return Work(kind, 1, 1, n, samples=seconds, device=device)
 
 
@@ -71,7 +71,7 @@ def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(
     placed = by_hand(lanes, arrivals)
     found = [(spans[n].start, spans[n].end, int(spans[n].lane[5:])) for n in range(len(arrivals))]
     assert found == placed
-    # The result is there when the work ends, not before.
+    # The result is available when the work ends, not before.
     assert sorted(ends) == [(number, end) for number, (_, end, _) in enumerate(placed)]
 
 
@@ -199,7 +199,7 @@ def test_an_exception_in_a_later_step_ends_the_job(virtual: bool) -> None:
 
 
 def burn(cpu_s: float) -> Callable[[], tuple[float, float]]:
-    """Return a job that uses this much CPU time, and returns what it really used and how long that took."""
+    """Return a job that uses this much CPU time, and returns the CPU time and the elapsed time that it really took."""
 
     def run() -> tuple[float, float]:
         start, began = time.thread_time(), time.monotonic()
@@ -212,7 +212,7 @@ def burn(cpu_s: float) -> Callable[[], tuple[float, float]]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that lanes make, which a busy host may prolong."""
+    """The pauses of lanes, which a busy host may prolong."""
     asked: list[float] = []
 
     def sleep(seconds: float) -> None:

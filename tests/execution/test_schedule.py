@@ -1,4 +1,4 @@
-"""Cutting loses no sample, pieces are nearly equal, and the device's order is data."""
+"""Cutting drops no sample, pieces are nearly equal, and the device's order is data."""
 
 from __future__ import annotations
 

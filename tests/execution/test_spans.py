@@ -1,4 +1,4 @@
-"""Spans in; busy, waiting, idle and Chrome events out, against times worked out by hand."""
+"""Spans in; busy, waiting and idle times and Chrome events out, compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_an_invalid_clock_is_refused(said: object) -> None:
         unpack_trace(struct.pack("!I", len(head)) + head, owner="a")
 
 
-# --- what a picture needs
+# --- excerpts for pictures
 
 
 def epoch_of(devices: int, iterations: int) -> list[Span]:

@@ -82,7 +82,7 @@ def with_coding(job: Job, encoding: str) -> Job:
 
 @pytest.mark.parametrize("method", ["fl", "sfl", "pipar"])
 def test_on_unlimited_links_auto_gives_the_orders_of_raw(method: str) -> None:
-    # Devices are told the same, to the last field: what follows cannot cost more.
+    # Devices get the same orders, to the last field, so everything after that costs the same.
     job = make_job(method, {"link": "unlimited"}, {"link": "unlimited"})
     assert with_coding(job, "auto").orders() == with_coding(job, "raw").orders()
     limited = make_job(method, {"link": "4g"})

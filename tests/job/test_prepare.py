@@ -35,7 +35,7 @@ from pipar.profiling.profile import Profile
 
 @pytest.fixture(autouse=True)
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with profiles, so that nothing is measured; runs and the cache have folders of their own."""
+    """Return a folder with profiles, so that nothing is measured; runs and the cache have their own folders."""
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write_profile(tmp_path, (3, 32, 32))

@@ -46,7 +46,7 @@ AT_ONCE = 8  # peers
 #: Allowed growth in the second half: of memory in use, and of the allocator's, which fragments.
 MOST_LIVE_BYTES, MOST_RSS_BYTES = 1 << 20, 8 << 20
 ROUND_BYTES = 10_000  # that a server keeps of a round, without any garbage
-ROGUES = tuple(f"rogue-{number}" for number in range(1, 31))  # one alone may connect five times a second
+ROGUES = tuple(f"rogue-{number}" for number in range(1, 31))  # a single peer may connect five times per second
 CLIENTS = (*ROGUES, None, "guessed")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(max(3600, FRAMES // 10))]
@@ -76,7 +76,7 @@ class _NoRoundError(Exception):
 
 
 class Garbler:
-    """One peer that sends garbage: at once, after a proper hello, or in the middle of a round that it takes part in."""
+    """One peer that sends garbage: immediately, after a valid hello, or in the middle of a round that it takes part in."""
 
     def __init__(self, name: str | None, token: str | None, address: str, ca: bytes, profile: dict[str, Any]) -> None:
         self.sent = 0
@@ -91,7 +91,7 @@ class Garbler:
         self._known = good_frames()
 
     async def garble(self) -> None:
-        """Send a few frames over a connection of its own, if the server takes it."""
+        """Send a few frames over a separate connection, if the server accepts it."""
         # A server that ends streams unread may leave a connection with none to give: each has its own.
         alone = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self._address, self._credentials, options=alone) as channel:

@@ -353,7 +353,7 @@ def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor, monkey
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=1)
     client.close()
-    again = MetricsEndpoint(monitor.answer, f"127.0.0.1:{endpoint.port}")  # the port is free at once
+    again = MetricsEndpoint(monitor.answer, f"127.0.0.1:{endpoint.port}")  # the port is free immediately
     again.stop()
 
 

@@ -1,4 +1,4 @@
-"""Tensors, labels and states come back bit for bit; bytes that contradict their header are refused."""
+"""Tensors, labels and states are restored bit for bit; bytes that contradict their header are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the planner may ask for."""
+"""Fixtures of the planner's tests."""
 
 from __future__ import annotations
 

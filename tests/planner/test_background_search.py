@@ -1,4 +1,4 @@
-"""Plans are chosen in a process of their own, and known situations are not searched again."""
+"""Plans are chosen in a separate process, and known situations are not searched again."""
 
 from __future__ import annotations
 

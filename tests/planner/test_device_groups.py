@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def fleet_of(model: str, data: str, count: int, **settings: object) -> Fleet:
-    """Return `count` Raspberry Pi 3B, each on a link of its own from 5 to 100 Mbit/s, and an i7-11850H."""
+    """Return `count` Raspberry Pi 3B, each on a different link from 5 to 100 Mbit/s, and an i7-11850H."""
     board = {"count": count, "profile": "raspberry-pi-3b", "link": "wifi"}
     tree = {
         "model": {"name": model},

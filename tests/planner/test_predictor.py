@@ -39,7 +39,7 @@ def test_predictions_come_nearer_to_the_truth_with_every_epoch(devices: float, s
     for epoch in range(1, 9):
         predictor.learn(epoch, *compute_seconds(truth, plans(here)))
     errors = [abs(predictor.predicted_s(epoch, plans(here)) / takes_s - 1) for epoch in range(1, 10)]
-    assert errors[0] == errors[1] > 0.02  # an epoch's trace comes while the next one is under way
+    assert errors[0] == errors[1] > 0.02  # an epoch's trace arrives during the next epoch
     assert all(later < earlier + 1e-3 for earlier, later in pairwise(errors[1:]))
     assert errors[-1] < 0.01
 
@@ -239,7 +239,7 @@ def test_a_machine_is_expected_to_take_as_long_for_its_work_as_it_did(seed: int)
                 compute_seconds(one, plans(here, before)) for one in (predictor.now(), truth)
             )
             assert devices == pytest.approx(real, rel=0.02)  # as far as epochs scatter
-            if real_server > 0.04:  # less tells nothing
+            if real_server > 0.04:  # less shows nothing
                 assert server == pytest.approx(real_server, rel=0.02)
 
 

@@ -221,7 +221,7 @@ def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None
 def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_these(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
     first = replace(profile, layers=profile.layers[:2], total_layers=3)
-    fleet = one_device(first, SLOW, server=profile)  # a whole network on the device would be quicker by far
+    fleet = one_device(first, SLOW, server=profile)  # the whole network on the device would be much faster
     assert estimated(fleet)[0].split_point <= 2
     assert search_kinds(fleet, simulate).by_kind[0].split_point <= 2
 
@@ -236,7 +236,7 @@ def test_plans_by_the_papers_estimate_take_milliseconds_for_a_deep_network(
         estimated(one_device(profile, WIFI, speeds=(0.05, 1.0)))
         return time.thread_time() - began
 
-    # About 10 ms here: changing bandwidth calls for a choice in the middle of training. The quickest of three, because
+    # About 10 ms here: changing bandwidth needs a choice in the middle of training. The fastest of three, because
     # garbage of other tests may be collected meanwhile.
     assert min(used_s() for _ in range(3)) < 0.2
 
@@ -355,7 +355,7 @@ def test_a_tie_goes_to_the_smaller_n_of_each_kind() -> None:
         plans = {name: Plan(2, n) if name.startswith("far") else plan for name, plan in choice.plans.items()}
         return steady_epoch_s(simulate, fleet, plans)
 
-    # From 4 on, the far devices' computing hides their links: what more pieces gain is no more than a tie.
+    # From 4 on, the far devices' computing hides their links: more pieces gain no more than a tie.
     assert choice.plans["far-0"] == Plan(2, 4)
     assert all(abs(with_far(n) / choice.epoch_s - 1) < TIE for n in range(4, 20))
     assert with_far(3) > choice.epoch_s * (1 + TIE)

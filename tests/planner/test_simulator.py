@@ -69,7 +69,7 @@ def random_plan(rng: random.Random, batch: int) -> Plan:
 
 
 def random_job(seed: int) -> Job:
-    """Return up to 8 devices on up to 4 cores; P = Q beside others, windows, N up to B, uneven sizes and speeds."""
+    """Return up to 8 devices on up to 4 cores; some with P = Q, windows, N up to B, uneven sizes and speeds."""
     rng = random.Random(seed)
     count, cores, batch = rng.randint(1, 8), rng.randint(1, 4), rng.choice([7, 12, 30])
     sizes = [rng.randrange(1, 3 * batch) for _ in range(count)]
@@ -350,7 +350,7 @@ def test_returned_changes_are_decoded_as_they_arrive_on_all_cores() -> None:
     (aggregate,) = (span for span in ran.spans if span.kind == "aggregate")
     early = [span.end for span in decoded if span.device != late.name]
     assert max(early) < aggregate.start - 1.0  # before the last device's model has arrived
-    # What the server is expected to do is what it does, so that changes do not make it look slower than it is.
+    # The expected work of the server is its real work, so that changes do not make it look slower.
     kinds = {"decode", "fs", "bs", "encode", "step", "aggregate", "pack"}
     assert server_s == pytest.approx(ran.busy_s(SERVER, "", kinds), rel=SAME)
 

@@ -1,4 +1,4 @@
-"""A kept profile is found again by its key on its machine; a damaged file or a closed folder is no more than a miss."""
+"""A kept profile is found again by its key on its machine; a damaged file or an unreadable folder is only a miss."""
 
 from __future__ import annotations
 

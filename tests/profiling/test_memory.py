@@ -1,4 +1,4 @@
-"""What a plan needs is counted as the device holds it, and what fits is the most that does."""
+"""The memory of a plan is counted as the device uses it, and the largest plan that fits is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts are those of a pencil, the same whether a network runs or only its shapes do, and leave it as it was."""
+"""Counts equal those by hand, whether the network or only its shapes run, and do not change the network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_saved_is_the_input_of_the_first_layer_what_autograd_keeps_and_the_outpu
 
 def test_working_memory_is_what_a_backward_holds_in_addition() -> None:
     first, second, _ = count_layers(network(), SHAPE, run=True)
-    # The gradient of pooling's input and that of ReLU's, less what pooling has let go of.
+    # The gradient of pooling's input and that of ReLU's, minus what pooling has freed.
     assert 256 <= first.working <= 3 * 256
     assert 64 <= second.working <= 3 * 64
 

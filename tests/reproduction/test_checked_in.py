@@ -1,4 +1,4 @@
-"""What is checked in of the paper's evaluation: whole, from the runs that it names, and replaced in order."""
+"""The checked-in results of the paper's evaluation are complete, from the named runs, and replaced correctly."""
 
 from __future__ import annotations
 

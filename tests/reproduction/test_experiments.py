@@ -1,4 +1,4 @@
-"""The experiments' cells are trainings that can be run, and their tables say what the results say."""
+"""The experiments' cells are valid trainings, and their tables agree with the results."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_server_that_is_idle_longer_with_pipar_is_counted(sfl_s: float, why: s
 @pytest.mark.parametrize(("by_pipar", "worse"), [(0.9, 0.0), (1.1, 1.0)])
 def test_devices_that_are_idle_longer_with_pipar_than_with_sfl_are_counted(by_pipar: float, worse: float) -> None:
     results = {method: {**timing(9.0), "device_idle_s": 1.0} for method in ("fl", "sfl")}
-    results["fl"]["device_idle_s"] = 0.1  # it is always less there: devices compute everything
+    results["fl"]["device_idle_s"] = 0.1  # it is always less there, because devices compute everything
     results["pipar"] = {**timing(5.0), "device_idle_s": by_pipar}
     compared = IDLE_SMALL.compare(IDLE_SMALL.rows(outcomes(Trial("vgg5", "mnist", "4g"), results)))
     assert [line.ours for line in _lines(compared, "cases in which the device is idle longer")] == [worse]
@@ -248,7 +248,7 @@ def test_the_time_that_noise_adds_is_compared_with_the_papers_largest() -> None:
     assert told["pipar, classic-dp"] == (pytest.approx(0.5), "above")
     assert told["sfl, pixeldp"] == (pytest.approx(0.02), "better")
     (more,) = _lines(compared, "noise adds more")
-    assert (more.ours, more.verdict) == (2.0, "above")  # 0.5 and 0.1 s, and by sfl 0.1 and 0.02
+    assert (more.ours, more.verdict) == (2.0, "above")  # 0.5 and 0.1 s, and with sfl 0.1 and 0.02
     assert more.why.startswith("vgg5 cifar10 classic-dp (4g), vgg5 cifar10 pixeldp (4g): ")
     (added,) = _lines(compared, "fl, classic-dp", "with fl")
     assert set(added.run.split()) >= {
@@ -305,7 +305,7 @@ def test_scores_are_compared_with_the_papers() -> None:
     rows = SELECTION_SMALL.rows([Outcome(cell, result)])
     compared = SELECTION_SMALL.compare(rows)
     told = {line.place + line.what: line.ours for line in compared if "vgg5" not in line.what}
-    every_pair = 50 * 9.0 / 5  # an iteration of each, as quick as the best
+    every_pair = 50 * 9.0 / 5  # an iteration of each, as fast as the best
     assert (rows[0]["choosing_cpu_s"], rows[0]["training_all_s"]) == (1.0, every_pair)
     assert rows[0]["training_all/choosing"] == every_pair
     assert sorted(filter(None, told.values())) == [pytest.approx(0.1), 0.9, 10.0, every_pair]

@@ -1,4 +1,4 @@
-"""What is trained for the paper's curves and accuracies, and what is made of the results."""
+"""The trainings for the paper's curves and accuracies, and the evaluation of their results."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_equality_is_tested_on_networks_without_batch_statistics() -> None:
         assert cell.config["model"]["norm"] in ("none", "group")
 
 
-# --- what is made of it
+# --- tables and comparisons
 
 
 def test_every_epoch_of_every_run_is_a_row_of_the_curves() -> None:
@@ -140,7 +140,7 @@ def test_every_printed_accuracy_is_compared_with_ours_or_marked_as_not_run() -> 
 
 
 def curves(*seeds_change: float, off: float) -> list[Outcome]:
-    """Runs whose losses change by so much from seed to seed in each epoch; in the last one pipar's is `off`."""
+    """Runs whose losses differ by these amounts between seeds in each epoch; in the last one pipar's is `off`."""
     return [
         outcome(method, seed, 0.9, (*losses[:-1], losses[-1] + (off if method == "pipar" else 0.0)))
         for seed in SEEDS

@@ -1,4 +1,4 @@
-"""A map has every pair that was asked for, the chosen one, and those beside it."""
+"""A map has every requested pair, the chosen one, and its neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every figure has the marks that its rows say, and the same rows give the same file."""
+"""Every figure has the marks of its rows, and the same rows give the same file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def texts(axes: Any) -> set[str]:
 
 
 def entries(figure: Any) -> list[str]:
-    """What the legend above the panels says."""
+    """Return the text of the legend above the panels."""
     (legend,) = figure.legends
     return [text.get_text() for text in legend.get_texts()]
 
@@ -373,7 +373,7 @@ def test_methods_side_by_side_become_separate_rows() -> None:
     (fl, pipar) = by_method([{"link": "4g", "fl_s": 3.0, "pipar_s": 1.0, "pipar_server_idle": 0.5}])
     assert (fl["method"], fl["seconds"], fl["link"]) == ("fl", 3.0, "4g")
     assert (pipar["method"], pipar["seconds"], pipar["server_idle_s"]) == ("pipar", 1.0, 0.5)
-    assert by_method([fl]) != [fl]  # it still has both beside each other
+    assert by_method([fl]) != [fl]  # it still has both side by side
     assert by_method(time_rows("vgg5")) == time_rows("vgg5")
 
 

@@ -1,4 +1,4 @@
-"""What is said to be the paper's is the paper's."""
+"""The numbers that are attributed to the paper are in the paper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_THE_PAPER = {
 
 @pytest.fixture(scope="module")
 def paper() -> list[str]:
-    """The lines of the paper's source: $PIPAR_PAPER, else the one beside the project, else skip."""
+    """The lines of the paper's source: $PIPAR_PAPER, else the one next to the project, else skip."""
     path = Path(os.environ.get("PIPAR_PAPER", BESIDE_THE_PROJECT))
     if not path.is_file():
         pytest.skip(f"no paper at {path}: set PIPAR_PAPER to its LaTeX source to run this test")
@@ -35,12 +35,12 @@ def paper() -> list[str]:
 
 
 def numbers(text: str) -> set[float]:
-    """Every number in a text, with its sign where it has one, and without: a dash also says "to"."""
+    """Every number in a text, with its sign if it has one, and without it: a dash can also mean "to"."""
     found = {match.replace(",", "") for match in re.findall(r"[+-]?\d[\d,]*(?:\.\d+)?", text)}
     return {float(one) for one in found} | {abs(float(one)) for one in found}
 
 
-# --- against the paper itself
+# --- compared with the paper itself
 
 
 def test_every_number_is_on_its_line_of_the_paper(paper: list[str]) -> None:
@@ -55,7 +55,7 @@ def test_every_number_is_on_its_line_of_the_paper(paper: list[str]) -> None:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a row of a LaTeX table, without what makes one span several rows."""
+    """The cells of a row of a LaTeX table, without the markup that makes one span several rows."""
     return [
         re.sub(r"\\multirow\{\d\}\{\*\}\{(.*)\}", r"\1", cell.strip()) for cell in line.strip().rstrip("\\ ").split("&")
     ]
@@ -104,7 +104,7 @@ def test_the_tables_of_accuracies_are_complete(paper: list[str], label: str, dat
     assert len(models) == 6
 
 
-# --- without it: what is printed in one place follows from what is printed in another
+# --- without the paper: numbers in one place follow from those in another
 
 
 def test_the_sums_over_the_tables_are_those_of_the_text() -> None:

@@ -1,4 +1,4 @@
-"""What was run is kept and not run again; what ends a sweep takes nothing with it."""
+"""Finished cells are kept and not run again; the end of a sweep loses none of them."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_two_processes_give_the_results_of_one_and_leave_no_process_running(tmp_
     assert found("two", 2) == found("one", 1)
     reader = sweep(tiny, tmp_path / "left", processes=2)
     next(reader)
-    reader.close()  # the caller has read enough
+    reader.close()  # the caller stops reading
     assert not [child for child in multiprocessing.active_children() if child.is_alive()]
 
 

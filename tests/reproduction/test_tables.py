@@ -1,4 +1,4 @@
-"""Tables have every digit or four of them; what the paper says is held against ours, line by line."""
+"""Tables have every digit or four of them; the paper's statements are compared with ours, line by line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reproduction.experiment import UNSAID, Compared, Experiment, Found, Outcome
 from reproduction.published import published
 from reproduction.tables import against, as_csv, as_markdown, comparison, page, tally, text, write_tables
 
-#: A line that says why it would be outside.
+#: A line that states why it would be outside.
 explained = partial(Compared, below="too little", above="too much")
 
 

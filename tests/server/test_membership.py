@@ -292,7 +292,7 @@ def undisturbed() -> Outcome:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", Loss)
 def test_the_device_resumes_where_it_was_after_a_short_loss_at_any_frame(loss: Loss, undisturbed: Outcome) -> None:
-    # After HELLO and WELCOME. A device that got STOP does not resume, so the server would wait for ever.
+    # After HELLO and WELCOME. A device that got STOP does not resume, so the server would wait forever.
     frames = undisturbed.carried[1] - 2 * (loss is Loss.SILENT)
     for cut in range(3, frames):
         outcome = train([honest("a"), roaming("b", cut, loss=loss)], epochs=3, resume_window_s=30.0)

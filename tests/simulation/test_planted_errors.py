@@ -72,7 +72,7 @@ def test_replicas_that_keep_the_progress_of_a_dropped_device_are_found(monkeypat
 
 
 def with_shared_model(scenario: Scenario, method: str) -> Scenario:
-    """Return a world in which devices share the server-side model, and links are cut again and again."""
+    """Return a world in which devices share the server-side model, and links are cut repeatedly."""
     cuts = [Fault(1.5 + n, "cut", name, 30.0, n) for n, name in enumerate(scenario.names)]
     plans = dict.fromkeys(scenario.names, Plan(2, 1))
     faults = tuple(sorted((*scenario.faults, *cuts)))
@@ -250,7 +250,7 @@ def test_a_place_that_is_kept_forever_is_found(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_a_replica_of_a_device_that_has_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_long_crashes(scenario: Scenario) -> Scenario:
-        """Return a world in which devices crash again and again, for long."""
+        """Return a world in which devices crash repeatedly, for a long time."""
         crashes = [Fault(1.0 + 1.3 * n, "crash-device", scenario.names[n % 5], 30.0, 0) for n in range(4)]
         plans = {name: Plan(1, 2) for name in scenario.names}
         return replace(scenario, method="pipar", plans=plans, faults=tuple(crashes), min_devices=1, rounds=8)

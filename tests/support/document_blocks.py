@@ -28,7 +28,7 @@ ROOT = TESTS.parent
 _COMMANDS = re.compile(r"(?:pipar|make|python|pip|\.venv/bin/\w+|[A-Z_]+=\S+) ")
 _FENCE = re.compile(r"^( *)```([\w-]*)(?: +(.*))?$")
 _COMMENT = re.compile(r"^ *<!-- (.*) -->$")
-#: Addresses on which something listens: each test has its own, so that two may run at once.
+#: Addresses on which something listens: each test has its own, so that two may run at the same time.
 _ADDRESS = re.compile(r"127\.0\.0\.1:([1-9]\d+)")
 _SHELL = set("();<>|&")
 
@@ -119,10 +119,10 @@ def free_port() -> int:
 
 @dataclass
 class Reader:
-    """Does what a document says, block after block, in a folder with the repository's examples."""
+    """Follows a document, block after block, in a folder with the repository's examples."""
 
     place: Place
-    printed: str = ""  # by the commands of the last block that had some
+    printed: str = ""  # printed by the last block with commands
     _ports: dict[str, int] = field(default_factory=dict)
 
     def do(self, block: Block) -> None:
@@ -162,7 +162,7 @@ class Reader:
         return self._ports.setdefault(written, free_port())
 
     def _run(self, words: list[str]) -> None:
-        """Run a command to its end; servers and devices keep running, as in terminals of their own."""
+        """Run a command to its end; servers and devices keep running, as in separate terminals."""
         if words[0] not in ("server", "device"):
             self.end()
         program = self.place.run(words[0], *words)

@@ -1,4 +1,4 @@
-"""Small fleets with profiles made by hand, for tests of what is planned and foreseen."""
+"""Small fleets with hand-written profiles, for tests of planning and prediction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fleet(devices: int = 4, speed: float = 0.2) -> Fleet:
 def fleet_of_two_kinds(seed: int) -> Fleet:
     """Return up to six devices with other speeds, links and sizes, on one core or two; batches are of 12 samples.
 
-    Messages of every fourth fleet are under way for longer than a batch is computed.
+    In every fourth fleet, messages are in flight for longer than a batch is computed.
     """
     latency_s = 1.0 if seed % 4 == 2 else 0.01
     rng = random.Random(seed)

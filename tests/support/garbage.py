@@ -1,4 +1,4 @@
-"""Frames as a broken or hostile peer might send them: good ones, damaged in every way that we could think of."""
+"""Frames as a broken or hostile peer might send them: valid ones, damaged in many ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipar.wire.tensor_codec import encode
 _EXTREMES = {1: "!B", 2: "!H", 4: "!I", 8: "!Q"}
 
 
-#: What the receiver of changes has.
+#: The model that the receiver of changes has.
 BASE: dict[str, NDArray[Any]] = {
     "bias": np.arange(8, dtype=np.float32),
     "count": np.array(3),
@@ -29,7 +29,7 @@ BASE: dict[str, NDArray[Any]] = {
 
 
 def coded_body(values: NDArray[Any], encoding: str, labels: bytes) -> Body:
-    """Return a coded tensor with all of its chunks, and labels behind it."""
+    """Return a coded tensor with all of its chunks, followed by labels."""
     bounds = [0, *accumulate(chunk_sizes(values.shape, values.itemsize))]
     flat, row, lossy = values.reshape(-1), row_values(values.shape), Lossy()
     payloads = [encode(flat[start:end], encoding, row=row, lossy=lossy) for start, end in pairwise(bounds)]
@@ -42,7 +42,7 @@ def coded_body(values: NDArray[Any], encoding: str, labels: bytes) -> Body:
 
 
 def changes_bodies() -> list[Body]:
-    """Return models as what has changed: a little, all of it, and what is none."""
+    """Return models as changes: an encoded one, and every form followed by zero bytes."""
     changed = {**BASE, "weight": np.nextafter(BASE["weight"], np.float32(2))}
     forms = bytes((WHOLE, SAME, CHANGED))
     return [Body.of(*encode_changes(changed, BASE), encoding="changes"), Body.of(forms + bytes(32), encoding="changes")]
@@ -75,7 +75,7 @@ def damaged(chance: random.Random, frames: list[bytes]) -> bytes:
 
 
 def _place(chance: random.Random, data: bytearray) -> int:
-    """Return a place in the data, most often in the header: the payload is taken as it is anyway."""
+    """Return a position in the data, most often in the header: most payloads are valid anyway."""
     end = min(len(data), HEADER_BYTES + 32) if chance.random() < 0.8 else len(data)
     return chance.randrange(max(1, end))
 
@@ -86,7 +86,7 @@ def _flip(chance: random.Random, data: bytearray, _: list[bytes]) -> None:
 
 
 def _overwrite(chance: random.Random, data: bytearray, _: list[bytes]) -> None:
-    """Put a number into the data that a field of its size may be taken aback by."""
+    """Put a number into the data that is an edge case for a field of its size."""
     size, code = chance.choice(list(_EXTREMES.items()))
     most = (1 << 8 * size) - 1
     number = chance.choice((0, 1, 2, most, most - 1, most // 2, most // 2 + 1, chance.randint(0, most)))

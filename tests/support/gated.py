@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Gate(nn.Module):
-    """Lets everything through, later or at once."""
+    """Passes its input on, after waiting while its gate is closed."""
 
     def forward(self, x: Tensor) -> Tensor:
         if "GATE" in os.environ and torch.is_grad_enabled():

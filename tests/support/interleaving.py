@@ -9,7 +9,7 @@ from typing import Any
 
 
 def has_step(number: int, of: CodeType, run: Callable[[], object], meanwhile: Callable[[], object]) -> bool:
-    """Run something, have something else happen before this step of one of its functions; return whether it has it.
+    """Call a function, with an interruption before this step of one of its functions; return whether that step exists.
 
     A step is an instruction of Python: between any two of them, threads may change.
     """

@@ -1,4 +1,4 @@
-"""Cells and experiments that take no time, for tests of what is around them."""
+"""Cells and experiments that take no time, for tests of the code around them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cells(*seeds: int) -> list[Cell]:
 def timing(
     seconds: float | None, *, server_idle_s: float = 1.0, plan: str = "P=1 N=4", is_whole: bool = False
 ) -> dict[str, Any]:
-    """Return what a timing cell says; without seconds, that it does not fit."""
+    """Return the result of a timing cell; without seconds, that it does not fit."""
     if seconds is None:
         return {"fits": False, "why": "too little memory"}
     idle = {"server_idle_s": server_idle_s, "device_idle_s": 1.0}
@@ -30,5 +30,5 @@ def timing(
 
 
 def outcomes(trial: Trial, by_method: Mapping[str, dict[str, Any]], **labels: Any) -> list[Outcome]:
-    """Return made-up results of a training by all methods."""
+    """Return made-up results of a training with all methods."""
     return [Outcome(cell, by_method[cell.labels["method"]]) for cell in by_all_methods([trial], **labels)]

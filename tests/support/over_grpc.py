@@ -21,7 +21,7 @@ from support.waiting import PATIENCE_S
 
 
 async def train_over_grpc(case: Case, replan: Replan | None = None, observe: Observer = ignore) -> Trained:
-    """Return what a case comes to with the server and every device on streams of their own."""
+    """Return the outcome of a case with a separate stream for every device."""
     torch.set_num_threads(1)
     workload = case.workload()
     job = make_job(workload)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-#: From the global weights, the devices' (one a row) and their samples to the next global weights.
+#: From the global weights, the devices' (one per row) and their samples to the next global weights.
 Aggregate = Callable[[Array, Array, Array], Array]
 ROBUST = ("median", "trimmed_mean", "krum")
 

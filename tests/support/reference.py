@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rules:
-    """Everything else that the weights depend on, beside network and data."""
+    """Everything that the weights depend on, in addition to network and data."""
 
     learning_rate: float = 0.01
     momentum: float = 0.9

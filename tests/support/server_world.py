@@ -123,7 +123,7 @@ class Outcome:
 
 
 class World:
-    """The way to the server: one call of `dial` a connection."""
+    """Connects to the server: one call of `dial` per connection."""
 
     def __init__(self, server: Server) -> None:
         self.links: list[CutLink] = []
@@ -371,7 +371,7 @@ def trace(epoch: int = 1, *lanes: str, says: int | None = None) -> Message:
 
 
 def by_hand(*said: Message | Kind | float, name: str = "b", leaves: bool = False) -> Named:
-    """A device that joins, then says these messages; a kind among them is what it waits for, a number for how long."""
+    """A device that joins, then sends these messages; a kind among them is awaited, a number is a pause in seconds."""
 
     async def live(channel: Channel) -> None:
         channel.post(hello(name))

@@ -16,7 +16,7 @@ _DEFAULTS = {
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGQUIT: signal.SIG_DFL,
 }
-#: What changes what pipar prints, or where it writes.
+#: Variables that change what pipar prints, or where it writes.
 _VARIABLES = (
     "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PIPAR_DASHBOARD_TOKEN", "PIPAR_RUNS", "PIPAR_TRACEBACK",
 )  # fmt: skip

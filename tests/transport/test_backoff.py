@@ -1,4 +1,4 @@
-"""Backoff: how long the pauses may be, that they repeat, and when it is given up. Nobody sleeps."""
+"""Backoff: the length of the pauses, that they repeat with a seed, and when the device gives up. No test sleeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _ceiling(attempt: int) -> float:
 
 
 def _lived_through(backoff: Backoff, watch: Watch, attempt_s: float = 0.0) -> list[Pause]:
-    """Return the pauses of a device that waits as long as it is told and never reaches its server."""
+    """Return the pauses of a device that waits for each of them and never reaches its server."""
     pauses = []
     for pause in backoff.pauses():
         pauses.append(pause)
@@ -90,7 +90,7 @@ def test_attempts_that_hang_end_when_the_time_is_up() -> None:
 def test_the_time_counts_from_the_first_request_for_a_pause() -> None:
     watch = Watch()
     pauses = Backoff(lambda: 1.0, watch, give_up_after_s=10.0).pauses()
-    watch.now_s += 8.0  # the first attempt took so long
+    watch.now_s += 8.0  # the duration of the first attempt
     assert next(pauses) == Pause(1, 0.5, 1.5)
 
 

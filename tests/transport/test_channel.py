@@ -222,7 +222,7 @@ def test_latency_is_added_once_and_does_not_reduce_the_throughput(world: World) 
 
     first, last = world.run(scenario)
     assert first >= 0.2
-    # One behind the other they would take 30 x 0.2 = 6 s; the rest is room for a busy machine.
+    # One after another they would take 30 x 0.2 = 6 s; the rest is room for a busy machine.
     assert last < 3.0
 
 
@@ -238,7 +238,7 @@ def test_both_sides_count_the_same_bytes_by_epoch(world: World) -> None:
         return [device.sent_bytes, server.received_bytes, server.sent_bytes, device.received_bytes]
 
     up, up_counted, down, down_counted = world.run(scenario)
-    # 49 bytes of header a frame; a trace travels in the epoch behind its own.
+    # 49 bytes of header per frame; a trace is sent in the epoch after its own.
     assert up == up_counted == {1: (49 + 16) + (2 * 49 + 1_500_000), 2: 49 + 5}
     assert down == down_counted == {7: 49}
 
@@ -296,7 +296,7 @@ def test_frames_are_sent_one_after_another_and_leave_their_spans() -> None:
 
     async def scenario(device: Channel, server: Channel) -> list[float]:
         recorder = device._recorder
-        device.shape(800.0, 10.0)  # 100 bytes a second
+        device.shape(800.0, 10.0)  # 100 bytes per second
         loop = asyncio.get_running_loop()
         arrivals = []
         device.post(activation(1, size=51))
@@ -410,7 +410,7 @@ def test_an_error_while_sending_ends_the_connection_with_its_reason(latency_s: f
 
 
 def growing(count: int, size: int = 100_000) -> tuple[Message, Chunks]:
-    """Return a coded message of so many chunks, the first of them ready; each is (nearly) as long as `size`."""
+    """Return a coded message of this number of chunks, the first of them ready; each is (nearly) as long as `size`."""
     shape = (count, 50_000)  # samples that fit a chunk one by one
     chunks = Chunks(count, lambda number: Payload.of(bytes([number]) * size))
     chunks.add(chunks.encode_next())
@@ -434,7 +434,7 @@ def test_chunks_leave_as_they_are_encoded_and_not_before() -> None:
         whole = await receiving
         times.append(loop.time())
         assert [bytes(buffer[:1]) for buffer in whole.body.buffers] == [b"\0", b"\1", b"\2"]
-        assert (await server.receive()).iteration == 2  # behind it, although it was ready before
+        assert (await server.receive()).iteration == 2  # after it, although it was ready before
         return times
 
     (at,) = MemoryWorld().run(scenario)
@@ -446,7 +446,7 @@ def test_a_message_that_opens_or_ends_a_link_overtakes_a_partly_encoded_one(worl
         message, chunks = growing(2)
         device.post(message)
         await asyncio.sleep(0)
-        device.post(FAULT)  # overtakes what is not there yet
+        device.post(FAULT)  # overtakes chunks that are not encoded yet
         assert (await server.receive()).kind is Kind.FAULT
         device.add_chunk(chunks, chunks.encode_next())
         whole = await server.receive()

@@ -23,7 +23,7 @@ Outcome = asyncio.Queue[BaseException | Message]
 
 
 def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
-    """Run a scenario against a listener that reports what comes of each connection."""
+    """Run a scenario against a listener that reports the outcome of each connection."""
 
     async def main() -> None:
         outcome: Outcome = asyncio.Queue()
@@ -38,7 +38,7 @@ def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
                 if not isinstance(error, LinkError | ProtocolError):
                     raise
             finally:
-                channel.post(Message(Kind.FAULT))  # to nobody, or behind what the device still reads
+                channel.post(Message(Kind.FAULT))  # the device is gone, or still reads earlier messages
                 await channel.close()
 
         listener = Listener(accept)
@@ -52,7 +52,7 @@ def serve(scenario: Callable[[str, Outcome], Awaitable[None]]) -> None:
 
 
 async def good_connection(address: str, outcome: Outcome) -> None:
-    """A device that says one thing and leaves in order."""
+    """A device that sends one message and leaves in order."""
     channel = Channel(await connect(address, timeout_s=PATIENCE_S), Recorder("pi"), "uplink")
     channel.post(Message(Kind.STOP, 5))
     assert await outcome.get() == Message(Kind.STOP, 5)
@@ -143,9 +143,9 @@ def test_a_stopped_listener_leaves_no_open_call(
         listener = Listener(accept)
         device = await connect(f"127.0.0.1:{await listener.start('127.0.0.1:0')}")
         await listener.stop()
-        await asyncio.sleep(0.1)  # gRPC hears that the call is cancelled
+        await asyncio.sleep(0.1)  # gRPC learns that the call is cancelled
         released.set()
-        for _ in range(steps):  # a session that is over for a step or two has not been heard of by gRPC yet
+        for _ in range(steps):  # for a step or two, gRPC does not know yet that the session is over
             await asyncio.sleep(0)
         del device
 
@@ -174,7 +174,7 @@ def test_a_stopped_listener_leaves_no_watcher_of_its_health(
 
 def test_connecting_without_a_server_is_a_link_error_after_the_timeout() -> None:
     async def main() -> None:
-        with socket.socket() as bound:  # bound, but nobody listens: nobody else gets the port meanwhile
+        with socket.socket() as bound:  # bound without listening, so that no other program gets the port
             bound.bind(("127.0.0.1", 0))
             with pytest.raises(LinkError, match=r"No server answered at .* within 0\.2 s"):
                 await connect(f"127.0.0.1:{bound.getsockname()[1]}", timeout_s=0.2)

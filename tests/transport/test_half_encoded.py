@@ -1,4 +1,4 @@
-"""Messages that are lost while they are still being encoded: whatever was cut, they come whole, each chunk once."""
+"""Messages that are lost while they are still being encoded arrive whole, each chunk once, wherever they were cut."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Chunks, Kind, Message, Payload
 
 CHUNKS = 5
-#: A chunk takes so long to be encoded; on the link it takes half of that, or twice as much.
+#: Seconds to encode a chunk; on the link it takes half of that, or twice as much.
 ENCODING_S = 0.1
 TENSOR = torch.randn((CHUNKS, 50_000), generator=torch.Generator().manual_seed(1)).relu()  # a sample is a chunk
 LABELS = torch.arange(CHUNKS)
 
 
 def coded(encoding: str = "sparse-planes") -> tuple[Message, list[int]]:
-    """Return a message whose first chunk is encoded, and the numbers of all chunks that ever are."""
+    """Return a message whose first chunk is encoded, and a list that receives the number of each encoded chunk."""
     body, asked = tensor_body(TENSOR, LABELS, encoding=encoding), [0]
     chunks = body.chunks
     assert chunks is not None
@@ -46,7 +46,7 @@ def coded(encoding: str = "sparse-planes") -> tuple[Message, list[int]]:
 
 
 class Tap:
-    """A transport that remembers which chunks of numbered messages went over it."""
+    """A transport that remembers which chunks of numbered messages it carried."""
 
     def __init__(self, link: CutLink | MemoryTransport) -> None:
         self._link = link
@@ -65,7 +65,7 @@ class Tap:
 
 @dataclass
 class Arrived:
-    """What came of a message and of the one behind it, over several links."""
+    """The outcome of a message and of the one after it, over several links."""
 
     messages: list[Message] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Arrived:
 
 
 def send(cuts: list[int], loss: Loss, *, rate_bps: float, away_s: float) -> Arrived:
-    """Send a message while it is encoded, and one behind it, over links that are lost behind so many frames each."""
+    """Send a message while it is encoded, and one after it, over links that are lost after these numbers of frames."""
     out = Arrived()
 
     async def main() -> None:
@@ -168,7 +168,7 @@ def test_a_message_that_is_encoded_without_a_link_arrives_over_the_next_one() ->
 
 @pytest.mark.parametrize("chunks_before", range(1, CHUNKS))
 def test_a_device_that_abandons_a_round_between_two_chunks_gets_both_in_order(chunks_before: int) -> None:
-    """The rest of a message that has begun follows, also when nobody needs it: what is behind it waits for it."""
+    """The rest of a message that has begun is sent even if it is not needed: later messages wait for it."""
 
     async def main() -> list[Kind]:
         near, far = memory_pair()
@@ -209,7 +209,7 @@ def test_a_device_that_abandons_a_round_between_two_chunks_gets_both_in_order(ch
 
 
 def test_no_answer_to_an_abandoned_round_is_started() -> None:
-    """What was outstanding when the round was abandoned is outstanding no more: it is not to be counted off again."""
+    """Micro-batches that were outstanding when the round was abandoned are not counted as answered again."""
 
     async def main() -> tuple[int, list[Kind]]:
         near, far = memory_pair()

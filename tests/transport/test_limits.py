@@ -1,4 +1,4 @@
-"""What one peer can take of a server is bounded, and a peer that is dead is noticed."""
+"""The resources that one peer can use of a server are bounded, and a dead peer is noticed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipar.transport.tls import ServerSecurity
 from pipar.wire.frames import Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
 
-QUICK = Keepalive(every_s=1.0, timeout_s=4.0)  # within which also a busy machine answers
+QUICK = Keepalive(every_s=1.0, timeout_s=4.0)  # within which a busy machine answers, too
 PATIENT = Keepalive(every_s=10 * PATIENCE_S, timeout_s=10 * PATIENCE_S)
 
 
@@ -34,7 +34,7 @@ def frame(number: int = 1, size: int = 0) -> Frame:
 
 
 class Doorman:
-    """Takes every stream and leaves it to the test."""
+    """Accepts every stream and hands it to the test."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -71,7 +71,7 @@ def run(main: Awaitable[None]) -> None:
 
 @pytest.mark.slow
 def test_unread_data_stays_with_the_sender() -> None:
-    """Fifty megabytes are not taken in: only a few of them, and they are all there when somebody reads."""
+    """Of fifty megabytes only a few are read ahead, and all of them arrive when they are read."""
 
     async def main() -> None:
         async with listening() as server:
@@ -88,7 +88,7 @@ def test_unread_data_stays_with_the_sender() -> None:
                     written = number
             assert 4 <= written < 30
             assert reader._held_bytes <= Limits().read_ahead_bytes + 1_100_000  # type: ignore[attr-defined]
-            for number in range(2, written + 2):  # and the one that was waited with
+            for number in range(2, written + 2):  # and the frame that was held back
                 assert (await reader.read()).message.epoch == number
             await write
             server.leave()
@@ -141,7 +141,7 @@ def test_a_credential_holds_two_streams_and_no_third(tmp_path: Path) -> None:
             first, second = [await connect(server.address, security=folder.bearer()) for _ in range(2)]
             with pytest.raises(LinkError, match="pi-1 is connected 2 times already") as refused:
                 await connect(server.address, security=folder.bearer())
-            assert not isinstance(refused.value, CredentialError)  # trying again later helps
+            assert not isinstance(refused.value, CredentialError)  # a later attempt succeeds
             other = await connect(server.address, security=folder.bearer("pi-2"))
             server.leave()
             for transport in (first, second, other):
@@ -208,7 +208,7 @@ def test_a_compressed_message_is_not_unpacked(algorithm: grpc.Compression) -> No
             with contextlib.suppress(grpc.RpcError):  # refused, perhaps before it has left
                 await call.write(bytes(50_000_000))  # a few kilobytes on the wire
             assert await call.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
-            while not server.came.empty():  # a stream, but nothing that came over it
+            while not server.came.empty():  # a stream, but no message on it
                 with pytest.raises(LinkError):
                     await server.came.get_nowait().read()
 
@@ -260,7 +260,7 @@ def test_only_a_device_that_connects_too_often_is_refused(tmp_path: Path) -> Non
                 await (await connect(server.address, security=folder.bearer())).close()
             with pytest.raises(LinkError, match="pi-1 connects too often") as refused:
                 await connect(server.address, security=folder.bearer())
-            assert not isinstance(refused.value, CredentialError)  # trying again later helps
+            assert not isinstance(refused.value, CredentialError)  # a later attempt succeeds
             await (await connect(server.address, security=folder.bearer("pi-2"))).close()
 
     run(main())
@@ -376,7 +376,7 @@ def test_the_number_of_connections_is_limited() -> None:
 
 
 class Cable:
-    """Carries bytes between device and server until it is cut: nothing arrives any more, and nobody is told."""
+    """Carries bytes between device and server until it is cut: then nothing arrives, and neither end is notified."""
 
     def __init__(self, target: str, rate_bps: float | None = None) -> None:
         self._rate_bps = rate_bps
@@ -410,7 +410,7 @@ class Cable:
         loop = asyncio.get_running_loop()
         free_at = loop.time()
         while data := await reader.read(4096 if self._rate_bps else 65536):
-            if self._rate_bps:  # what a late timer has lost is made up for
+            if self._rate_bps:  # compensates for late timers
                 free_at = max(loop.time() - 1.0, free_at) + len(data) * 8 / self._rate_bps
                 await asyncio.sleep(free_at - loop.time())
             if not self._cut.is_set():
@@ -455,7 +455,7 @@ async def connected(
 
 @pytest.mark.slow
 def test_a_slow_link_is_not_taken_for_a_dead_one() -> None:
-    """Twelve megabytes at 16 Mbit/s: what waits for the link takes less than the five seconds that a ping may take."""
+    """Twelve megabytes at 16 Mbit/s: data in flight takes less than the five seconds that a ping may take."""
 
     async def main() -> None:
         keepalive = Keepalive(every_s=1.0, timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""The rate of a real link comes out of when its frames were ready and came, whatever the transport does with them."""
+"""The rate of a real link is estimated from when its frames were ready and when they arrived, for any buffering."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATENCY_S = 0.005
 
 
 class Windowed:
-    """One end of a link with a rate, behind a window as that of gRPC: that takes much, and then makes room in lumps."""
+    """One end of a link with a rate, behind a window like gRPC's: it accepts much, then makes room in large steps."""
 
     def __init__(
         self, end: MemoryTransport, rate_bps: float, window_bytes: int = 1_550_000, lump: int = 500_000
@@ -59,7 +59,7 @@ class Windowed:
 async def bursts(
     rate_bps: float, frames: int, size_bytes: int, *, compute_s: float = 0.0, pause_s: float = 0.5, count: int = 4
 ) -> tuple[FrameTimes, FrameTimes]:
-    """Send some bursts of messages over a slow link; return what the sender tells, and what the receiver has seen."""
+    """Send some bursts of messages over a slow link; return the frame times of the sender and of the receiver."""
     near, far = memory_pair()
     device = Channel(Windowed(near, rate_bps), Recorder("pi"), UPLINK, is_real=True)
     server = Channel(far, Recorder("server"), DOWNLINK, is_real=True)
@@ -105,7 +105,7 @@ def test_frames_that_never_wait_show_the_rate_by_their_additional_time_over_a_sm
     ready, came = run_virtually(bursts(8e6, 5, 140_000, compute_s=0.5))
     assert estimate_traffic(ready, came).rate_bps == pytest.approx(8e6, rel=0.05)
     large = {key: moment for key, moment in ready.items() if came[key].size_bytes > 140_000}
-    assert not estimate_traffic(large, came).is_enough  # as fast as they are computed is not as fast as the link is
+    assert not estimate_traffic(large, came).is_enough  # the rate of computing is not the rate of the link
 
 
 def test_a_machine_that_is_slower_than_its_link_does_not_make_the_link_look_slow() -> None:

@@ -1,4 +1,4 @@
-"""What a kernel's shaped link really carries is what is measured of it, through gRPC's and TCP's buffers."""
+"""The measured rate of a link that the kernel shapes is its real rate, through gRPC's and TCP's buffers."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ async def measured(frames: int, size_bytes: int, bursts: int) -> list[float | No
 
 
 def _run(*words: str) -> str:
-    around = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # for this module, which is a program, too
+    around = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # for this module, which is also a program
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE_S, env=around).stdout
 
 
 @pytest.fixture(scope="module")
 def shaped() -> Iterator[str]:
-    """Give a network namespace whose loopback carries 8 Mbit/s, whoever sends."""
+    """Yield a network namespace whose loopback carries 8 Mbit/s in total."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("a shaped loopback needs root, ip and tc")
     namespace = f"pipar-{uuid.uuid4().hex[:8]}"
@@ -100,7 +100,7 @@ def test_bursts_show_the_rate_of_a_shaped_link(shaped: str, frames: int, size_by
 
     # Only what the machine's load has spoilt is measured again: the first rates of a punctual process count.
     up_bps, down_bps = until(punctual, "a process that is not held up")
-    # Headers of TCP and IP take 4 %; what one side acknowledges goes over the same link.
+    # Headers of TCP and IP take 4 %; acknowledgements of one side use the same link.
     assert up_bps == pytest.approx(RATE_BPS, rel=0.2)
     assert down_bps == pytest.approx(RATE_BPS, rel=0.2)
 
@@ -123,6 +123,6 @@ async def measured_with_lateness(frames: int, size_bytes: int, bursts: int) -> t
 
 
 if __name__ == "__main__":
-    # Frames are dated when this process runs: ahead of whatever else the machine does, or the rate would be its load's.
+    # Frames get their times when this process runs: at high priority, or the rate would depend on the machine's load.
     os.nice(-20)
     print(json.dumps(asyncio.run(measured_with_lateness(*map(int, sys.argv[1:])))))

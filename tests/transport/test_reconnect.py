@@ -1,4 +1,4 @@
-"""A device's connection: made with patience, made again when it is lost, and given up when it is time."""
+"""A device's connection: retried with pauses, made again when it is lost, and given up after a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipar.wire.messages import Kind, Message, json_body, read_json
 
 @dataclass
 class Road:
-    """The way to a server that is reached, or not, as it is written down: an error, or what the server does."""
+    """The connection attempts to a server, by a script: each is an error, or what the server does."""
 
     answers: list[PiparError | Callable[[MemoryTransport], Awaitable[None]]]
     dialled_at: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Road:
 
 
 async def nothing(_: MemoryTransport) -> None:
-    """A server that takes a connection and says nothing."""
+    """A server that accepts a connection and sends nothing."""
 
 
 def says(message: Message, acknowledged: int = 0) -> Callable[[MemoryTransport], Awaitable[None]]:
@@ -124,7 +124,7 @@ def test_a_long_wait_for_the_training_to_start_does_not_count_towards_giving_up(
         async def take_part(transport: Transport) -> None:
             lives.append(transport)
             if len(lives) == 1:
-                await asyncio.sleep(500.0)  # connected, and not let in before others are there
+                await asyncio.sleep(500.0)  # connected, but not admitted before others have joined
                 raise LinkError("The peer closed the connection.")
 
         await road.reconnector(gives_up_s=10.0).run(take_part)
@@ -176,7 +176,7 @@ def test_an_error_that_is_not_the_links_is_not_retried() -> None:
 
 
 def lives(road: Road, *ends: PiparError | None, lasts_s: float = 0.0) -> None:
-    """Let a device take part in one session after another, which end like this."""
+    """Let a device take part in one session after another, which end with these errors."""
 
     async def main() -> None:
         left, reconnector = list(ends), road.reconnector()
@@ -223,7 +223,7 @@ def test_an_error_that_the_server_sends_and_another_version_end_the_device(final
     assert road.attempts == []
 
 
-# --- a session that goes on
+# --- a session that is resumed
 
 
 def with_a_channel(road: Road, scenario: Callable[[Channel], Awaitable[Any]], *, session: int = 7, **how: Any) -> Any:
@@ -265,7 +265,7 @@ def test_a_lost_link_is_replaced_and_messages_posted_meanwhile_are_sent_over_the
         await far.write(round_)
 
     async def scenario(channel: Channel) -> int:
-        channel.post(Message(Kind.ACTIVATION, 1))  # lost with the first link, which nobody reads
+        channel.post(Message(Kind.ACTIVATION, 1))  # lost with the first link, which is not read
         waiting = asyncio.create_task(channel.receive())
         await asyncio.sleep(12.0)
         channel.post(Message(Kind.ACTIVATION, 2))
@@ -347,7 +347,7 @@ def test_a_device_that_was_admitted_begins_with_short_pauses_when_it_joins_again
             try:
                 if len(lives) < 3:
                     channel.session = len(lives)
-                    reconnector.lost(LinkError("late news of this link"))  # which the next session is not to hear
+                    reconnector.lost(LinkError("late news of this link"))  # which the next session must not receive
                     raise SessionOverError("The server ended the session.")
                 assert channel.is_attached
             finally:

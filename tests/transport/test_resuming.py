@@ -1,4 +1,4 @@
-"""A channel over one link after another: whatever a link loses, every message comes once and in order."""
+"""A channel over one link after another: every message arrives once and in order, whatever a link loses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def content_of(message: Message) -> tuple[Message, bytes]:
 
 @dataclass
 class Conversation:
-    """What each side got of the other, over how many links, and what was left at the end."""
+    """What each side received from the other, over how many links, and what was kept at the end."""
 
     up: list[Message] = field(default_factory=list)
     down: list[Message] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Conversation:
 def converse(
     frames: Sequence[int], loss: Loss, *, rate_bps: float | None = None, latency_s: float = 0.0, pauses_s: float = 0.0
 ) -> Conversation:
-    """Say all of UP and DOWN over links that are lost behind so many frames each; the last one holds."""
+    """Send all of UP and DOWN over links that are lost after these numbers of frames; the last one stays."""
     said = Conversation()
 
     async def main() -> None:
@@ -71,7 +71,7 @@ def converse(
                 await asyncio.sleep(1.0)
                 near, far = memory_pair()
                 said.links += 1
-                # As the greetings do it: each side says how far it has come.
+                # As the greetings do: each side says which messages it has received.
                 server.attach(far, device.received)
                 device.attach(CutLink(near, next(left, None), loss), server.received)
 
@@ -91,7 +91,7 @@ def converse(
         async with asyncio.timeout(1e6):
             await asyncio.gather(say(device, UP), say(server, DOWN), over.wait())
         said.ended_at = asyncio.get_running_loop().time()
-        await asyncio.sleep(10.0)  # does anything come twice?
+        await asyncio.sleep(10.0)  # does anything arrive twice?
         for task in beside:
             task.cancel()
         await asyncio.gather(device.close(), server.close(), *beside, return_exceptions=True)
@@ -132,7 +132,8 @@ def test_links_may_be_lost_repeatedly(loss: Loss) -> None:
 def test_a_message_is_sent_again_at_the_links_rate_and_with_its_latency() -> None:
     undisturbed = converse([], Loss.CLEAN, rate_bps=8e6, latency_s=0.5)
     assert undisturbed.ended_at == pytest.approx((2_500_000 + 6 * 49 + 8 + 14) * 8 / 8e6 + 0.5, abs=1e-4)
-    # The third frame arrives at 0.5 s, in the middle of the model's first chunk. A second later all goes again.
+    # The third frame arrives at 0.5 s, in the middle of the model's first chunk. A second later all of it is sent
+    # again.
     late = converse([3], Loss.FRAMES, rate_bps=8e6, latency_s=0.5)
     assert late.ended_at == pytest.approx(undisturbed.ended_at + 0.5 + 1.0, abs=1e-3)
 
@@ -163,7 +164,7 @@ def test_acknowledged_messages_are_not_kept() -> None:
         await asyncio.gather(device.close(), server.close())
         return most
 
-    assert run_virtually(main()) <= 2  # the latest, and the one that a loop's variable still holds
+    assert run_virtually(main()) <= 2  # the latest, and the one that a loop variable still holds
 
 
 def test_unacknowledged_messages_are_kept_over_any_number_of_lost_links() -> None:
@@ -181,7 +182,7 @@ def test_unacknowledged_messages_are_kept_over_any_number_of_lost_links() -> Non
         await asyncio.gather(device.close(), server.close())
         return received
 
-    # The server has read nothing yet, and what waited for it in the first link is ignored.
+    # The server has read nothing yet, and messages that waited in the first link are ignored.
     assert run_virtually(main()) == [1, 2, 3, 4, 5]
 
 
@@ -273,7 +274,7 @@ def test_a_link_that_is_replaced_while_a_frame_is_paced_does_not_hold_up_the_gre
 
 
 class Stuck:
-    """A link whose peer takes nothing and says nothing, as when a cable is pulled."""
+    """A link whose peer neither reads nor sends anything, as after a cable is pulled."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

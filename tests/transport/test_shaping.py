@@ -21,7 +21,7 @@ moments = st.floats(0, 1e4)
 
 
 def sent_bits(rates: Rates, start: float, end: float) -> float:
-    """Return the integral of the rate, stretch by stretch."""
+    """Return the integral of the rate, interval by interval."""
     bits, number = 0.0, int((start - rates.since) // rates.every_s)
     while (begins := rates.since + number * rates.every_s) < end:
         rate = rates.cycle[number % len(rates.cycle)]
@@ -55,7 +55,7 @@ def test_a_cycle_of_equal_rates_is_the_constant_rate(
 
 def test_a_frame_in_flight_when_the_rate_changes_is_sent_partly_at_each() -> None:
     pacer = Pacer(Rates((80.0, 8.0, 800.0), 10.0, since=5.0), 5.0)
-    assert pacer.reserve(13.0, 21) == (13.0, 16.0)  # 20 bytes in 2 s, the last one in a second of its own
+    assert pacer.reserve(13.0, 21) == (13.0, 16.0)  # 20 bytes in 2 s, the last one in a further second
     assert pacer.reserve(14.0, 9 + 100) == (16.0, 26.0)
     assert pacer.reserve(34.0, 200) == (34.0, 45.0)  # 100 bytes in the last second, 100 at the first rate again
 
@@ -74,7 +74,7 @@ def test_a_cycle_begins_when_the_channel_is_shaped() -> None:
         device, server = Channel(near, Recorder("pi"), UPLINK), Channel(far, Recorder("server"), DOWNLINK)
         loop, arrivals = asyncio.get_running_loop(), []
         await asyncio.sleep(100.0)
-        device.shape(800.0, 0.0, cycle=[800.0, 80.0], every_s=10.0)  # 100 bytes a second, then 10
+        device.shape(800.0, 0.0, cycle=[800.0, 80.0], every_s=10.0)  # 100 bytes per second, then 10
         await asyncio.sleep(8.0)
         for _ in range(2):
             device.post(Message(Kind.ACTIVATION, 1, 1, 1, 1, 1, Body(201)))  # 250 bytes with the header
@@ -122,7 +122,7 @@ def test_a_meter_reads_the_previous_epoch_if_one_has_too_little_traffic() -> Non
     meter.count(1, 70_000, 2.0)
     meter.count(2, 63_999, 1.0)
     assert meter.read(2) == Traffic(70_000, 2.0)
-    assert meter.read(3) == Traffic()  # what is two epochs old says nothing of now
+    assert meter.read(3) == Traffic()  # traffic of two epochs ago is ignored
     assert meter.read(2) == Traffic(63_999, 1.0)
 
 

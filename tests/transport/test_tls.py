@@ -1,4 +1,4 @@
-"""Who shows the right credential is let in under its name; everybody else is told in one sentence why not."""
+"""A device with a valid credential is admitted under its name; any other gets one sentence with the reason."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """The credentials of others: the same names, another authority."""
+    """Credentials with the same names from another authority."""
     return Folder.make(tmp_path_factory.mktemp("theirs") / "certs")
 
 
 class House:
-    """A listener and who was let in."""
+    """A listener, and the devices that it admitted."""
 
     def __init__(self, security: ServerSecurity, **options: Any) -> None:
         self.names: list[str | None] = []
@@ -79,13 +79,13 @@ def run(main: Awaitable[None]) -> None:
 
 
 async def visit(house: House, security: DeviceSecurity | None) -> None:
-    """Come in, say something that is heard, and leave."""
+    """Connect, send a message that arrives, and leave."""
     transport = await connect(house.address, security=security, timeout_s=PATIENCE_S)
     await transport.write(next(iter(cut_message(Message(Kind.STOP, 5), 0, 1))))
     await transport.close()
 
 
-# --- let in
+# --- admitted
 
 
 def test_a_device_has_the_name_in_its_certificate(ours: Folder) -> None:
@@ -245,12 +245,12 @@ def test_a_devices_name_is_that_of_its_credential_and_not_the_one_it_claims(ours
     run(main())
 
 
-# --- taken back
+# --- revoked
 
 
 @contextmanager
 def only_for_now() -> Iterator[None]:
-    """Expect to be sent away with the advice to come again."""
+    """Expect a refusal that asks the device to retry."""
     with pytest.raises(LinkError, match="cannot check credentials at the moment") as refused:
         yield
     assert not isinstance(refused.value, CredentialError)
@@ -376,7 +376,7 @@ def test_expired_certificates_are_found_before_a_socket_is_opened(expired: Folde
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One end does not look at dates, as a program other than ours."""
+    """One end does not check dates, like a program other than ours."""
     monkeypatch.setattr(certificates, "_check_dates", lambda *_: None)
 
 
@@ -393,7 +393,7 @@ def test_an_expired_server_is_refused_by_its_devices(expired: Folder) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_expired_device_is_refused_by_the_server(expired: Folder) -> None:
-    certs("server", "--folder", str(expired.path), "--force")  # the authority is good for ten years
+    certs("server", "--folder", str(expired.path), "--force")  # the authority is valid for ten years
 
     async def main() -> None:
         async with house(expired.by_certificate) as server:
@@ -404,7 +404,7 @@ def test_an_expired_device_is_refused_by_the_server(expired: Folder) -> None:
     run(main())
 
 
-# --- what is asked for
+# --- security settings
 
 
 @pytest.mark.parametrize(

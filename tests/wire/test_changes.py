@@ -1,4 +1,4 @@
-"""Models as what has changed: every bit comes back, and no payload that no encoder made is more than an error."""
+"""Models as changes: every bit is restored, and a payload that no encoder made is an error at worst."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipar.wire.changes import CHANGED, SAME, WHOLE, Tensors, decode_changes, en
 FLOATS = ("<f2", "<f4", "<f8")
 DTYPES = (*FLOATS, "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")
 STRETCH = 65_536
-#: What is not equal to itself, or to something of other bits.
+#: Values that are not equal to themselves, or equal to values with other bits.
 ODD = {
     "<f2": [0x0000, 0x8000, 0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFFFF, 0x0001, 0x83FF],
     "<f4": [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 1, 0x807FFFFF],
@@ -39,7 +39,7 @@ def bits_of(tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def comes_back(tensors: Tensors, base: Tensors) -> int:
-    """See that every bit comes back; return how many bytes it took."""
+    """Check that every bit is restored; return the size of the payload."""
     before = bits_of(base)
     payload = sent(tensors, base)
     got = decode_changes(memoryview(payload), base)
@@ -65,7 +65,7 @@ def stepped(before: NDArray[Any], size: float = 1e-3) -> NDArray[Any]:
 
 @st.composite
 def arrays(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return any values, by their bits: numbers, none of them, and those that are equal and differ."""
+    """Return any values by their bits: numbers, NaNs, and values that are equal with different bits."""
     if dtype == "|b1":
         return draw(hn.arrays(np.bool_, shape))
     unsigned = f"<u{np.dtype(dtype).itemsize}"
@@ -79,7 +79,7 @@ SHAPES = st.sampled_from(((), (0,), (1,), (3,), (2, 0, 4), (2, 3), (1, 2, 1, 3))
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return a model and one that the receiver has: the same, or of other values."""
+    """Return a model and the one that the receiver has: the same, or with other values."""
     model, base = {}, {}
     for name in draw(st.lists(st.text(max_size=3), unique=True, max_size=4)):
         dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
@@ -102,7 +102,7 @@ def test_every_special_value_is_restored_from_every_other(dtype: str) -> None:
     many = np.tile(np.repeat(odd, len(odd)), 40)
     base = np.tile(odd, 40 * len(odd))
     size = comes_back({"w": many}, {"w": base})
-    assert size < many.nbytes  # these differences repeat: it was their planes that travelled
+    assert size < many.nbytes  # these differences repeat: their planes were sent
     assert sent({"w": many}, {"w": base})[0] == CHANGED
 
 
@@ -111,7 +111,7 @@ def test_every_special_value_is_restored_from_every_other(dtype: str) -> None:
 def test_tensors_of_sizes_around_a_block_are_restored(count: int, dtype: str) -> None:
     base = (weights(count, "<f8") * 1000).astype(dtype)
     after = base.copy()
-    after[-1] += 1  # in the last stretch alone
+    after[-1] += 1  # in the last block only
     assert comes_back({"w": after}, {"w": base}) < 100 + (count * base.itemsize if count == 1 else 500)
     comes_back({"w": stepped(base)}, {"w": base})
 
@@ -162,7 +162,7 @@ MODEL = {
 
 
 def outcome(payload: bytes, base: Tensors = BASE) -> str | None:
-    """Return what is wrong with a payload, or None if it is a well-formed model; all else fails the test."""
+    """Return what is wrong with a payload, or None if it is a well-formed model; any other error fails the test."""
     try:
         got = decode_changes(memoryview(payload), base)
     except ProtocolError as error:
@@ -216,7 +216,7 @@ def test_impossible_forms_are_refused(forms: bytes) -> None:
 
 
 def test_an_invalid_boolean_is_refused_or_corrected() -> None:
-    """Of `b`, the first by its name: its bytes, or what they differ by."""
+    """Of `b`, the first by name: its bytes, or their differences."""
     for payload in (bytes((WHOLE, SAME, SAME, SAME)) + b"\x02\xff", bytes((CHANGED, SAME, SAME, SAME)) + b"\0\x0e\x0e"):
         try:
             got = decode_changes(memoryview(payload), BASE)
@@ -242,7 +242,7 @@ def test_a_bomb_takes_no_memory(announced: int) -> None:
     assert zstandard.get_frame_parameters(frame).content_size == announced
     bomb = bytes((CHANGED,)) + struct.pack("<BI", 1, len(frame)) + frame
     assert outcome(bomb, LARGE) is not None
-    assert peak_bytes(bomb, LARGE) < 0.5 * LARGE["w"].nbytes  # a stretch and what it is made of, not all of it
+    assert peak_bytes(bomb, LARGE) < 0.5 * LARGE["w"].nbytes  # a block and its parts, not the whole tensor
 
 
 def test_a_bomb_that_announces_the_right_size_takes_no_memory() -> None:
@@ -250,7 +250,7 @@ def test_a_bomb_that_announces_the_right_size_takes_no_memory() -> None:
     assert zstandard.get_frame_parameters(frame).content_size == STRETCH
     bomb = bytes((CHANGED,)) + struct.pack("<BI", 1, len(frame)) + frame
     assert outcome(bomb, LARGE) is not None
-    assert peak_bytes(bomb, LARGE) < 0.5 * LARGE["w"].nbytes  # a stretch and what it is made of, not all of it
+    assert peak_bytes(bomb, LARGE) < 0.5 * LARGE["w"].nbytes  # a block and its parts, not the whole tensor
 
 
 HUGE = {"w": np.zeros(10_000_000, np.float32), "z": np.zeros(8, np.float32)}
@@ -260,7 +260,7 @@ HUGE = {"w": np.zeros(10_000_000, np.float32), "z": np.zeros(8, np.float32)}
     "payload",
     [
         bytes((CHANGED, SAME)),
-        bytes((CHANGED, SAME)) + bytes(10_000),  # an empty section, and then nothing that fits
+        bytes((CHANGED, SAME)) + bytes(10_000),  # an empty section, and then nothing valid
         bytes((CHANGED, SAME)) + b"\1" * 10_000,
         bytes((SAME, WHOLE)) + bytes(31),
         bytes((SAME, 3)) + bytes(10_000),

@@ -1,4 +1,4 @@
-"""A coded tensor travels chunk by chunk; what it is in memory is known, and limited, before a byte of it is decoded."""
+"""A coded tensor is sent chunk by chunk; its size in memory is known, and limited, before a byte is decoded."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_message_has_a_raw_tensor_without_a_copy() -> None:
 
 
 def test_coded_tensor_needs_no_more_than_its_bytes_and_a_chunk() -> None:
-    """Encoding makes the bytes, framing copies them; decoding writes the tensor. Beside it there is work on a chunk."""
+    """Encoding makes the bytes, framing copies them; decoding writes the tensor. It also needs one chunk."""
     tensor = rectified((60, 16, 32, 32))
     sent, encode_peak = _peak(lambda: message(tensor))
     packed, pack_peak = _peak(lambda: [pack_frame(frame) for frame in cut_message(sent, 1, 1)])

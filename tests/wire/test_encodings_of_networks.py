@@ -1,4 +1,4 @@
-"""What crosses the cut of a real network: how far it shrinks, and that the device's gradients stay what they are."""
+"""Tensors at the cut of a real network shrink, and the device's gradients stay the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipar.wire.tensor_codec import decode, encode
 
 
 def sent(tensor: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | None = None) -> tuple[NDArray[Any], float]:
-    """Return a tensor as its receiver gets it, and which share of its bytes was sent."""
+    """Return a tensor as its receiver gets it, and the share of its bytes that was sent."""
     values, out, start, size = tensor.ravel(), np.empty(tensor.size, tensor.dtype), 0, 0
     for length in chunk_sizes(tensor.shape, tensor.itemsize):
         part = slice(start, start + length)
@@ -59,4 +59,4 @@ def test_a_micro_batch_shrinks_and_the_devices_gradients_stay_the_same(
         found.append([weight.grad.numpy().tobytes() for weight in device.parameters() if weight.grad is not None])
     assert found[0] == found[1]
     assert found[0]
-    assert (returned.tobytes() == gradient.tobytes()) == (kept is None)  # something was left out, indeed
+    assert (returned.tobytes() == gradient.tobytes()) == (kept is None)  # something was left out

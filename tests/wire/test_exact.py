@@ -1,4 +1,4 @@
-"""Every bit of every value comes back from the exact encodings, and no payload is longer than its values."""
+"""The exact encodings restore every bit of every value, and no payload is longer than its values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_bits(bits: list[int] | NDArray[Any], item_bytes: int) -> NDArray[Any]:
 
 
 def round_trip(values: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | None = None) -> bytes:
-    """Return the payload, after it was seen to give the values back bit by bit, zeros where they are not kept."""
+    """Return the payload, after checking that it restores the values bit by bit, zeros where they are not kept."""
     before = values.tobytes()
     payload = b"".join(encode(values, encoding, kept=kept))
     assert values.tobytes() == before
@@ -45,7 +45,7 @@ def round_trip(values: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | No
 
 
 def relu(count: int, zeros: float, seed: int = 0, dtype: str = "<f4") -> NDArray[Any]:
-    """Return values as behind a ReLU, about so many of them zero."""
+    """Return values as after a ReLU, of which about this share is zero."""
     chance = np.random.default_rng(seed)
     values = np.abs(chance.standard_normal(count))
     return np.where(chance.random(count) < zeros, 0, values).astype(dtype)
@@ -70,7 +70,7 @@ def test_values_of_sizes_around_boundaries_are_restored(count: int, encoding: st
         values = relu(count, zeros, count, dtype)
         round_trip(values, encoding)
         round_trip(values - values.dtype.type(0.5), encoding, chance.random(count) < zeros)
-    round_trip(of_bits(chance.integers(0, 2**63, count), values.itemsize), encoding)  # as good as incompressible
+    round_trip(of_bits(chance.integers(0, 2**63, count), values.itemsize), encoding)  # practically incompressible
 
 
 @pytest.mark.parametrize("encoding", CODED)

@@ -1,4 +1,4 @@
-"""Messages become the bytes that the pages on the wire describe, and come back; anything else is a ProtocolError."""
+"""Messages become the bytes that the wire format's pages describe, and back; anything else is a ProtocolError."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ buffers = st.lists(st.integers(0, 35), max_size=5).map(
 short, word = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 
 
-#: Those of bodies that are cut as they are.
+#: Those of bodies that are cut without encoding.
 PLAIN = sorted(ENCODINGS.keys() - CODED)
 
 
@@ -414,7 +414,7 @@ def test_a_fifth_message_is_refused_while_four_are_half_received() -> None:
     assembler = Assembler()
     for frames in begun[:4]:
         assert assembler.feed(frames[0]) is None
-    assert assembler.feed(frames_of(Message(Kind.FAULT), 9)[0]) == Message(Kind.FAULT)  # a whole one takes no place
+    assert assembler.feed(frames_of(Message(Kind.FAULT), 9)[0]) == Message(Kind.FAULT)  # a complete one does not count
     with pytest.raises(ProtocolError, match="while 4 others were half received"):
         assembler.feed(begun[4][0])
     assert assemble(assembler, begun[0][1:])
@@ -465,7 +465,7 @@ def test_any_bytes_are_a_frame_or_a_protocol_error(data: bytes) -> None:
 
 @st.composite
 def mutations(draw: st.DrawFn) -> list[bytes]:
-    """A few good frames with some bytes changed, some frames cut short, lengthened or doubled."""
+    """A few valid frames with some bytes changed, some frames truncated, extended or duplicated."""
     sent = []
     for data in draw(st.lists(st.sampled_from(GOLDEN_BYTES), min_size=1, max_size=4)):
         changed = bytearray(data)

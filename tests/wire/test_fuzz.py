@@ -32,17 +32,17 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(assembler: Assembler, data: bytes) -> Message | ProtocolError | None:
-    """What comes of some bytes; any other error is a failure of the test."""
+    """Return the outcome of some bytes; any other error fails the test."""
     try:
         frame = unpack_frame(data)
-        assert pack_frame(frame) == data  # what is taken was understood to the last byte
+        assert pack_frame(frame) == data  # an accepted frame was parsed to the last byte
         return assembler.feed(frame)
     except ProtocolError as error:
         return error
 
 
 def read(message: Message) -> list[str]:
-    """Read what a message carries, as its receiver would; return what came of it."""
+    """Read the content of a message, as its receiver would; return the outcome."""
     body = message.body
     if body.encoding not in CODED:
         assert len(body.contiguous()) == body.size_bytes
@@ -69,7 +69,7 @@ def read_coded(message: Message) -> None:
 
 
 def bombard(count: int, seed: int) -> Counter[str]:
-    """Feed so many damaged frames to assemblers, a few thousand to each; return what came of them."""
+    """Feed this number of damaged frames to assemblers, a few thousand to each; return the outcomes."""
     chance, frames = random.Random(seed), good_frames()
     limit = body_limit({Kind.ACTIVATION: 600, Kind.MODEL: 100_000}, others=300)
     results: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def bombard(count: int, seed: int) -> Counter[str]:
 def test_damaged_frames_are_messages_or_protocol_errors(count: int, seed: int) -> None:
     results = bombard(count, seed)
     outcomes = {"Message", "NoneType", "ProtocolError"}
-    assert min(results[one] for one in outcomes) > count // 100, results  # the damage is neither always nor never seen
+    assert min(results[one] for one in outcomes) > count // 100, results  # damage is sometimes detected
     assert results.keys() - outcomes == {"coded", "changed", "unreadable"}
     assert min(results.values()) > count // 2000, results
 
@@ -98,7 +98,7 @@ def test_damaged_frames_are_messages_or_protocol_errors(count: int, seed: int) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_damaged_frames_leak_no_memory() -> None:
-    bombard(500, 3)  # what is made once
+    bombard(500, 3)  # objects that are created once
     tracemalloc.start()
     try:
         bombard(5_000, 4)
@@ -119,7 +119,7 @@ def test_any_bytes_in_any_place_of_a_frame_are_a_message_or_a_protocol_error(
 
 
 def test_a_peer_that_never_completes_its_messages_stays_within_the_limit() -> None:
-    """Headers that announce as much as there can be cost nothing; a full chunk of each is all that is ever kept."""
+    """Headers that announce the maximum cost nothing; at most a full chunk of each is kept."""
     chunk = bytes(wire_format.CHUNK_BYTES)
     assembler, kept = Assembler(limit=body_limit({Kind.MODEL: 3_000_000})), 0
     for sequence in range(100):

@@ -82,11 +82,11 @@ def test_damaged_payloads_are_tensors_or_protocol_errors(encoding: str) -> None:
         at = number % 2
         data = bytearray(goods[at])
         for _ in range(chance.choice((1, 1, 3))):
-            # Most of the damage where the lengths and the coded bytes are.
+            # Most of the damage is where the lengths and the coded bytes are.
             place = chance.randrange(min(len(data), 200) if chance.random() < 0.7 else len(data))
             data[place] = chance.choice((data[place] ^ 1 << chance.randrange(8), 0, 255, chance.randrange(256)))
         results[outcome(bytes(data), encoding, dtype=("<f4", "<f8")[at]) is None] += 1
-    assert results[True]  # the damage is not always seen: a mantissa is as good as another
+    assert results[True]  # damage is not always detected: any mantissa is valid
 
 
 @settings(max_examples=150, deadline=None)
@@ -95,7 +95,7 @@ def test_any_bytes_are_a_tensor_or_a_protocol_error(encoding: str, data: bytes, 
     outcome(data, encoding, count=count, kept=np.arange(count) % 2 > 0 if known else None)
 
 
-# ---- what lies about its size ----
+# ---- payloads with a wrong size ----
 
 
 def test_a_part_that_holds_more_or_less_than_needed_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_a_mask_of_more_values_than_there_are_is_refused() -> None:
 def test_decoding_takes_a_small_multiple_of_the_tensor(encoding: str, dtype: str) -> None:
     tensor = values(50_000, dtype)
     good = b"".join(encode(tensor, encoding, row=ROW))
-    outcome(good, encoding, count=tensor.size, dtype=dtype)  # what is made once
+    outcome(good, encoding, count=tensor.size, dtype=dtype)  # objects that are created once
     assert peak_bytes(good, encoding, tensor) < 7 * tensor.nbytes
 
 
@@ -167,7 +167,7 @@ def test_a_bomb_takes_no_memory(announced: int) -> None:
 
 
 def test_a_bomb_that_announces_the_right_size_takes_no_memory() -> None:
-    """A frame that says the right size and decompresses to two thousand times as much."""
+    """A frame that announces the right size and decompresses to two thousand times as much."""
     tensor = values(50_000)
     frame = b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", tensor.size) + b"\x02\x00\x10\0" * 800
     assert zstandard.get_frame_parameters(frame).content_size == tensor.size

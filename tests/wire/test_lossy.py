@@ -1,4 +1,4 @@
-"""Encodings with a loss: how large it is, that it is counted, and that it is made up for."""
+"""Lossy encodings: the size of the error, that it is counted, and that it is compensated later."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def activations(samples: int = 10, seed: int = 0, dtype: str = "<f4") -> NDArray
 
 
 def any_bits(count: int, seed: int) -> NDArray[np.float32]:
-    """Return float32 of all exponents, and of those about which half precision has to round."""
+    """Return float32 values of all exponents, and of those at which half precision has to round."""
     chance = np.random.default_rng(seed)
     every = chance.integers(0, 2**32, count, np.uint32).view(np.float32)
     near = chance.standard_normal(count) * 2.0 ** chance.integers(-27, 17, count)
@@ -190,7 +190,7 @@ def test_the_error_is_counted(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["int8", "topk"])
 def test_the_loss_of_one_micro_batch_is_sent_with_later_ones(encoding: str) -> None:
-    """The same values again and again: with a residual the mean of what is received comes to be their mean."""
+    """The same values repeatedly: with a residual the mean of the received values converges to their mean."""
     tensor = activations(4)
     tensor[:] = tensor[:1]  # the mean over the samples is each of them
 

@@ -1,4 +1,4 @@
-"""What a message's body may hold, and what is refused."""
+"""The allowed contents of a message's body, and what is refused."""
 
 from __future__ import annotations
 
