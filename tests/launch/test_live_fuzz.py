@@ -76,7 +76,7 @@ class _NoRoundError(Exception):
 
 
 class Garbler:
-    """One peer that sends garbage: immediately, after a valid hello, or in the middle of a round that it takes part in."""
+    """One peer that sends garbage: immediately, after a valid hello, or in the middle of a round."""
 
     def __init__(self, name: str | None, token: str | None, address: str, ca: bytes, profile: dict[str, Any]) -> None:
         self.sent = 0
