@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.recursion import KINDS, all_stages, end_times, iteration_s, previous
+from support.recursion import KINDS, all_stages, end_times, iteration_s, previous, stage_times
 
 from pipar.config import Config, device_specs
 from pipar.config_file import config_from
@@ -26,7 +26,7 @@ from pipar.launch.virtual import train_timing_only
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.paper_estimate import StageTimes, closed_form_s, stage_times
+from pipar.planner.paper_estimate import StageTimes, closed_form_s
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import LayerProfile, Profile

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from pipar.errors import ConfigError, ModelError
 from pipar.nn.blocks import NORMS, group_count
 from pipar.nn.models import (
-    LAYERS,
+    NETWORKS,
     build_model,
     check_fits,
     check_sequential,
@@ -72,10 +72,10 @@ def weights(model: nn.Module) -> list[Tensor]:
     ],
 )
 def test_network_has_the_papers_number_of_layers(name: str, layers: int, norm: str) -> None:
-    assert len(on_meta(name, norm=norm)) == LAYERS[name] == layers
+    assert len(on_meta(name, norm=norm)) == NETWORKS[name].layers == layers
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_layer_names_end_in_their_place_and_have_no_dots(name: str) -> None:
     for place, child in enumerate(on_meta(name)._modules, start=1):
         assert child.rstrip("0123456789") in {"conv", "block", "fc"}
@@ -138,7 +138,7 @@ def test_vgg5_sends_32_kib_per_sample_after_the_first_layer() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("vgg")])
+@pytest.mark.parametrize("name", [name for name in NETWORKS if not name.startswith("vgg")])
 def test_convolution_has_a_bias_exactly_if_no_norm_follows(name: str, norm: str) -> None:
     model = on_meta(name, norm=norm)
     inside_gates = {id(conv) for module in model.modules() if hasattr(module, "excite") for conv in module.children()}
@@ -147,7 +147,7 @@ def test_convolution_has_a_bias_exactly_if_no_norm_follows(name: str, norm: str)
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_norm_is_the_one_asked_for(name: str, norm: str) -> None:
     model = on_meta(name, norm=norm)
     kinds = {"batch": nn.BatchNorm2d, "group": nn.GroupNorm}
@@ -174,7 +174,7 @@ def test_small_network_starts_with_a_finite_loss(name: str, input_shape: tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("input_shape", "norm"), [*((CIFAR, norm) for norm in NORMS), ((3, 64, 64), "group")])
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in SMALL])
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in SMALL])
 def test_large_network_starts_with_a_finite_loss(name: str, input_shape: tuple[int, int, int], norm: str) -> None:
     check_start(name, input_shape, classes=100, norm=norm)
 
@@ -221,7 +221,7 @@ def test_float64_starts_from_the_weights_of_float32(name: str) -> None:
     ("name", "input_shape"),
     [
         *((name, shape) for name in SMALL for shape in (MNIST, (1, 32, 32), CIFAR, (5, 33, 47))),
-        *((name, shape) for name in LAYERS if name not in SMALL for shape in (CIFAR, (3, 64, 64))),
+        *((name, shape) for name in NETWORKS if name not in SMALL for shape in (CIFAR, (3, 64, 64))),
         ("vgg16", (1, 32, 40)),
         ("vgg5", (1, 4, 4)),
         ("resnet18", (3, 17, 17)),

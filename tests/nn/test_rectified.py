@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.nn.blocks import NORMS, Residual
-from pipar.nn.models import LAYERS, build_model
+from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import is_rectified, rectified_cuts
 from pipar.nn.split import split_model
 
@@ -28,7 +28,7 @@ EXPECTED = {
 # The large networks consist of the same blocks as the small ones: one norm is enough for them.
 CASES = [
     pytest.param(name, norm, marks=() if name == "vgg5" else pytest.mark.slow)
-    for name in LAYERS
+    for name in NETWORKS
     for norm in (NORMS if name in ("vgg5", "resnet18", "mobilenetv3_small") else ("group",))
 ]
 

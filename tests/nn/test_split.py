@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from pipar.errors import PlanError
 from pipar.nn.blocks import NORMS
-from pipar.nn.models import LAYERS, build_model
+from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.split import join_states, layer_count, part_of_state, split_model
 
 InputShape = tuple[int, int, int]
@@ -87,7 +87,7 @@ def assert_same_bits(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", [case(name, slow=name == "resnet18") for name in LAYERS])
+@pytest.mark.parametrize("name", [case(name, slow=name == "resnet18") for name in NETWORKS])
 @pytest.mark.slow
 def test_cut_at_any_split_point_gives_the_logits_and_gradients_of_the_uncut_network(name: str, norm: str) -> None:
     input_shape = INPUTS[name][0]
@@ -137,14 +137,14 @@ def single_layers(model: nn.Sequential) -> list[nn.Sequential]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_names_do_not_depend_on_the_split_point_and_nothing_is_copied(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name, input_shape=(3, 32, 32), classes=CLASSES, norm="batch")
     parameters = list(model.named_parameters())
-    for split_point in range(1, LAYERS[name] + 1):
+    for split_point in range(1, NETWORKS[name].layers + 1):
         device_part, server_part = split_model(model, split_point)
-        assert (len(device_part), len(server_part)) == (split_point, LAYERS[name] - split_point)
+        assert (len(device_part), len(server_part)) == (split_point, NETWORKS[name].layers - split_point)
         both = [*device_part.named_parameters(), *server_part.named_parameters()]
         assert [(name, id(weight)) for name, weight in both] == [(name, id(weight)) for name, weight in parameters]
         assert list(join_states(device_part.state_dict(), server_part.state_dict())) == list(model.state_dict())

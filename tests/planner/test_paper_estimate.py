@@ -7,17 +7,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recursion import iteration_s
+from support.recursion import iteration_s, stage_times
 
 from pipar.errors import PlanError
 from pipar.links import Link
 from pipar.methods import Plan
-from pipar.planner.paper_estimate import (
-    StageTimes,
-    batches_to_fill_idle_time,
-    closed_form_s,
-    stage_times,
-)
+from pipar.planner.paper_estimate import StageTimes, batches_to_fill_idle_time, closed_form_s
 from pipar.profiling.profile import Profile
 
 MakeProfile = Callable[..., Profile]
@@ -143,19 +138,6 @@ def test_the_whole_network_on_the_device_communicates_nothing(make_profile: Make
     profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
     times = stage_times(profile, profile, Plan(2, 1), 100, SLOW, speeds=(0.5, 1.0))
     assert times == StageTimes(8.0, 0.0, 0.0, 0.0, 0.0, 12.0)
-
-
-def test_the_whole_network_on_the_device_is_not_cut_into_micro_batches(make_profile: MakeProfile) -> None:
-    profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
-    with pytest.raises(PlanError, match="Split point 2 keeps all of hand on the device"):
-        stage_times(profile, profile, Plan(2, 4), 100, SLOW)
-
-
-@pytest.mark.parametrize("plan", [Plan(0, 1), Plan(3, 1), Plan(1, 0), Plan(1, 101)])
-def test_a_plan_that_does_not_fit_is_refused(make_profile: MakeProfile, plan: Plan) -> None:
-    profile = make_profile([(1.0, 2.0, 1000, 0), (3.0, 4.0, 10, 0)])
-    with pytest.raises(PlanError):
-        stage_times(profile, profile, plan, 100, SLOW)
 
 
 def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None:

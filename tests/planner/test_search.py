@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recursion import iteration_s, stage_times
 
 from pipar.config_file import config_from
 from pipar.errors import PlanError
@@ -23,7 +24,7 @@ from pipar.planner.candidates import Allow, Candidate, candidates, check_given
 from pipar.planner.costs import Costs
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member, plans_by_device
-from pipar.planner.paper_estimate import ESTIMATE_TIE, estimate_plans, iteration_s, stage_times
+from pipar.planner.paper_estimate import ESTIMATE_TIE, estimate_plans
 from pipar.planner.search import search_kinds
 from pipar.planner.search_settings import TIE
 from pipar.planner.simulator import simulate, simulate_within

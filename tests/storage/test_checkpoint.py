@@ -76,8 +76,6 @@ def test_a_saved_checkpoint_reads_back_equal(tmp_path: Path) -> None:
     assert path.name == "round-000012.pipar"
     found = newest(tmp_path / "checkpoint")
     assert same(found, checkpoint(12))
-    assert found is not None
-    assert found.trained_samples == 12 * 287
 
 
 def test_a_missing_or_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:

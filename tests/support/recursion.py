@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipar.execution.stages import Stage
-from pipar.planner.paper_estimate import StageTimes
+from pipar.links import Link
+from pipar.methods import Plan
+from pipar.planner.costs import Costs
+from pipar.planner.paper_estimate import StageTimes, full_batch_times
+from pipar.profiling.profile import Profile
 
 #: The paper's six kinds, in the order in which a micro-batch passes them.
 KINDS = ("fc", "u", "fs", "bs", "d", "bc")
@@ -59,6 +63,19 @@ def end_times(micro_batches: int, seconds: Callable[[Stage], float]) -> dict[Sta
         start = max((ends[before] for before in previous(stage, micro_batches)), default=0.0)
         ends[stage] = start + seconds(stage)
     return ends
+
+
+def stage_times(
+    device_profile: Profile,
+    server_profile: Profile,
+    plan: Plan,
+    batch_size: int,
+    link: Link,
+    speeds: tuple[float, float] = (1.0, 1.0),
+) -> StageTimes:
+    """Return each stage's time for one of N equal micro-batches; `speeds` are the device's and the server's."""
+    device, server = Costs(device_profile, speeds[0]), Costs(server_profile, speeds[1])
+    return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
 
 
 def iteration_s(times: StageTimes, micro_batches: int) -> float:

@@ -40,7 +40,6 @@ NETWORKS = {
     "resnet101": Network(resnet101, layers=35, min_side=17),
     "mobilenetv3_large": Network(mobilenetv3_large, layers=19, min_side=17),
 }
-LAYERS = {name: network.layers for name, network in NETWORKS.items()}
 
 
 def build_model(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipar.errors import PlanError
 from pipar.links import Link
-from pipar.methods import Plan, check_plan
+from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
@@ -40,31 +40,6 @@ class StageTimes:
         return StageTimes(self.fc / n, self.u / n, self.fs / n, self.bs / n, self.d / n, self.bc / n)
 
 
-def stage_times(
-    device_profile: Profile,
-    server_profile: Profile,
-    plan: Plan,
-    batch_size: int,
-    link: Link,
-    speeds: tuple[float, float] = (1.0, 1.0),
-) -> StageTimes:
-    """Return each stage's time for one micro-batch: sums over its layers, and bytes over bandwidth, divided by N.
-
-    t(f_c) = sum of layers 1..P / N, t(f_s) = sum of layers P+1..Q / N, backward likewise; t(u) = v_P / (w_u N),
-    t(d) = v_P / (w_d N), where the gradient is as large as the activation. `speeds` are the device's and the
-    server's. P = Q is federated learning: no communication, nothing on the server, N = 1.
-    """
-    layers = len(device_profile.layers)
-    check_plan(plan, layers=layers, batch_size=batch_size, model=device_profile.model)
-    if plan.split_point == layers and plan.micro_batches > 1:
-        raise PlanError(
-            f"Split point {layers} keeps all of {device_profile.model} on the device. There is nothing to overlap: "
-            f"give 1 micro-batch, not {plan.micro_batches}."
-        )
-    device, server = Costs(device_profile, speeds[0]), Costs(server_profile, speeds[1])
-    return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
-
-
 def full_batch_times(
     device: Costs,
     server: Costs,
@@ -74,6 +49,10 @@ def full_batch_times(
     shares: tuple[float, float] = (1.0, 1.0),
 ) -> StageTimes:
     """Return the six times of a whole batch, before it is cut into micro-batches.
+
+    t(f_c) = sum of layers 1..P, t(f_s) = sum of layers P+1..Q, backward likewise; t(u) = v_P / w_u, t(d) = v_P / w_d,
+    where the gradient is as large as the activation. P = Q is federated learning: no communication, nothing on the
+    server.
 
     `shares` are the shares of the bytes, up and down, that encodings leave; the paper has no encodings.
     """

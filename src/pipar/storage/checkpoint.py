@@ -50,11 +50,6 @@ class Checkpoint:
     round_log: Sequence[Mapping[str, int]] = ()  # for each round: samples by device that counted
     notes: Mapping[str, Any] = field(default_factory=dict)  # further state of the server; JSON
 
-    @property
-    def trained_samples(self) -> int:
-        """Number of samples that the global model was trained on."""
-        return sum(sum(counted.values()) for counted in self.round_log)
-
 
 def is_due(number: int, every: int) -> bool:
     """Return whether a checkpoint is saved after this round; `every` = 0 means never."""

@@ -14,7 +14,6 @@ float32 first.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +103,6 @@ class Lossy:
         """Start a tensor: its first chunk is encoded next."""
         if self.residual is not None:
             self.residual.begin()
-
-    @property
-    def relative_error(self) -> float:
-        """The norm of all errors over the norm of all values to be sent; 0 if all values were zero."""
-        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
 
     def count(self, values: NDArray[Any], received: NDArray[Any]) -> None:
         """Add the difference of these values and those that the receiver gets to the error."""
