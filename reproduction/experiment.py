@@ -25,7 +25,7 @@ class Cell:
 
     how: str  # one of RUNNERS in `reproduction/cells.py`
     config: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)  # needed to run it, besides the configuration
+    options: Mapping[str, Any] = field(default_factory=dict)  # needed to run it, in addition to the configuration
     labels: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property

@@ -1,4 +1,4 @@
-"""Scores of chosen plans against exhaustive search, with times that the planner does not know; paper V-D.
+"""Scores of chosen plans relative to exhaustive search, with times that the planner does not know; paper V-D.
 
 Times are perturbed by up to 15 % per layer and jittered by up to 5 % per stage, from a seed that the planner does not
 know.

@@ -1,13 +1,13 @@
 """The paper's figures, drawn from the rows of the tables.
 
     figure         panels                  rows have
-    time           network x data          link, seconds by each method
-    idle           network x data          link, server_idle and device_idle by each method
+    time           network x data          link, seconds of each method
+    idle           network x data          link, server_idle and device_idle of each method
     convergence    network x data          method, seed, epoch, val_loss
-    accuracy       network x data          percent by each method, of_seeds
-    batch-size     link                    batch_size, seconds by each method
-    heterogeneous  network x link          boards, seconds by each method
-    privacy        network x link          mechanism, seconds by each method
+    accuracy       network x data          percent of each method, of_seeds
+    batch-size     link                    batch_size, seconds of each method
+    heterogeneous  network x link          boards, seconds of each method
+    privacy        network x link          mechanism, seconds of each method
     bandwidth      network                 minutes, overhead_percent
     selection      network, data and link  split_point, micro_batches, seconds, chosen
     scores         one                     network, data, link, score, its_score

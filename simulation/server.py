@@ -267,6 +267,6 @@ class SimulatedServer:
         return self._program is not None and self._program.plan_of(device).split_point < LAYERS
 
     def memory(self) -> Iterator[tuple[MemoryUse, MemoryUse]]:
-        """Yield what is held for each device, and the most that may be."""
+        """Yield what is held for each device, and its limit."""
         if self._program is not None and self._learner is not None:
             yield from self._env.memory.of_server(self._program.sessions, self._learner.replica_bytes())

@@ -134,7 +134,7 @@ class World:
             self._checks.check(programs_do_not_fail, "a background task", error)
 
     async def _look(self) -> None:
-        """Look at what the programs hold, and at the clock, again and again."""
+        """Check what the programs hold, and the clock, periodically."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             doing = f"{self._checks.rounds} of {self._scenario.rounds} rounds are trained"

@@ -2,7 +2,7 @@
 
 Shared by the commands: `options`, `completion_candidates`. One module per command, or per pair of commands:
 `train` (run, compare), `deploy` (server, device), `plan`, `profile`, `leakage`, `report`, `certs`, `data`, `doctor`
-with its `doctor_checks`, `completion`. Output: `display` (while a run is under way), `tables`,
+with its `doctor_checks`, `completion`. Output: `display` (during a run), `tables`,
 `plan_view`, `timeline_text`.
 """
 

@@ -131,7 +131,7 @@ DEVICES = [
         f"Emulated device speed, as a share of this machine's.  [default: {_GROUP.speed}; 1 with devices.profile]",
     ),
 ]
-#: The options of a training besides its method.
+#: The options of a training, except its method.
 TRAINING = [
     *NETWORK,
     EPOCHS,

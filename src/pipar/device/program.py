@@ -61,7 +61,7 @@ class Device:
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
         self._commands: asyncio.Queue[Message] = asyncio.Queue()
-        self._training: asyncio.Task[None] | None = None  # the epoch under way
+        self._training: asyncio.Task[None] | None = None  # the current epoch
 
     # --- joining
 

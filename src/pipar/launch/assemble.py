@@ -32,7 +32,7 @@ from pipar.transport.reconnect import Reconnector
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What a server is made of, besides its job."""
+    """The parts of a server, in addition to its job."""
 
     learner: Learner
     enrolment: ClosedEnrolment | OpenEnrolment  # which devices may join, and their orders

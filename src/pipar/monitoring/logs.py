@@ -193,7 +193,7 @@ class EventDescriber:
         return ""
 
     def _reconnecting(self, event: Reconnecting) -> str:
-        """Return when the next attempt is made, and why there is no connection if that was not said before."""
+        """Return when the next attempt is made, and why there is no connection if that was not logged before."""
         when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
         if event.is_on_purpose:
             return f"the server at {event.address} is stopping; {when}"

@@ -1,4 +1,4 @@
-"""The cost model, calibrated by what a training has shown: measured links, and machines as fast as they were.
+"""The cost model, calibrated by what a training has shown: measured links, and machines as fast as observed.
 
 An epoch shows how long a machine took for all layers that it had. That says much about these layers together and about
 nearby cuts, but little about a single layer; two cuts that were tried show the layers between them. Epochs scatter, so

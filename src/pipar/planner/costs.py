@@ -56,7 +56,7 @@ class Costs:
         self._layers: dict[tuple[bool, int], tuple[float, ...]] = {}
 
     def varied(self, draw: Callable[[], float]) -> Costs:
-        """Return the costs with every layer's forward and backward time multiplied by a factor of its own."""
+        """Return the costs with every layer's forward and backward time multiplied by its own factor."""
 
         def one(layer: LayerProfile) -> LayerProfile:
             forward, backward = draw(), draw()

@@ -21,7 +21,7 @@ PlansByKind = tuple[Plan, ...]
 
 #: A fleet of more devices is planned for, and predicted, by a sample of it.
 _SAMPLE = 128
-#: Devices whose numbers of samples differ by no more than this share count as having equally many.
+#: Devices whose numbers of samples differ by no more than this share count as equal.
 _ALIKE = 0.05
 
 

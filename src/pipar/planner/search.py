@@ -72,7 +72,7 @@ def search_plans(
     try:
         coarse = search(merge_kinds(fleet, settings.groups), start=start, settings=half)
     except PlanError:
-        for kind in fleet.device_kinds():  # name the device that the error is true of, not one that stands for a group
+        for kind in fleet.device_kinds():  # name the device that causes the error, not one that represents a group
             allowed_plans(fleet, kind[0])
         raise
     groups = merge_kinds(fleet, settings.smaller_groups)

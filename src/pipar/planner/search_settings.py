@@ -22,7 +22,7 @@ class SearchSettings:
     micro_batch_budget: int
     #: Variations of the profiles in which plans close to the best are compared.
     worlds: int
-    #: Iterations of an epoch that are simulated; the others are taken to be like them.
+    #: Iterations of an epoch that are simulated; the others are assumed to be like them.
     iterations: int = STEADY_ITERATIONS
     #: Whether to confirm, over a whole epoch, that plans of whole batches are not faster.
     confirms: bool = False

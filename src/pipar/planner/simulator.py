@@ -110,7 +110,7 @@ class _Epoch:
     def run(self) -> Timing:
         if self._cutoff is not None and self._cutoff.rules_out():
             raise _TooLong
-        # A device does not wait for the parts of others: one with a quick link starts early.
+        # A device does not wait for the parts of others: one with a fast link starts early.
         distributed, installed = self._distribution.send(self._devices, 0.0, changes=False)
         for device in self._devices:
             told = max(distributed, device.down_free) + transfer_s(0, device.member.link.down_bps)

@@ -103,7 +103,7 @@ Simulate = Callable[[Fleet, Mapping[str, Plan], int | None], Timing]
 #: The same, but returns None as soon as the steady epoch cannot be shorter than the given seconds.
 SimulateWithin = Callable[[Fleet, Mapping[str, Plan], int | None, float], Timing | None]
 
-#: Iterations that stand for all. The first fills the pipeline. Devices that start together need some more until they
+#: Iterations that represent all. The first fills the pipeline. Devices that start together need some more until they
 #: reach a full server in a stable order: the second iteration alone was off by up to 15 % of an epoch.
 STEADY_ITERATIONS = 6
 #: The fewest that include one with a full pipeline.

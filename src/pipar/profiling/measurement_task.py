@@ -1,4 +1,4 @@
-"""What is to be measured: a network, and batches for it."""
+"""What to measure: a network, and batches for it."""
 
 from __future__ import annotations
 

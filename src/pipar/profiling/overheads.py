@@ -27,7 +27,7 @@ from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import TrainedPart
 
 _CUT_REPETITIONS = 7
-#: First layers of up to this size stand for the whole network where that would take too much memory or time.
+#: First layers of up to this size represent the whole network where that would take too much memory or time.
 _LIGHT_BYTES = 8 << 20
 _NOISED_BYTES = 1 << 20
 #: Aggregating two models takes as much memory as five. Of a larger network its light layers are aggregated.

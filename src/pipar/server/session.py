@@ -193,7 +193,7 @@ class Session:
         return reason
 
     def _enter(self, phase: Phase) -> None:
-        if not self.is_over:  # the last phase, even if messages are still under way
+        if not self.is_over:  # the last phase, even if messages are still in flight
             self.phase = phase
 
     # --- messages of the device

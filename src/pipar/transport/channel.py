@@ -79,7 +79,7 @@ class Channel:
         self._drained: asyncio.Future[None] | None = None
         self._assembler = Assembler()
         self._stretch: tuple[Message, float, float] | None = None  # the message being sent, and from when to when
-        self._link: Transport = transport  # as it was given
+        self._link: Transport = transport  # the given transport
         self._transport: Transport | None = transport  # with its latency
         self._failure: LinkError | None = None
         self._changed = asyncio.Event()  # another transport, none, or the end

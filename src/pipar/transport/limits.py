@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 #: A device has to send a complete HELLO within this time after its stream was accepted.
 HELLO_TIMEOUT_S = 20.0
-#: Memory of a message besides its body, counted because a peer may send empty messages.
+#: Memory of a message in addition to its body, counted because a peer may send empty messages.
 MESSAGE_BYTES = 256
 
 

@@ -442,7 +442,7 @@
     return {
       title: isCompared ? `${run.name} (${run.timeline.plan}): ${what}` : `${what[0].toUpperCase()}${what.slice(1)}`,
       caption: words.join(" "),
-      label: `Timeline of ${what} by ${run.name}: ${shown.lanes.length} lanes, ${shown.spans.length} spans, ${words.join(" ")}`,
+      label: `Timeline of ${what} with ${run.name}: ${shown.lanes.length} lanes, ${shown.spans.length} spans, ${words.join(" ")}`,
     };
   }
 
