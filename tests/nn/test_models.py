@@ -142,7 +142,9 @@ def test_vgg5_sends_32_kib_per_sample_after_the_first_layer() -> None:
 def test_convolution_has_a_bias_exactly_if_no_norm_follows(name: str, norm: str) -> None:
     model = on_meta(name, norm=norm)
     inside_gates = {id(conv) for module in model.modules() if hasattr(module, "excite") for conv in module.children()}
-    for conv in (module for module in model.modules() if isinstance(module, nn.Conv2d)):
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convs) > len(inside_gates)
+    for conv in convs:
         assert (conv.bias is not None) == (norm == "none" or id(conv) in inside_gates)
 
 

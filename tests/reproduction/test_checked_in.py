@@ -103,8 +103,12 @@ def test_every_checked_in_line_is_a_cell_with_configuration_and_result() -> None
 
 def test_checked_in_seconds_are_those_of_their_runs() -> None:
     records = read_cells(reproduction.PLACE)
-    for table in reproduction.PLACE.glob("time-*/table.csv"):
-        for row in csv.DictReader(table.read_text("utf-8").splitlines()):
+    tables = sorted(reproduction.PLACE.glob("time-*/table.csv"))
+    assert [table.parent.name for table in tables] == ["time-large", "time-small"]
+    for table in tables:
+        rows = list(csv.DictReader(table.read_text("utf-8").splitlines()))
+        assert rows
+        for row in rows:
             for method, cell in zip(METHODS, row["run"].split(), strict=True):
                 seconds = records[cell]["result"].get("seconds")
                 assert row[f"{method}_s"] == str(seconds or ""), (table, row)

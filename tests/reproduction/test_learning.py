@@ -54,6 +54,7 @@ def test_runs_of_a_training_differ_only_in_methods_and_seeds(quick: bool) -> Non
     by_training: dict[tuple[str, str], list[Cell]] = {}
     for cell in training_cells(quick):
         by_training.setdefault((cell.labels["network"], cell.labels["data"]), []).append(cell)
+    assert by_training
     for cells in by_training.values():
         assert all(without_run(cell) == without_run(cells[0]) for cell in cells)
         runs = [(cell.config["run"]["method"], cell.config["run"]["seed"]) for cell in cells]
@@ -64,15 +65,17 @@ def test_runs_of_a_training_differ_only_in_methods_and_seeds(quick: bool) -> Non
 def test_every_cell_has_a_different_configuration(quick: bool) -> None:
     for experiment in EXPERIMENTS:
         cells = experiment.cells(quick)
+        assert cells
         assert all(config_from(cell.config) for cell in cells)
         assert len({cell.hash for cell in cells}) == len(cells)
 
 
 def test_all_of_mnist_is_trained_on() -> None:
-    for cell in training_cells(False):
-        if cell.labels["data"] == "mnist":
-            (group,) = cell.config["devices"]
-            assert group["count"] * cell.config["data"]["samples_per_device"] == 60_000
+    cells = [cell for cell in training_cells(False) if cell.labels["data"] == "mnist"]
+    assert cells
+    for cell in cells:
+        (group,) = cell.config["devices"]
+        assert group["count"] * cell.config["data"]["samples_per_device"] == 60_000
 
 
 def test_plans_are_those_that_the_paper_prints_for_wifi() -> None:
@@ -87,7 +90,9 @@ def test_plans_are_those_that_the_paper_prints_for_wifi() -> None:
 
 
 def test_equality_is_tested_on_networks_without_batch_statistics() -> None:
-    for cell in equality_cells(False):
+    cells = equality_cells(False)
+    assert cells
+    for cell in cells:
         assert cell.config["model"]["dtype"] == "float64"
         assert cell.config["model"]["norm"] in ("none", "group")
 

@@ -93,6 +93,7 @@ def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network
 def test_bars_of_a_link_are_side_by_side_and_do_not_overlap() -> None:
     (axes,) = shown(draw("time", time_rows("vgg5")))
     edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bars in axes.containers for bar in bars)
+    assert len(edges) == len(LINKS) * len(METHODS)
     assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(edges))
     assert all(round(start + 0.1) == round(end - 0.1) for start, end in edges)
 
