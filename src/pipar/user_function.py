@@ -24,7 +24,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
         raise ConfigError(f"factory {spec!r} is not of the form 'package.module:function'.")
     function = _look_up(_import(module_name, spec), function_name, spec)
     if not callable(function):
-        raise ConfigError(f"factory {spec!r} is a {type(function).__name__}, not a function: name a function.")
+        raise ConfigError(f"factory {spec!r} is of type {type(function).__name__}, not a function: name a function.")
     return function
 
 

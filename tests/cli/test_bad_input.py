@@ -139,7 +139,7 @@ COMMANDS = [
     ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
     ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
     ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices need 4000"),
-    ("run --timing-only --set data.samples_per_device=1000", "4000 samples are asked for, but digits has 1197"),
+    ("run --timing-only --set data.samples_per_device=1000", "4000 samples are requested, but digits has 1197"),
     (
         "run --speed 2",
         "device-1 has speed 2, but real processes cannot be faster than this machine: give a speed of at most 1",
@@ -165,7 +165,7 @@ COMMANDS = [
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
     # what is not there
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
-    ("run --set model.factory=own_models:number", "is a int, not a function"),
+    ("run --set model.factory=own_models:number", "is of type int, not a function"),
     ("run --set model.factory=no_such_module:f", "no module 'no_such_module'"),
     ("run --set model.factory=own_models", "is not of the form 'package.module:function'"),
     ("run --set server.aggregator=own_models:nobody", "own_models has no 'nobody'"),

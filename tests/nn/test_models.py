@@ -359,7 +359,7 @@ def test_factory_of_another_form_is_refused(spec: str) -> None:
         ("1 / 0\n", "divides:f", "divides could not be imported: ZeroDivisionError: division by zero"),
         ("def f(:\n", "misspelt:f", "misspelt could not be imported: SyntaxError"),
         ("x = 1\n", "has_no_f:f", "has_no_f has no 'f': check the name"),
-        ("f = 1\n", "number:f", "is a int, not a function"),
+        ("f = 1\n", "number:f", "is of type int, not a function"),
     ],
 )
 def test_factory_that_cannot_be_loaded_is_one_sentence(

@@ -115,7 +115,7 @@ def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
     sizes = device_sizes(config, available)
     if sum(sizes.values()) > available:
         raise DataError(
-            f"{sum(sizes.values())} samples are asked for, but {info.name} has {available}: give a smaller "
+            f"{sum(sizes.values())} samples are requested, but {info.name} has {available}: give a smaller "
             "data.samples_per_device, or fewer devices."
         )
     return sizes
