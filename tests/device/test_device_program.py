@@ -1,4 +1,4 @@
-"""The device's program in virtual time, against a server that is played by hand."""
+"""The device's program in virtual time, with a scripted server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def gradient(of: Message) -> Message:
 
 
 def serve_at_once(outcome_trace: list[EpochTrace], orders: Orders = ORDERS) -> Script:
-    """A server that answers every activation the moment it comes, for one epoch."""
+    """A server that answers every activation as soon as it arrives, for one epoch."""
 
     async def script(channel: Channel) -> None:
         assert (await channel.receive()).kind is Kind.HELLO
@@ -193,7 +193,7 @@ def test_every_sample_is_sent_once_in_pieces_that_add_up_to_their_batch() -> Non
     counts = [(m.iteration, m.micro_batch, m.samples, m.batch_samples) for m in activations]
     # 10, 10 and 3 samples; the three left over make three pieces.
     assert counts == [(i, n, 2, 10) for i in (1, 2) for n in range(1, 6)] + [(3, n, 1, 3) for n in (1, 2, 3)]
-    # 8 bytes of activation and 4 of label a sample, 49 of header a message; without a limit they take no time.
+    # 8 bytes of activation and 4 of label per sample, 49 of header per message; without a limit they take no time.
     uplink = {"up_bytes": 23 * 12 + 13 * 49, "up_s": 0.0}
     assert read_json(end) == {"samples": 23, "loss_sum": None, **uplink}
 
@@ -212,7 +212,7 @@ def test_a_device_uses_the_rate_of_its_uplink_that_the_server_measured() -> None
         channel.post(Message(Kind.STOP, 1))
 
     live(script)
-    # Its own 20 samples are too few bytes to tell anything.
+    # Its own 20 samples are too few bytes to measure a rate.
     assert (read_json(ends[0])["up_bytes"], read_json(ends[0])["up_s"]) == (100_000, 2.5)
 
 
@@ -231,7 +231,7 @@ def test_a_device_without_answers_sends_no_more_than_its_plans_micro_batches(win
                 while True:
                     async with asyncio.timeout(10_000):
                         held.append(await channel.receive())
-            except TimeoutError:  # nothing comes any more
+            except TimeoutError:  # nothing more arrives
                 arrived.append(len(held))
             for message in held:
                 channel.post(gradient(message))
@@ -348,7 +348,7 @@ def test_a_device_answers_stop_before_it_leaves() -> None:
     assert [(message.kind, message.epoch) for message in script.faults] == [(Kind.STOP, 3)]  # type: ignore[attr-defined]
 
 
-# --- what a server may not do
+# --- breaches by the server
 
 
 def says(*messages: Message) -> Script:

@@ -1,4 +1,4 @@
-"""`pipar server` and `pipar device` as real processes that crash, are stopped, come late and are refused."""
+"""`pipar server` and `pipar device` as real processes that crash, are stopped, are late and are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: P
     here.wait_until_held("server")
     server.says(r"round \d+ saved")
     server.kill()  # in mid-epoch, too
-    before = here.rounds()  # of the last one that is saved there may be no line yet
+    before = here.rounds()  # the last saved round may not have its line yet
     here.let_go("server"), here.hold("pi-1")
     server = here.server("--resume", listen=address)
     assert int(server.says(r"resuming after round (\d+)")[1]) in (len(before), len(before) + 1)

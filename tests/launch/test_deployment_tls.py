@@ -84,7 +84,7 @@ def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_wit
     mixed = here.folder / "mixed"  # it trusts the server, which does not trust it
     shutil.copytree(stranger, mixed)
     shutil.copy(folder / "ca.pem", mixed / "ca.pem")
-    borrowed = here.folder / "borrowed"  # says that it is pi-1, with the certificate of pi-2
+    borrowed = here.folder / "borrowed"  # claims to be pi-1, with the certificate of pi-2
     shutil.copytree(folder, borrowed)
     for ending in ("pem", "key"):
         shutil.copy(folder / "devices" / f"pi-2.{ending}", borrowed / "devices" / f"pi-1.{ending}")

@@ -113,7 +113,7 @@ def test_processes_train_the_weights_of_the_definition_and_the_bits_of_virtual_t
     assert largest_error({name: state[name] for name in expected}, expected) < EXACT
     assert [epoch["samples"] for epoch in real.epochs] == [sum(case.sizes)] * case.epochs
     assert (real.content["world"], real.content["equivalence"]) == ("real", "exact")
-    assert real.content["replans"] == []  # the devices' own profiles say what was planned by
+    assert real.content["replans"] == []  # plans are made with the devices' own profiles
     virtual = run(case, "virtual", tmp_path)
     assert real.content["weights_sha256"] == virtual.content["weights_sha256"]
     assert real.test_accuracy == virtual.test_accuracy

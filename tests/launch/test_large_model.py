@@ -14,7 +14,7 @@ _BESIDE = 0.4
 _NOT_MEASURED = [
     "server.profile=i7-11850h",
     "devices.profile=i7-11850h",
-]  # how long layers take is not asked
+]  # times of layers do not matter here
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ class Garbler:
 
     async def garble(self) -> None:
         """Send a few frames over a separate connection, if the server accepts it."""
-        # A server that ends streams unread may leave a connection with none to give: each has its own.
+        # A server that ends streams unread may leave a connection without free streams: each peer has its own.
         alone = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.secure_channel(self._address, self._credentials, options=alone) as channel:
             call: Any = channel.stream_stream("/pipar.Link/Connect")(metadata=self._metadata)

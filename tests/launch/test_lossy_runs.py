@@ -1,4 +1,4 @@
-"""A run reports the error of its encodings: none, or how much of the activations and of the gradients."""
+"""A run reports the error of its encodings: none, or its share of the activations and of the gradients."""
 
 from __future__ import annotations
 

@@ -138,6 +138,6 @@ def test_a_crashed_server_resumes_with_the_counts_and_stops_at_the_budget(tmp_pa
             assert entry["epsilon"] == pytest.approx(epsilon_after(multiplier, entry["releases"], 1e-5))
         assert max(entry["epsilon"] for entry in spent.values()) == result["epsilon"] <= 6.0
         assert BudgetFile.open(kept, "pi-1").used.releases == spent["pi-1"]["releases"]
-        # A round that was sent to the server that crashed was sent: then there is none left for the last one.
+        # A round that was sent to the crashed server counts: then no release is left for the last one.
         assert len(rounds) == 5 or (len(rounds) == 4 and "privacy.target_epsilon is 6" in result["stopped"])
         assert (result["stopped"] is None) == (len(rounds) == 5)

@@ -97,7 +97,7 @@ def test_a_round_with_noise_equals_its_definition(case: Case) -> None:
 
 def cases(method: str, norm: str, privacy: tuple[tuple[str, float], ...]) -> list[Case]:
     one = Case(method, (2,), norm=norm, privacy=privacy, **SMALL)
-    if method in ("fl", "sfl"):  # batches are not cut; links and speeds are what can differ
+    if method in ("fl", "sfl"):  # batches are not cut; only links and speeds can differ
         return [one, replace(one, even=True)]
     return [one, *(replace(one, micro_batches=(n,), schedule=how) for n, how in ((3, "all-forward"), (7, "1f1b")))]
 

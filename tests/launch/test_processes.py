@@ -1,4 +1,4 @@
-"""The processes of a run: their environment, the cause of a failure, and that none of them stays."""
+"""The processes of a run: their environment, the cause of a failure, and that all of them end."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_device_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(
     assert {"server", "phone-1", "phone-2"} <= pids.keys()
     result = json.loads((tmp_path / "runs" / "it" / "result.json").read_text("utf-8"))
     assert 1 <= len(result["epochs"]) < 1000
-    # The fork server reaps its children when it comes to it.
+    # The fork server reaps its children with some delay.
     until(lambda: not any(map(is_alive, pids.values())), "all processes to be gone")
 
 

@@ -130,7 +130,7 @@ def profiles(draw: st.DrawFn, batch: int) -> Profile:
 
 @st.composite
 def instances(draw: st.DrawFn) -> Instance:
-    if draw(st.booleans()):  # divisible: all stages of a kind take as long
+    if draw(st.booleans()):  # divisible: all stages of a kind take the same time
         n = draw(st.integers(1, 12))
         batch = n * draw(st.integers(1, 9))
     else:

@@ -145,7 +145,7 @@ def test_a_sampled_trace_has_some_devices_and_the_servers_work_that_is_for_no_si
     owners = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert len(owners - {"server"}) == 20
     assert {"aggregate", "validate", "pack"} <= {event["cat"] for event in events if event["ph"] == "X"}
-    # A smaller trace travels: what is sent differs by its bytes, the sums of the compute lanes do not.
+    # A smaller trace is sent: bytes differ, the sums of the compute lanes do not.
     for one, other in zip(sampled.epochs, full.epochs, strict=True):
         assert (one["samples"], one["train_loss"]) == (other["samples"], other["train_loss"])
         assert one["device_idle_s"] == pytest.approx(other["device_idle_s"], rel=1e-9)

@@ -95,11 +95,11 @@ def test_a_split_point_is_new_to_each_kind_of_device_separately() -> None:
         return _are_new(of_both, {first: Plan(2, 1), second: Plan(3, 1)})
 
     assert not are_new({2}, {3})
-    assert are_new({3}, {2})  # neither has tried what the other has
+    assert are_new({3}, {2})  # neither has tried the other's split point
     assert are_new({1, 3, 4}, {3})
     assert not are_new({1, 3, 4, 5}, {1})  # the first has tried enough
     assert are_new({1, 2, 3, 4}, {1})
-    assert not are_new(set(), {1})  # what it has tried is unknown
+    assert not are_new(set(), {1})  # its tried split points are unknown
 
 
 @pytest.mark.parametrize(("share", "is_tried"), [(0.09, True), (0.11, False)])
@@ -118,7 +118,7 @@ def test_plans_that_take_long_to_move_to_are_not_tried(
 @pytest.mark.slow
 @pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
 def test_a_trial_ends_or_stays_by_what_it_shows(third_layer: float, cut: int) -> None:
-    """Devices begin with two layers; nothing shows how long the third takes before they have had it."""
+    """Devices begin with two layers; the time of the third is unknown until they have had it."""
     here = fleet(speed=0.333)
     best = search_again(here, plans(here), NOT_TRYING)
     assert {plan.split_point for plan in best.values()} == {2}

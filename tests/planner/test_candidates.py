@@ -1,4 +1,4 @@
-"""Candidates are all plans that are allowed, and nothing can beat the times that they come with."""
+"""Candidates are all allowed plans, and no epoch is shorter than their least times."""
 
 from __future__ import annotations
 

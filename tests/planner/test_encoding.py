@@ -1,4 +1,4 @@
-"""Every plan has the exact encodings that bring a micro-batch over in the least time, each direction its own."""
+"""Every plan has the exact encodings that transfer a micro-batch in the least time, chosen per direction."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_slow_link_gets_the_encoding_that_leaves_least_and_that_is_exact_at_it
 def test_a_link_without_a_limit_and_one_that_is_faster_than_coding_get_raw() -> None:
     assert coded(fleet(UNLIMITED), 1) == ("raw", "raw")
     assert coded(fleet(Link(up_bps=4e6)), 1) == ("sparse-planes", "raw")
-    # 3 Gbit/s are 2.7 ns a byte: sparse saves 1.2 of them and takes 1.5; at 2 Gbit/s it saves 1.8.
+    # 3 Gbit/s are 2.7 ns per byte: sparse saves 1.2 of them and takes 1.5; at 2 Gbit/s it saves 1.8.
     assert coded(fleet(FAST), 1) == ("raw", "raw")
     assert coded(fleet(Link(up_bps=2e9)), 1) == ("sparse", "raw")
 

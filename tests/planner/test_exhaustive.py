@@ -1,4 +1,4 @@
-"""The search of all plans leaves out none that could be the best, whatever is disturbed within its slack."""
+"""The search of all plans leaves out none that could be the best, for any disturbance within its slack."""
 
 from __future__ import annotations
 

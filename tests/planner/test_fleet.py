@@ -1,4 +1,4 @@
-"""Whether models travel whole or as what has changed in them, by the links' rates and the machines' speeds."""
+"""Models are sent whole or as changes, depending on the links' rates and the machines' speeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 
 LAYERS = tuple(LayerProfile(name, (0.1,), (0.2,), 1000, 40_000_000) for name in "ab")
-#: Changes are half of a model's bytes, and take 4 + 2 ns a byte to find; half a byte is 4 bits.
+#: Changes are half of a model's bytes, and take 4 + 2 ns per byte to find; half a byte is 4 bits.
 TIMES = {"changes": CodingTimes(encode_s_per_byte=4e-9, decode_s_per_byte=2e-9)}
 PROFILE = Profile("any", "float32", (10,), LAYERS, coding=TIMES, changes_share=0.5)
 SLOW, FAST = Link(up_bps=10e6, down_bps=10e6), Link(up_bps=1e9, down_bps=1e9)

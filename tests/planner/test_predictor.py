@@ -1,4 +1,4 @@
-"""The server's expectations come nearer to what happens, epoch by epoch, and nothing is known before it was seen."""
+"""The server's predictions improve with every epoch, and use nothing that was not measured yet."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_links_are_expected_to_stay_stable_as_long_as_so_far_and_a_search_is_due
 
     rounds(4, 10.5e6)
     rounds(3, 20e6)
-    assert predictor.latest({}).stable_rounds == math.inf  # one change says nothing of the next
+    assert predictor.latest({}).stable_rounds == math.inf  # one change does not predict the next
     assert not predictor.has_learned()
     rounds(1, 5e6)
     assert predictor.latest({}).stable_rounds == 8 / 2

@@ -56,7 +56,7 @@ def scripted(names: Sequence[str], script: Sequence[Sequence[Plan]]) -> Replan:
 def train(
     case: Case, script: Sequence[Sequence[Plan]], model: nn.Sequential | None = None
 ) -> tuple[Trained, list[Replanned]]:
-    """Return what a case comes to in virtual time, its plans changed by a script between its epochs."""
+    """Return the outcome of a case in virtual time, with plans that a script changes between epochs."""
     workload = case.workload(model)
     job = make_job(workload)
     epochs: list[EpochResult] = []
@@ -243,7 +243,7 @@ NAMES = ("phone-a", "phone-b", "phone-c")
 
 @dataclass
 class Timed:
-    """What came of a timing-only run."""
+    """The outcome of a timing-only run."""
 
     epochs: list[EpochResult] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -354,7 +354,7 @@ def test_a_long_search_delays_no_round_and_its_plans_are_taken_when_it_ends() ->
     assert before == [epoch.seconds for epoch in kept.epochs[: first.epoch - 2]]
 
 
-# --- when a choice is made, and for what
+# --- when new plans are chosen, and for which links
 
 
 def test_a_direction_with_too_little_traffic_keeps_its_known_rate() -> None:

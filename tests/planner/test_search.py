@@ -1,4 +1,4 @@
-"""The paper's choice equals a search of every {P, N}; the joint choice of a fleet comes near the best of all plans."""
+"""The paper's choice equals a search of every {P, N}; the joint choice of a fleet is near the best of all plans."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def small_fleet(seed: int, *, memory: bool = False, statistics: bool = False) ->
 def over_the_best(seed: int) -> float:
     """Return by how much a whole epoch of the choice is longer than one of the plans that the search finds.
 
-    The search goes by what the first iterations promise, so a choice that was confirmed over an epoch may be shorter.
+    The search uses predictions from the first iterations, so a choice that was confirmed over an epoch may be shorter.
     """
     fleet = small_fleet(seed)
     found = (search_kinds(fleet, simulate, within=simulate_within).by_kind, search_all(fleet, simulate).by_kind)

@@ -165,7 +165,7 @@ CLASSIC, PIXEL = {"noise_multiplier": 1.0}, {"pixel_epsilon": 0.5}
 
 
 def private_job(job: Job, method: str, privacy: Mapping[str, float]) -> Job:
-    """Return the same devices by a method, with noise on what they have learned, on their samples, or on both."""
+    """Return the same devices with a method, with noise on their updates, on their samples, or on both."""
     plans = dict(job.plans)
     if method == "fl":
         plans = dict.fromkeys(plans, Plan(4, 1))
@@ -247,7 +247,7 @@ CODED = encodings.CODED
 
 
 def coded_job(seed: int) -> Job:
-    """Return the same devices with any encodings, which take and leave anything."""
+    """Return the same devices with any encodings, of any times and shares."""
     job, rng = random_job(seed), random.Random(seed)
 
     def with_coding(profile: Profile) -> Profile:

@@ -106,7 +106,7 @@ def test_a_device_that_breaks_the_protocol_gets_the_reason_and_the_others_train_
     said, reason = BREACHES[case]
     outcome = train([honest("a"), by_hand(Kind.ROUND, *said)], epochs=2)
     assert outcome.failure is None
-    assert isinstance(outcome.lives[1], TrainingError)  # what its FAULT said
+    assert isinstance(outcome.lives[1], TrainingError)  # the reason in its FAULT
     assert reason in str(outcome.lives[1])
     (lost,) = outcome.of(Lost)
     assert lost.device == "b"

@@ -103,7 +103,7 @@ def test_devices_on_real_links_keep_the_base_of_changes_because_a_link_may_turn_
 
 # --- wild profiles
 
-#: Numbers at the ends of what a profile may say, and beyond.
+#: Numbers at the limits of a profile, and beyond them.
 AMOUNTS = (0, 5e-324, 1e-300, 1e-9, 1.0, 1e6, 1e6, 1e7, 1e308, math.inf, math.nan, -1.0, 10**400)
 COUNTS = (0, 1, 10**15, 10**15, 10**16, 10**400, -1)
 SIZES = ((1,), (10,), (10**6,), (1, 10**6), (1, 10**7), (1, 10**400), (2, 1))
@@ -116,7 +116,7 @@ changes = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for k
 
 
 def wild(change: dict[str, Any]) -> dict[str, Any]:
-    """Return what a device might say of itself: a profile of the right network with numbers of any size."""
+    """Return an introduction of a device: a profile of the right network with numbers of any size."""
     said = json.loads(WHOLE.to_json())
     sizes = said["batch_sizes"] = list(change.get("batch_sizes", WHOLE.batch_sizes))
     for layer in said["layers"]:

@@ -1,4 +1,4 @@
-"""An epoch's result goes out when all of it is in, in order, with numbers worked out by hand."""
+"""An epoch's result is emitted when it is complete, in order, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Book:
         self.results: list[EpochResult] = []
         self.spans: list[list[Span]] = []
         self.recorder, self.background = Recorder("server"), Recorder("server")
-        self.reported: defaultdict[int, set[str]] = defaultdict(set)  # whose traces are in
+        self.reported: defaultdict[int, set[str]] = defaultdict(set)  # whose traces have arrived
         time_bounds = TimeBounds(links, bounds or Bounds({"a": 1.0, "b": 2.0}, 3.0), 2)
         self.collector = ResultCollector(time_bounds, self.recorder, self.background, self.emit)
 
@@ -119,7 +119,7 @@ def test_an_epochs_numbers_are_those_worked_out_by_hand() -> None:
 @pytest.mark.parametrize(
     ("bounds", "bytes_up", "bytes_down", "bound"),
     [
-        # b's link has no configured rate: its 3 s on the downlink are what the measured rate says.
+        # b's link has no configured rate: its 3 s on the downlink follow from the measured rate.
         (Bounds({"a": 1.0, "b": 2.0}, 3.0), 0, 0, 3.0),
         (Bounds({"a": 1.0, "b": 4.0}, 3.0), 0, 0, 4.0),
         (Bounds({"a": 1.0, "b": 2.0}, 9.0), 0, 0, 4.5),

@@ -169,7 +169,7 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_rep
     """Also in the middle of the aggregation, and between two turns of split learning."""
 
     class Scribe:
-        """Notes which rounds were saved, and how many aggregations the model had seen then; saving takes a while."""
+        """Records which rounds were saved, and the number of aggregations at that time; saving takes a while."""
 
         def __init__(self) -> None:
             self.saved: dict[int, int] = {}
@@ -440,7 +440,7 @@ def test_the_replica_of_a_device_that_is_gone_is_freed_when_its_last_round_is_ov
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND, leaves=True)], epochs=3)
     assert outcome.counted == [{"a": 20, "b": 10}, {"a": 20}, {"a": 20}]
     assert outcome.learner is not None
-    assert outcome.learner.forgotten.count("b") >= 2  # when it came, and when it was gone
+    assert outcome.learner.forgotten.count("b") >= 2  # when it joined, and when it was gone
     assert outcome.learner.forgotten.count("a") == 1
 
 
@@ -632,7 +632,7 @@ def test_a_round_that_too_few_have_finished_starts_over_when_one_more_is_present
     assert outcome.left_running == 0
 
 
-# --- what a device may not say of itself
+# --- false claims of a device
 
 
 def test_a_device_counts_with_the_samples_that_it_said_it_has() -> None:

@@ -1,4 +1,4 @@
-"""The server's rounds in virtual time: which devices take part, when the training stops, and by which plans."""
+"""The server's rounds in virtual time: which devices take part, when the training stops, and with which plans."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_without_patience_all_epochs_are_trained() -> None:
 
 def test_validation_never_delays_a_stage() -> None:
     # Each batch takes 3 s and there are twenty: far longer than an epoch, but none is as long as one.
-    # The devices differ in speed: which of two that arrive at the very same moment comes first is not told here.
+    # The devices differ in speed: the order of two that arrive at the same moment is not tested here.
     devices = [honest("a"), honest("b", speed=0.9)]
     alone = train(devices, epochs=4)
     beside = train(devices, epochs=4, validation=[(20, 20)] * 20, losses=[1.0] * 4)

@@ -1,4 +1,4 @@
-"""What the server reckons of a device's link, from what both sides know of its frames."""
+"""The server's measurement of a device's link, from the frame times of both sides."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipar.server.turn_order import TurnOrder
 
 
 def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[tuple[int, str]]:
-    """The turns that devices got, which come with these delays before each of their iterations."""
+    """Return the turns of devices that arrive with these delays before each of their iterations."""
     log: list[tuple[int, str]] = []
 
     async def device(turns: TurnOrder, name: str) -> None:
@@ -49,7 +49,7 @@ def test_turns_go_by_iteration_and_then_by_name_in_any_order_of_arrival(
 ) -> None:
     iterations, delays = round_
     by_hand = sorted((iteration, name) for name, last in iterations.items() for iteration in range(1, last + 1))
-    # Each turn is logged at its start and at its end: no other turn lies in between.
+    # Each turn is logged at its start and at its end: there is no other turn in between.
     assert served(iterations, delays) == [turn for turn in by_hand for _ in range(2)]
 
 

@@ -4,16 +4,16 @@ How tests run:
     surroundings        signals and variables of a plain terminal, however the tests were started
     waiting             the one limit for waiting in real time, and `until`
     programs, zygote    `pipar` commands as real processes: started fast, waited for, always ended
-    browser             the system's Chromium, and what a page gets wrong in it
+    browser             the system's Chromium, and the errors of a page in it
     document_blocks     the blocks of code in the documents, and a reader that runs them
-    interleaving        what another thread does at a given moment, without a second thread
+    interleaving        actions of another thread at a given moment, without a second thread
     memory_peak         how much memory a call takes
 
 Small things to train, plan and send:
     training            workloads, profiles made by hand, trainings in virtual time
     over_grpc           the same trainings over gRPC
-    roaming, cutting    the same over links that are lost and come back
-    server_world        a server in virtual time, with devices that are honest, scripted or on the move
+    roaming, cutting    the same over links that are lost and restored
+    server_world        a server in virtual time, with devices that are honest, scripted or lose their links
     deployments, gated  a training for real processes that can be held in mid-epoch
     small_runs, made_up_cells   runs and cells of the reproduction that take no time
     fleets, leakages    fleets to plan for, and leakage tables

@@ -1,4 +1,4 @@
-"""A small training for deployments of real processes, and what must hold after it."""
+"""A small training for deployments of real processes, and what must be true after it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def final_model(at: Place) -> State:
 
 
 def check_weights(at: Place, tree: Mapping[str, Any]) -> None:
-    """The weights are those that the round log says, and the log has every round once."""
+    """Check that the weights follow from the round log, and that the log has every round once."""
     rounds, state = at.rounds(), final_model(at)
     assert [entry["epoch"] for entry in rounds] == list(range(1, tree["run"]["epochs"] + 1))
     assert at.result()["rounds"] == rounds

@@ -167,7 +167,7 @@ class Reader:
             self.end()
         program = self.place.run(words[0], *words)
         if words[0] == "server":
-            program.says(r"listening on")  # a device that comes before may measure its machine at the same time
+            program.says(r"listening on")  # an earlier device may measure its machine at the same time
         elif words[0] != "device":
             self._ended(program)
 

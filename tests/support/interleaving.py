@@ -1,4 +1,4 @@
-"""What another thread does at a given moment, without a second thread: the same moment every time."""
+"""Actions of another thread at a given moment, without a second thread: the same moment every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings in virtual time whose links are lost and come back."""
+"""Trainings in virtual time whose links are lost and restored."""
 
 from __future__ import annotations
 

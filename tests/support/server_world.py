@@ -1,4 +1,4 @@
-"""A server with devices around it in virtual time: devices that are honest, played by hand, or on the move."""
+"""A server with devices around it in virtual time: devices that are honest, scripted, or lose their links."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def roaming(
     guard: PrivacyGuard | None = None,
     observe: Observer = ignore,
 ) -> Named:
-    """The real device program, over links that are lost after the given numbers of frames; the last one holds.
+    """The real device program, over links that are lost after the given numbers of frames; the last one stays.
 
     The device comes back after `pause_s`.
     """
@@ -321,7 +321,7 @@ def roaming(
     return name, live
 
 
-# --- devices that are played by hand
+# --- scripted devices
 
 
 def scripted(script: Callable[[Channel], Awaitable[None]], name: str = "stranger", peer: str | None = None) -> Named:
@@ -343,7 +343,7 @@ def hello(name: str, **more: object) -> Message:
 
 
 async def until(channel: Channel, kind: Kind) -> Message:
-    """Receive until a message of this kind comes."""
+    """Receive until a message of this kind arrives."""
     while (message := await channel.receive()).kind is not kind:
         if message.kind is Kind.FAULT:
             raise TrainingError(str(read_json(message)["reason"]))

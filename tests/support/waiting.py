@@ -15,7 +15,7 @@ PATIENCE_S = 600.0
 
 
 def until(is_so: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
-    """Return what `is_so` returns as soon as that is true; fail if it hangs."""
+    """Return the result of `is_so` as soon as it is true; fail if it hangs."""
     deadline = time.monotonic() + within_s
     while not (found := is_so()):
         assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
