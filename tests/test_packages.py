@@ -158,7 +158,7 @@ def test_the_shape_is_printed() -> None:
 
 @pytest.mark.slow
 def test_the_architecture_page_has_the_current_walks() -> None:
-    # In a new process: what another test has left in a cache is not called again, and would be missing from a walk.
+    # In a new process: functions with results in a cache of another test are not called again, and would be missing.
     command = [sys.executable, "-m", "docs.walks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=shape.ROOT)
     traced = [line.partition(" passes ")[2] for line in done.stdout.splitlines() if line]

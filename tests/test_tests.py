@@ -55,7 +55,7 @@ def test_both_are_true_in_tests_that_are_started_with_signals_ignored(workers: s
     assert "2 passed" in done.stdout
 
 
-# --- what they share
+# --- shared modules
 
 
 def imported(path: Path) -> set[str]:

@@ -43,7 +43,7 @@ class Scorer:
             yield self._selection.Row(*case, **numbers, **words, **costs, search_s=0.0)
 
 
-def test_a_second_start_scores_only_what_is_missing_and_gives_all_rows_in_order(
+def test_a_second_start_scores_only_missing_rows_and_returns_all_in_order(
     selection: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept, interrupted, second = tmp_path / "rows.jsonl", Scorer(selection, most=2), Scorer(selection)
@@ -116,7 +116,7 @@ def test_an_edit_of_the_planner_makes_kept_rows_invalid(
 
 
 @pytest.mark.slow
-def test_small_fleets_are_scored_in_processes_of_their_own(selection: Any, tmp_path: Path) -> None:
+def test_small_fleets_are_scored_in_separate_processes(selection: Any, tmp_path: Path) -> None:
     cases = [("Pi 3B", "vgg5", "mnist", "wifi", 1), ("half at half speed", "vgg5", "mnist", "4g", 2)]
     rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)
     assert [(row.fleet, row.link) for row in rows] == [("Pi 3B", "wifi"), ("half at half speed", "4g")]

@@ -163,7 +163,7 @@ COMMANDS = [
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
-    # what is not there
+    # missing objects and files
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
     ("run --set model.factory=own_models:number", "is of type int, not a function"),
     ("run --set model.factory=no_such_module:f", "no module 'no_such_module'"),

@@ -34,7 +34,7 @@ def pipar(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
         with pytest.raises(SystemExit) as ended:
             main(["leakage", *words])
         captured = capfd.readouterr()
-        # Where it takes more than ten seconds, it says how far it is.
+        # If it takes more than ten seconds, it prints its progress.
         wrong = [line for line in captured.err.splitlines() if not line.startswith(("Attacking P=", "Loading "))]
         assert (ended.value.code, wrong) == (0, [])
         return captured.out

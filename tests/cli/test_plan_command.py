@@ -188,7 +188,7 @@ def test_every_method_has_a_plan_and_those_with_a_simulator_a_picture(method: st
     assert "T_opt / T = " in text
 
 
-def test_a_limit_of_memory_is_shown_with_what_the_plan_needs(pipar: Pipar) -> None:
+def test_a_memory_limit_is_shown_with_the_memory_of_the_plan(pipar: Pipar) -> None:
     enough = training_bytes(_profile(), Plan(1, 10, 3), 10)
     words = ["--set", f"devices.memory={enough}", "--split-point", "1", "--micro-batches", "10"]
     assert json.loads(pipar("--json", *words))["plans"][0]["window"] == 3
@@ -373,11 +373,11 @@ def test_each_of_many_devices_has_a_prediction(board: Path) -> None:
     assert [len(row.devices) for row in explained.rows()] == [150]
 
 
-# --- cuts that give too much away
+# --- cuts that leak too much
 
 
 def limit(folder: Path, *leaky: int) -> list[str]:
-    """Return settings by which these cuts leak too much."""
+    """Return settings with which these cuts leak too much."""
     path = written(folder, {p: 0.8 if p in leaky else 0.2 for p in (1, 2, 3, 4)})
     return ["--set", f"privacy.leakage={path}", "--set", "privacy.max_leakage=0.5"]
 
@@ -425,7 +425,7 @@ def test_the_training_keeps_the_limit_of_the_plan(board: Path, tmp_path: Path) -
     assert limited is not None
     assert best not in limited.split_points.values()
     assert limited.fleet().leaky_cuts == {best}
-    # And says so, if its method has a cut to choose.
+    # It reports this if its method has a cut to choose.
     assert started_event(limited, tmp_path).leakage == f"privacy.max_leakage = 0.5 rules out P={best} (leaks 0.80)."
     assert ". It is below 0.700, the score of" in started_event(replace(limited, leakage_guess=0.7), tmp_path).leakage
     fl = limited.config.model_copy(update={"run": limited.config.run.model_copy(update={"method": "fl"})})

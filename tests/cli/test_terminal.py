@@ -80,7 +80,7 @@ def _on_a_terminal(program: list[str], **environment: str) -> bytes:
 
 
 def _shown(written: bytes, columns: int = 80, lines: int = 24) -> list[str]:
-    """Return what is on the screen in the end, without the empty lines below."""
+    """Return the final content of the screen, without the empty lines below."""
     screen = pyte.Screen(columns, lines)
     pyte.ByteStream(screen).feed(written)
     return "\n".join(line.rstrip() for line in screen.display).rstrip("\n").splitlines()

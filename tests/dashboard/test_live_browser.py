@@ -18,7 +18,7 @@ from pipar.dashboard.serve import served
 
 pytestmark = pytest.mark.slow
 
-#: Slow links for a small network: an epoch takes about two seconds, and hardly any of them a core.
+#: Slow links for a small network: an epoch takes about two seconds, and hardly any CPU time.
 LINK = {"up": "200kbit/s", "down": "200kbit/s"}
 
 
@@ -102,7 +102,7 @@ def can_be_hovered_and_zoomed(seen: Seen) -> None:
 def test_a_killed_device_is_shown_as_away_within_a_second_and_then_as_back(
     tmp_path: Path, profiles: Path, open_page: Open
 ) -> None:
-    # Without keepalives: only the end of the connection can tell that the device is gone.
+    # Without keepalives: only the end of the connection shows that the device is gone.
     tree = training(min_devices=2, resume_window="10min", keepalive="1h")
     with place(tmp_path, profiles, tree) as here:
         server = here.server("--dashboard", "127.0.0.1:0")

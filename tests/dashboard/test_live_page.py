@@ -70,7 +70,7 @@ class Watcher:
         self.kind = self._answer.headers["content-type"]
 
     def next(self, kind: str = "state") -> Any:
-        """Return what the next event of a kind holds."""
+        """Return the content of the next event of a kind."""
         name = ""
         while line := self._answer.readline().decode():
             if line.startswith("event: "):
@@ -218,7 +218,7 @@ def test_a_browser_gets_the_state_immediately_and_changes_soon() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 1.0, 60.0])
 def test_a_browser_gets_a_change_within_two_seconds(after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In virtual time, and without sockets: what the page's thread waits for before it sends."""
+    """How long the page's thread waits before it sends, in virtual time and without sockets."""
     ended = asyncio.Event()
 
     class Server:

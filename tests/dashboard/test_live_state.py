@@ -271,7 +271,7 @@ def test_with_too_many_devices_those_in_trouble_are_shown() -> None:
     assert shown["states"] == {"lost": 1, "away": 1, "joined": 148}
 
 
-# --- how long it takes
+# --- the remaining time
 
 
 def test_the_end_is_predicted_from_the_share_of_the_first_epoch() -> None:

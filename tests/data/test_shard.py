@@ -42,7 +42,7 @@ def test_noised_bytes_count_only_inputs_with_noise() -> None:
     assert replace(plain, privacy=SamplePrivacy(1, pixel_scale=0.2)).noised_bytes == 3 * 8 * 8 * 8  # float64
 
 
-def test_a_sample_looks_the_same_however_the_epoch_is_cut() -> None:
+def test_a_sample_looks_the_same_for_any_cuts_of_the_epoch() -> None:
     one = shard(photographs())
     order = one.order(2)
     whole, labels = one.batch(2, order)

@@ -74,7 +74,7 @@ def test_a_toml_block_is_a_valid_configuration(block: Block) -> None:
     config_from(tomllib.loads(block.text))
 
 
-# --- what a block is
+# --- blocks
 
 MADE_UP = """
 Words, and `code`.

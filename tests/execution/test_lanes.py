@@ -230,7 +230,7 @@ def test_half_the_speed_makes_a_span_twice_its_cpu_time_on_a_busy_host_too(pause
 
     (used, took), spans = with_threads(["core 0"], scenario, speed=0.5)
     (span,) = (span for span in spans if not span.waiting)
-    # Never shorter than used / speed, up to what thread_time cannot resolve. What is longer is the host's doing: no
+    # Never shorter than used / speed, up to what thread_time cannot resolve. Anything longer is due to the host: no
     # more is waited than is missing when the job is over.
     assert span.end - span.start >= used / 0.5 - 0.002
     assert sum(pauses) <= max(0.0, used / 0.5 - took) + 0.002

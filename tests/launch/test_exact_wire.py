@@ -106,7 +106,7 @@ def case(method: str = "pipar", split_points: tuple[int, ...] = (2, 1, 4), **oth
 
 
 @pytest.mark.parametrize("method", ["pipar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sfl", "sfl2"))])
-def test_undisturbed(method: str, sent: Sent) -> None:
+def test_encodings_do_not_change_an_undisturbed_training(method: str, sent: Sent) -> None:
     in_every_encoding(case(method, (2,) if method == "sfl2" else (2, 1, 4)), sent)
 
 
@@ -114,13 +114,13 @@ def test_undisturbed(method: str, sent: Sent) -> None:
 @pytest.mark.parametrize(
     ("aggregator", "given"), [("fedprox", {"proximal": 3.0}), ("fedadam", {}), ("fedavgm", {"server_momentum": 0.9})]
 )
-def test_aggregators(aggregator: str, given: dict[str, float], sent: Sent) -> None:
+def test_encodings_do_not_change_any_aggregator(aggregator: str, given: dict[str, float], sent: Sent) -> None:
     in_every_encoding(case(aggregator=aggregator, aggregation=tuple(given.items())), sent)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("momentum", ["reset", "keep"])
-def test_links_that_are_lost_and_come_back(momentum: str, sent: Sent) -> None:
+def test_lost_links_do_not_change_encoded_trainings(momentum: str, sent: Sent) -> None:
     found = in_every_encoding(case(momentum=momentum), sent, {A: 0.3, B: 0.5, C: 0.8})
     assert all(len(one.of(Back)) == 3 and not one.of(Dropped) for one in found.values())
 
@@ -152,7 +152,7 @@ def test_a_device_that_is_late_in_a_round_continues_with_the_next_model(momentum
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
-def test_a_round_that_is_restarted(method: str, sent: Sent) -> None:
+def test_encodings_do_not_change_a_restarted_round(method: str, sent: Sent) -> None:
     restarted = case(method, (2,), epochs=4)
     undisturbed = run(replace(restarted, encoding="raw"), {})
     cut = dict.fromkeys((A, B, C), 0.4)
@@ -163,7 +163,9 @@ def test_a_round_that_is_restarted(method: str, sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
-def test_layers_that_change_sides(momentum: str, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encodings_do_not_change_layers_that_change_sides(
+    momentum: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipar.planner.replanner.NOTICED", -1.0)
     moving = case(split_points=(2,), epochs=6, momentum=momentum)
     plans = {
@@ -185,7 +187,7 @@ def test_layers_that_change_sides(momentum: str, sent: Sent, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
-def test_a_server_that_resumes_from_a_checkpoint(method: str, sent: Sent) -> None:
+def test_encodings_do_not_change_a_resumed_training(method: str, sent: Sent) -> None:
     long = case(method, (2,), epochs=4)
     whole = run(replace(long, encoding="raw"), {}, saves=True)
     for encoding in ENCODINGS:

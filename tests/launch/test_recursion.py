@@ -179,7 +179,7 @@ def test_frames_without_their_headers_would_be_detected(instance: Instance) -> N
     assert spans[Stage("u", 1)].end != by_recursion(instance, begin, header_bytes=0)[Stage("u", 1)]
 
 
-def test_recursion_worked_out_by_hand() -> None:
+def test_the_recursion_gives_the_times_computed_by_hand() -> None:
     """f_c = 2, b_c = 3, f_s = b_s = 0.5; u = d = 1 for both micro-batches, by the rate that makes it so."""
     layers = [(1.0, 2.0), (1.0, 1.0), (0.5, 0.5)]
     profile = Profile("by hand", "float32", (1,), tuple(LayerProfile(str(f), (f,), (b,), 512, 0) for f, b in layers))

@@ -1,4 +1,4 @@
-"""Measures of leakage follow their definitions, and attacks rebuild what can be rebuilt."""
+"""Measures of leakage follow their definitions, and attacks rebuild inputs where that is possible."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_result_lists_only_known_values() -> None:
         ([STARTED, Waiting(0, 2)], "pi-1 joined (1 of 2 devices)"),
     ],
 )
-def test_a_joining_device_is_counted_against_the_expected_number_if_it_is_known(before: list[Event], said: str) -> None:
+def test_a_joining_device_is_counted_with_the_expected_number_if_it_is_known(before: list[Event], said: str) -> None:
     assert _lines(*before, Joined("pi-1", 1))[-1].endswith(f"  {said}")
 
 
@@ -298,7 +298,7 @@ def test_warnings_of_other_libraries_have_the_same_format() -> None:
     assert third["exception"].endswith("ValueError: broken")
 
 
-def test_afterwards_logging_is_as_it_was() -> None:
+def test_logging_is_restored_afterwards() -> None:
     root, log = logging.getLogger(), logging.getLogger("pipar")
     before = (list(root.handlers), log.level)
     with logged(stream=io.StringIO(), level=logging.DEBUG):

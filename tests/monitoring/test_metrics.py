@@ -347,7 +347,7 @@ def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor, monkey
     _ask(endpoint, "/healthz")
     stopping = threading.Thread(target=endpoint.stop, daemon=True)
     stopping.start()
-    stopping.join(PATIENCE_S)  # whatever it may wait for takes longer
+    stopping.join(PATIENCE_S)  # anything that it might wait for takes longer
     assert not stopping.is_alive()
     assert client.recv(1) == b""
     with pytest.raises(ConnectionRefusedError):

@@ -109,7 +109,7 @@ def _with_trackers(*names: str) -> Config:
     return CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trackers": names})})
 
 
-# --- what a tracker gets
+# --- the data of a tracker
 
 
 def test_an_epoch_has_the_names_of_metrics_jsonl_without_unknown_values() -> None:

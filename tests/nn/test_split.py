@@ -119,7 +119,7 @@ def all_at_once() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "input_shape", "dtype", "norm"), list(all_at_once()))
-def test_cut_after_all_layers_at_once_gives_the_logits_and_gradients_of_the_uncut_network(
+def test_cut_after_every_layer_gives_the_logits_and_gradients_of_the_uncut_network(
     name: str, input_shape: InputShape, dtype: torch.dtype, norm: str
 ) -> None:
     model = awake_model(name, input_shape, norm, dtype)

@@ -117,7 +117,7 @@ def test_plans_that_take_long_to_move_to_are_not_tried(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("third_layer", "cut"), [(0.9, 3), (1.1, 2)])
-def test_a_trial_ends_or_stays_by_what_it_shows(third_layer: float, cut: int) -> None:
+def test_a_trial_ends_or_stays_by_its_measured_time(third_layer: float, cut: int) -> None:
     """Devices begin with two layers; the time of the third is unknown until they have had it."""
     here = fleet(speed=0.333)
     best = search_again(here, plans(here), NOT_TRYING)
@@ -129,7 +129,7 @@ def test_a_trial_ends_or_stays_by_what_it_shows(third_layer: float, cut: int) ->
     assert {plan.split_point for plan in learned.values()} == {cut}
 
 
-def test_a_situation_that_comes_back_is_not_searched_again() -> None:
+def test_a_known_situation_is_not_searched_again() -> None:
     here = fleet()
     searched: list[float | None] = []
 
@@ -159,7 +159,7 @@ def test_a_device_that_has_left_is_not_planned_for() -> None:
     assert asked == [(names[1:], sorted(names[1:]))]
 
 
-def test_changed_links_get_a_quick_search_and_calibrated_machines_an_unhurried_one() -> None:
+def test_changed_links_get_a_short_search_and_calibrated_machines_a_long_one() -> None:
     here = fleet()
     predictor, settings_used = Predictor(here, plans(here)), list[SearchSettings]()
 
@@ -213,7 +213,7 @@ def test_the_process_returns_one_sentence_for_a_fleet_that_cannot_be_planned() -
         asyncio.run(ask())
 
 
-def test_measured_links_are_planned_with() -> None:
+def test_plans_are_made_with_measured_links() -> None:
     here = fleet()
     predictor = Predictor(here, plans(here))
     predictor.measure_links(1, {name: measured(5e6, 5e6) for name in plans(here)})

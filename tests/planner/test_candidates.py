@@ -165,7 +165,7 @@ def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window:
         assert 3 * option.server_s * len(fleet.members) / fleet.cores <= timing.epoch_s * rounding
 
 
-# --- cuts that give too much away
+# --- cuts that leak too much
 
 
 def leaking(*cuts: int, method: str = "pipar") -> Fleet:

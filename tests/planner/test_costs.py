@@ -113,7 +113,7 @@ def test_a_time_is_always_positive_and_never_far_from_a_measured_one(times: list
     ],
     ids=lambda cell: cell.kind if isinstance(cell, Work) else str(cell),
 )
-def test_each_kind_of_work_costs_what_the_profile_says(work: Work, seconds: float) -> None:
+def test_each_kind_of_work_has_the_cost_of_the_profile(work: Work, seconds: float) -> None:
     assert Costs(PROFILE).seconds(work) == seconds
     assert Costs(PROFILE, speed=0.25).seconds(work) == 4 * seconds
 
@@ -136,7 +136,7 @@ def test_the_same_work_costs_the_same_and_other_work_does_not() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 150))
-def test_two_halves_of_the_layers_cost_what_the_whole_costs(cut: int, samples: int) -> None:
+def test_two_halves_of_the_layers_cost_as_much_as_the_whole(cut: int, samples: int) -> None:
     costs = Costs(PROFILE)
     whole = costs.seconds(Work("fc", last_layer=3, samples=samples))
     front = costs.seconds(Work("fc", last_layer=cut, samples=samples))

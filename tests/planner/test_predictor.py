@@ -174,7 +174,7 @@ def test_a_device_that_is_much_slower_is_of_another_kind() -> None:
     assert sorted(map(len, kinds)) == [1, 19]
 
 
-def test_devices_that_are_within_a_fifth_of_each_other_are_of_one_kind_wherever_the_middle_lies() -> None:
+def test_devices_that_are_within_a_fifth_of_each_other_are_of_one_kind() -> None:
     here = fleet(20)
     rates = {m.name: Link(up_bps=11.1e6 if n < 9 else 12.5e6, down_bps=20e6) for n, m in enumerate(here.members)}
     assert len(calibrated(here, Calibration(links=rates)).device_kinds()) == 1

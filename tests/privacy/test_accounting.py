@@ -65,7 +65,7 @@ def test_releases_as_the_accountants_take_them_have_the_epsilon_of_opacus() -> N
     assert RdpAccountant().compose(steps).get_epsilon(DELTA) == pytest.approx(7.32911117143, abs=1e-3)
 
 
-# --- what the definition says
+# --- by the definition
 
 
 @pytest.mark.parametrize("multiplier", [0.7, 2.0, 11.0, 60.0])

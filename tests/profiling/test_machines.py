@@ -117,7 +117,7 @@ def test_a_pi_holds_vgg5_but_not_a_batch_of_resnet101_on_tiny_imagenet() -> None
     assert training_bytes(deep, Plan(3, 10, 1), 100) < PI.memory_bytes
 
 
-def test_machines_are_named_as_they_are_looked_up() -> None:
+def test_machines_have_the_names_that_they_are_found_by() -> None:
     assert list(MACHINES) == ["raspberry-pi-3b", "raspberry-pi-5", "jetson-orin-nano", "i7-11850h"]
     assert all(machine.name == name for name, machine in MACHINES.items())
     assert I7.cores == 8

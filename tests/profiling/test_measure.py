@@ -1,4 +1,4 @@
-"""Measuring leaves no trace on the model, and its profile has every layer and what is around them."""
+"""Measuring does not change the model, and its profile has every layer and the work around them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _SLOWED_S = 0.005
 
 
 def _slowed(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that takes longer: for each model, where it gets several."""
+    """Return a slower function: slower for each model, if it gets several."""
 
     def slowed(owner: object, *given: object, **named: object) -> object:
         end = time.thread_time() + _SLOWED_S * (len(given[0]) if given and isinstance(given[0], list) else 1)

@@ -36,7 +36,7 @@ def test_a_convolution_is_counted_as_by_hand() -> None:
     assert (last.outputs, last.parameters) == (5, 325)
 
 
-def test_saved_is_the_input_of_the_first_layer_what_autograd_keeps_and_the_output_once() -> None:
+def test_saved_memory_is_the_first_input_the_tensors_of_autograd_and_the_output_once() -> None:
     first, second, last = count_layers(network(), SHAPE, run=True)
     # Input, ReLU's result (which pooling keeps, too), the pooled output; pooling keeps an index of 8 bytes for each.
     assert (first.saved, first.other_saved_bytes) == (192 + 256 + 64, 64 * 8)
@@ -69,7 +69,7 @@ def test_running_on_few_samples_counts_the_same_except_peak_memory(norm: str) ->
 
 
 def _counted(layer: LayerCount) -> LayerCount:
-    """Return a layer without what is known of it by measuring."""
+    """Return a layer without its measured values."""
     return replace(layer, rectified=False, shares={})
 
 

@@ -1,4 +1,4 @@
-"""The counts that are kept are those that torch counts, so that the file can never be stale."""
+"""The stored counts are those that torch counts, so that the file cannot be stale."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_file_has_every_network_norm_and_image_and_is_small() -> None:
 
 
 def counted_again() -> list[Any]:
-    """Return every network with every image, the norms in turns: what changes one changes all like it."""
+    """Return every network with every image, norms in turn: a change affects all similar cases."""
     images = {model: list(dict.fromkeys(shape for name, _, shape in ALL if name == model)) for model, _, _ in ALL}
     return [case for case in ALL if case[1] == NORMS[images[case[0]].index(case[2]) % len(NORMS)]]
 

@@ -57,7 +57,7 @@ def test_the_timeline_has_the_spans_of_trace_json_between_its_start_and_its_end(
 
 
 def drawn_as_traced(timeline: dict[str, Any], folder: Path) -> int:
-    """Check that all lanes that are drawn have what trace.json has in the window, and return how much that is."""
+    """Check that all drawn lanes have the spans of trace.json in the window; return their number."""
     known = events_of(folder)
     lanes = {(lane["owner"], lane["lane"]) for lane in timeline["lanes"]}
     start, end = timeline["start_us"], timeline["end_us"]

@@ -27,7 +27,7 @@ def served(text: str, start: float, end: float, device: str = "a", core: int = 0
     return span(text, f"core {core}", start, end, owner=SERVER, device=device)
 
 
-#: Two micro-batches over a slow uplink: its second upload is what everything waits for.
+#: Two micro-batches over a slow uplink: everything waits for its second upload.
 SLOW_UPLINK = [
     span("fc1", COMPUTE, 0, 1), span("fc2", COMPUTE, 1, 2),
     span("u1", UPLINK, 1, 5), span("u2", UPLINK, 5, 9),
@@ -148,7 +148,7 @@ def test_in_the_virtual_world_the_path_has_no_gap_except_the_links_latency(
     assert uses_link(spans, window) == (method != "fl" and not whole)
     path = critical_path(spans, window)
     assert path[-1].end == pytest.approx(window.end, abs=ROUNDED_S)
-    assert path[0].start <= window.start + ROUNDED_S or method == "sl"  # its turn comes from the device before it
+    assert path[0].start <= window.start + ROUNDED_S or method == "sl"  # it gets its turn from the previous device
     for before, after in pairwise(path):
         assert after.start >= before.start
         gap = after.start - before.end

@@ -393,7 +393,7 @@ def test_all_runs_every_experiment() -> None:
 
 @dataclass(frozen=True)
 class MadeUp(Printed):
-    """An epoch that takes the sum of two kinds of work; nothing is simulated."""
+    """An epoch whose time is the sum of two kinds of work; nothing is simulated."""
 
     on_board_s: float = 0.0
     on_server_s: float = 0.0
@@ -420,7 +420,7 @@ def test_speeds_that_are_a_quarter_off_fit_the_papers_epochs_of_vgg5_worse() -> 
 
 @pytest.mark.slow
 def test_for_boards_of_two_speeds_no_chosen_plan_is_slower_over_an_epoch_than_sfl() -> None:
-    # By its first two iterations another plan promises 6 % less, and takes 7 % more in the end.
+    # Judged by its first two iterations another plan takes 6 % less, but over an epoch 7 % more.
     job = unplanned_timing_only_job(config_from(Trial("resnet18", "cifar10", "wifi", slow=0.5).tree()))
     assert job is not None
     fleet = job.fleet()

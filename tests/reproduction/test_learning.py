@@ -42,7 +42,7 @@ def outcomes(of: Callable[[str, int], float]) -> list[Outcome]:
     return [outcome(method, seed, of(method, seed)) for seed in SEEDS for method in METHODS]
 
 
-# --- what is trained
+# --- the trainings
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -76,7 +76,7 @@ def test_a_device_with_fewer_layers_than_the_cut_of_the_shared_model_is_refused_
     begun(opened(), "small", profile=PREFIX)  # the cut of a new training is one that it has
 
 
-def test_a_device_that_comes_back_with_fewer_layers_than_its_plan_has_gets_another_plan() -> None:
+def test_a_device_that_rejoins_with_fewer_layers_than_its_plan_gets_another_plan() -> None:
     enrolment = opened(kept={"a": Plan(2, 1), "b": Plan(2, 1)}, run={"method": "sfl", "batch_size": 10})
     assert begun(enrolment, "a", profile=PREFIX)["a"].plan.split_point == 1
     assert enrolment.join(Introduction("b", 100, PREFIX)).plan.split_point == 1

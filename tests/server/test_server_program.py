@@ -40,7 +40,7 @@ def as_json(profile: Profile) -> object:
 OTHER_NETWORK = replace(PROFILE, model="another", layers=(PROFILE.layers[0], replace(PROFILE.layers[1], name="three")))
 
 
-def test_a_device_played_by_hand_that_keeps_the_protocol_is_trained_with() -> None:
+def test_a_scripted_device_that_keeps_the_protocol_is_trained_with() -> None:
     outcome = train([honest("a"), by_hand(*EPOCH_BY_HAND)])
     assert outcome.failure is None
     assert outcome.lives == [None, None]

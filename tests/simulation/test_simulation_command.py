@@ -83,5 +83,5 @@ def test_ctrl_c_ends_all_processes_and_exits_130() -> None:
 
 
 def _children(pid: int) -> list[str]:
-    """Return the child processes of a process: the workers, and what tracks resources for them."""
+    """Return the child processes of a process: the workers, and the tracker of their resources."""
     return Path("/proc", str(pid), "task", str(pid), "children").read_text().split()

@@ -464,7 +464,7 @@ def test_after_a_loss_of_power_the_last_checkpoint_or_the_one_before_is_complete
         saved = save_until_power_is_lost(Checkpoints(folder, keep, disk), disk, before + 1)
         assert saved is (operations >= (10 if before >= keep else 9))
 
-        found = newest(folder)  # without a warning: what has a checkpoint's name is complete
+        found = newest(folder)  # without a warning: a file with a checkpoint's name is complete
         if found is None:
             assert (saved, before) == (False, 0)
         else:

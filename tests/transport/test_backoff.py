@@ -94,7 +94,7 @@ def test_the_time_counts_from_the_first_request_for_a_pause() -> None:
     assert next(pauses) == Pause(1, 0.5, 1.5)
 
 
-def test_time_that_attempts_take_counts() -> None:
+def test_the_duration_of_attempts_counts() -> None:
     watch = Watch()
     pauses = _lived_through(Backoff(lambda: 1.0, watch, give_up_after_s=10.0), watch, attempt_s=4.0)
     assert pauses == [Pause(1, 0.5, 9.5), Pause(2, 1.0, 4.5)]

@@ -445,7 +445,7 @@ def test_a_cut_cable_is_noticed_at_both_ends() -> None:
 async def connected(
     server: Doorman, cable: Cable, keepalive: Keepalive
 ) -> tuple[Transport, asyncio.Future[Frame], asyncio.Future[Frame]]:
-    """Connect over a cable; return the device's end, and what it and the server's end read next."""
+    """Connect over a cable; return the device's end, and the next reads of both ends."""
     device = await connect(await cable.plug_in(), keepalive=keepalive)
     far = await server.came.get()
     await device.write(frame())

@@ -23,7 +23,7 @@ from pipar.transport.rate_estimate import estimate_traffic, read_frame_times
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 
 RATE_BPS = 8e6
-#: A process that is never later than this dates its frames well enough: a frame takes 140 ms or more.
+#: A process that is never later than this gives its frames good enough times: a frame takes 140 ms or more.
 PUNCTUAL_S = 0.05
 
 
@@ -98,7 +98,7 @@ def test_bursts_show_the_rate_of_a_shaped_link(shaped: str, frames: int, size_by
         rates, late_s = json.loads(_run("ip", "netns", "exec", shaped, *words))
         return rates if late_s < PUNCTUAL_S else None
 
-    # Only what the machine's load has spoilt is measured again: the first rates of a punctual process count.
+    # Only measurements that the machine's load has disturbed are repeated: the first rates of a punctual process count.
     up_bps, down_bps = until(punctual, "a process that is not held up")
     # Headers of TCP and IP take 4 %; acknowledgements of one side use the same link.
     assert up_bps == pytest.approx(RATE_BPS, rel=0.2)
@@ -106,7 +106,7 @@ def test_bursts_show_the_rate_of_a_shaped_link(shaped: str, frames: int, size_by
 
 
 async def measured_with_lateness(frames: int, size_bytes: int, bursts: int) -> tuple[list[float | None], float]:
-    """Return the rates of both directions, and by how many seconds this process was held up most meanwhile."""
+    """Return the rates of both directions, and the longest delay of this process in seconds."""
     late_s = 0.0
 
     async def watch() -> None:

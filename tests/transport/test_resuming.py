@@ -138,7 +138,7 @@ def test_a_message_is_sent_again_at_the_links_rate_and_with_its_latency() -> Non
     assert late.ended_at == pytest.approx(undisturbed.ended_at + 0.5 + 1.0, abs=1e-3)
 
 
-# --- what is kept
+# --- kept messages
 
 
 def two_channels() -> tuple[Channel, Channel, MemoryTransport, MemoryTransport]:

@@ -150,7 +150,7 @@ def test_chunks_are_whole_samples_of_the_tensor_or_whole_rows(dimensions: list[i
         ((5, 0, 3), []),
     ],
 )
-def test_chunks_of_known_shapes(shape: tuple[int, ...], sizes: list[int]) -> None:
+def test_known_shapes_have_these_chunks(shape: tuple[int, ...], sizes: list[int]) -> None:
     assert chunk_sizes(shape, 4) == sizes
 
 
