@@ -1,4 +1,4 @@
-# Two commands do all the set-up and work: `make demo` and `make test`. Each builds .venv if it is missing.
+# `make demo` and `make test` need no preparation: each creates .venv if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +7,7 @@ DEVELOPING := .venv/developing
 BROWSER := .venv/browser
 
 .PHONY: help demo test check docs shape reproduce bench clean
-help:  ## show this
+help:  ## show this help
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  -/'
 
 $(BIN)/python:
@@ -19,13 +19,13 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tensorboard]'
 	@touch $(READY)
 
-# All at once, not on top of what a demo needs: that would be resolved and built twice.
+# In one step, not in addition to the demo's packages: those would be resolved and built twice.
 $(DEVELOPING): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing pipar into .venv, and what tests, documents and measurements need: some minutes"
+	@echo "Installing pipar into .venv with the packages for tests, documentation and benchmarks: some minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY) $(DEVELOPING)
 
-demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, by fl, sfl and pipar (two minutes)
+demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, with fl, sfl and pipar (two minutes)
 	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
 
 # Pages are tested in the system's own browser.
@@ -54,8 +54,8 @@ shape: $(DEVELOPING)  ## sizes of modules and functions, imports between package
 reproduce: $(DEVELOPING)  ## the paper's evaluation on a virtual testbed, the quick set (minutes); tables and figures in runs/reproduction
 	$(BIN)/python -m reproduction all --quick
 
-bench: $(DEVELOPING)  ## measure what README quotes; results go to benchmarks/results
+bench: $(DEVELOPING)  ## measure the numbers that README quotes; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-clean:  ## remove what was built
+clean:  ## remove everything that was built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache site

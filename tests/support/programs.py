@@ -96,11 +96,11 @@ class Program:
             matches = list(re.finditer(pattern, self.text()))
             if len(matches) >= times:
                 return matches[times - 1]
-            assert not ended, f"{self.name} ended with {self.code}, never said {pattern!r}: {self.text()}"
+            assert not ended, f"{self.name} ended with {self.code}, never printed {pattern!r}: {self.text()}"
             return None
 
         try:
-            match = until(found, f"{self.name} to say {pattern!r}")
+            match = until(found, f"{self.name} to print {pattern!r}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}") from None
         assert isinstance(match, re.Match)
@@ -131,7 +131,7 @@ class Program:
         answer = self._output.with_name(self._output.name + ".live")
         answer.unlink(missing_ok=True)
         self.signal(signal.SIGUSR1)
-        until(answer.exists, f"{self.name} to say what it has in use")
+        until(answer.exists, f"{self.name} to report its memory in use")
         return int(answer.read_text("utf-8"))
 
     def open_files(self) -> int:
@@ -200,7 +200,7 @@ class Place:
         (self.folder / f"{name}.hold").unlink(missing_ok=True)
         held = self.folder / f"{name}.held"
         runs = [program for program in self.programs if program.name == name and program.poll() is None]
-        until(lambda: not held.exists() or all(program.poll() is not None for program in runs), f"{name} to go on")
+        until(lambda: not held.exists() or all(program.poll() is not None for program in runs), f"{name} to continue")
         held.unlink(missing_ok=True)
 
     # --- files and processes that are left

@@ -343,7 +343,7 @@ def test_a_connection_that_makes_no_handshake_is_ended(tmp_path: Path) -> None:
             listening(security=security, limits=Limits(handshake_s=10 * PATIENCE_S)) as patient,
         ):
             assert await is_ended_first(limited, patient)
-            # What is no handshake is refused at once, whatever the limit.
+            # Bytes that are not a handshake are refused immediately, for any limit.
             await asyncio.wait_for(await bare_connection(patient, b"GET / HTTP/1.1\r\n\r\n"), PATIENCE_S)
 
     run(main())

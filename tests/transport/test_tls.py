@@ -432,7 +432,7 @@ WRONG_SERVERS: dict[str, tuple[Callable[[Path], ServerSecurity], str]] = {
         lambda f: ServerSecurity(tokens=f / "tokens.json", insecure=True),
         "without TLS: others could read the tokens",
     ),
-    "TLS for anybody": (
+    "TLS without credentials": (
         lambda f: ServerSecurity(f / "server.pem", f / "server.key"),
         "Any program could join at 0.0.0.0:7700",
     ),
@@ -524,8 +524,8 @@ def test_an_address_is_a_host_and_a_port(address: str, ours: Folder) -> None:
 
 def test_explicitly_insecure_is_allowed(ours: Folder) -> None:
     assert check_server(ServerSecurity(insecure=True), "0.0.0.0:7700") is None
-    anybody = ServerSecurity(ours.path / "server.pem", ours.path / "server.key", insecure=True)
-    assert check_server(anybody, "0.0.0.0:7700") is not None
+    without_credentials = ServerSecurity(ours.path / "server.pem", ours.path / "server.key", insecure=True)
+    assert check_server(without_credentials, "0.0.0.0:7700") is not None
 
 
 def test_a_certificate_without_a_valid_device_name_is_refused(ours: Folder) -> None:

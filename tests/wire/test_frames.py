@@ -325,7 +325,7 @@ BAD_FRAMES = {
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(34, b"\x03"), "dtype 3"),
     "unknown encoding": (damaged(35, b"\x05"), "encoding 5"),
-    "chunk behind the last": (damaged(36, b"\x00\x01"), "chunk 1 of 1"),
+    "chunk after the last": (damaged(36, b"\x00\x01"), "chunk 1 of 1"),
     "no chunks": (damaged(38, b"\x00\x00"), "chunk 0 of 0"),
     "header cut short": (damaged(0, b"")[:48], "not a pipar frame"),
     "shape cut short": (damaged(40, b"\xff"), "damaged header"),
