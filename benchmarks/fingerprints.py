@@ -1,11 +1,13 @@
 """Results of trainings, bit for bit: recorded before a refactoring and compared after it.
 
-    python -m benchmarks.fingerprints record
-    python -m benchmarks.fingerprints compare
+    python -m benchmarks.fingerprints record [NAME ...]
+    python -m benchmarks.fingerprints compare [NAME ...]
 
-A fingerprint is the hash of the weights, the bytes and the virtual seconds of each epoch, the plans and the names of
-all fields of result.json. Named machines stand in for measured profiles, so the seconds are the same on every machine.
-The weights are the same only on equal processors with the same version of torch.
+A fingerprint is the hash of the weights, the bytes and the virtual seconds of each epoch, the plans, the new plans of a
+replanning and the names of all fields of result.json. Named machines stand in for measured profiles, so the seconds are
+the same on every machine. The weights are the same only on equal processors with the same version of torch.
+
+A training whose name says that the cut moves or that it stops early must do so; otherwise both commands fail.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,23 @@ _DEPLOYED = (
     "plan.micro_batches=4 plan.replan=false server.cores=1"
 )
 _CHANGING = """--link {cycle=["4g","wifi"],every="2s"}"""
+_CHANGING_MUCH = """--link {cycle=["4g","unlimited"],every="2s"}"""
+_CHANGING_SLOWLY = """--link {cycle=["4g","unlimited"],every="6s"}"""
+#: Enough samples that a change of the link is measured before the next one.
+_REPLANNED = (
+    "run --virtual --devices 2 --epochs 8 --set data.samples_per_device=100 --set run.batch_size=20 "
+    "--set data.validation=20 --set data.test=20"
+)
+_DIVERGING = "--set optimizer.learning_rate=0.5"
+_KEEP = "--set optimizer.momentum_at_aggregation=keep"
+_REAL_PROCESSES = (
+    f"run {_FEW} {_FIXED} --set model.dtype=float64 --set wire.encoding=raw --link unlimited --speed 1 --devices 2 "
+    "--set plan.replan=false"
+)
+_OWN = (
+    "run --virtual --epochs 2 --set model.factory=examples.own_model:network "
+    "--set data.factory=examples.own_model:samples"
+)
 
 _METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")
 _MANY = "--timing-only --data cifar10 --set data.samples_per_device"
@@ -57,7 +76,7 @@ TRAININGS: dict[str, str] = {
     ),
     "1f1b": f"run --virtual {_FEW} {_FIXED} --set plan.schedule=1f1b --set plan.window=2",
     "batch norm": f"run --virtual {_FEW} {_FIXED} --set model.norm=batch",
-    "momentum kept": f"run --virtual {_FEW} {_CHANGING} --set optimizer.momentum_at_aggregation=keep --epochs 4",
+    "momentum kept": f"run --virtual {_FEW} {_CHANGING} {_KEEP} --epochs 4",
     "the paper's estimate": f"run --virtual {_FEW} --set plan.estimate=paper",
     "latency": f"run --virtual {_FEW} --link {{up='10Mbit/s',down='25Mbit/s',latency='20ms'}}",
     "uneven shards": (
@@ -67,56 +86,91 @@ TRAININGS: dict[str, str] = {
     "mobilenet, no norm": (
         f"run --virtual {_FEW} --model mobilenetv3_small --set model.norm=none --epochs 1 --devices 2"
     ),
-    "replanning pipar": f"run --virtual {_FEW} {_CHANGING} --epochs 4",
+    "a changing link, pipar": f"run --virtual {_FEW} {_CHANGING} --epochs 4",
     "replanning timing-only": f"run {_MANY}=200 --devices 8 --epochs 6 {_CHANGING}",
-    "replanning sfl2": f"run {_MANY}=200 --devices 3 --method sfl2 --epochs 4 {_CHANGING}",
+    "a changing link, sfl2": f"run {_MANY}=200 --devices 3 --method sfl2 --epochs 4 {_CHANGING}",
+    "replanning moves the cut, momentum kept": f"{_REPLANNED} {_CHANGING} {_KEEP}",
+    "replanning moves the cut, momentum reset": f"{_REPLANNED} {_CHANGING}",
+    "replanning moves the cut, sfl": f"{_REPLANNED} {_CHANGING_MUCH} --method sfl --epochs 7 {_KEEP}",
+    "replanning moves the cut, timing-only": f"run {_MANY}=200 --devices 4 --epochs 6 {_CHANGING}",
+    # With one server model for all devices the cut stays, and only the encodings change.
+    "replanning the encodings, sfl2": f"{_REPLANNED} {_CHANGING_MUCH} --method sfl2 {_KEEP}",
+    "replanning the encodings, sl": f"{_REPLANNED} {_CHANGING_SLOWLY} --method sl --epochs 5 {_KEEP}",
     "noise multiplier": f"run --virtual {_FEW} --set privacy.noise_multiplier=1.0 --set privacy.clip=0.5",
     "target epsilon": f"run --virtual {_FEW} --set privacy.target_epsilon=8 --set privacy.clip=0.5",
     "noise on inputs and labels": f"run --virtual {_FEW} --set privacy.pixel_epsilon=0.5 --set privacy.label_epsilon=2",
     "fedadam": f"run --virtual {_FEW} --set server.aggregator=fedadam",
     "krum": f"run --virtual {_FEW} --set server.aggregator=krum --devices 5",
     "fedprox": f"run --virtual {_FEW} --set server.aggregator=fedprox",
+    "patience stops early": f"run --virtual {_FEW} --devices 2 --epochs 6 {_DIVERGING} --set run.patience=1",
+    "budget stops early": (
+        f"run --virtual {_FEW} --devices 2 --epochs 4 --set privacy.noise_multiplier=1 --set privacy.target_epsilon=16 "
+        "--set privacy.clip=0.5"
+    ),
     "patience": f"run --virtual {_FEW} --epochs 6 --set run.patience=1",
     "a fleet of three kinds": "run examples/fleet.toml --timing-only --epochs 2",
     "100 devices": f"run {_MANY}=100 --devices 100 --epochs 1 --link 4g",
     "full trace off": f"run --virtual {_FEW} --set run.trace=off",
-    "own network": (
-        "run --virtual --epochs 2 --set model.factory=examples.own_model:network "
-        "--set data.factory=examples.own_model:samples"
-    ),
+    "own network": _OWN,
+    "a named machine for an own network": f"{_OWN} {_FIXED}",
     "plan": "plan --data cifar10 --devices 10 --link wifi --set data.samples_per_device=500 --set server.cores=2",
     "plan, exhaustive": "plan --exhaustive --data cifar10 --devices 2 --link 4g --set data.samples_per_device=200",
-    "real processes": (
-        f"run {_FEW} {_FIXED} --set model.dtype=float64 --set wire.encoding=raw --link unlimited --speed 1 --devices 2 "
-        "--set plan.replan=false"
-    ),
+    "real processes": _REAL_PROCESSES,
+    "real processes, momentum kept": f"{_REAL_PROCESSES} {_KEEP}",
 }  # fmt: skip
-#: In real time: their seconds differ from run to run.
-_REAL = ("real processes", "resumed deployment")
+#: The settings of the deployments that are stopped and resumed, by the name of the training.
+DEPLOYMENTS: dict[str, str] = {
+    "resumed deployment": _DEPLOYED,
+    "resumed deployment, momentum kept": f"{_DEPLOYED} optimizer.momentum_at_aggregation=keep",
+}
+_NAMES = (*TRAININGS, *DEPLOYMENTS)
+#: In real time or with measured profiles: their seconds, and the bytes of most epochs, differ from run to run.
+_VARYING = ("own network", "real processes", "real processes, momentum kept", *DEPLOYMENTS)
+#: The epochs of these whose bytes are the same in every run. Later ones include spans and messages sent at intervals.
+_STEADY_BYTES: dict[str, dict[str, tuple[int, ...]]] = {
+    "real processes, momentum kept": {"bytes_up": (1,), "bytes_down": (1,)},
+    "resumed deployment, momentum kept": {"bytes_down": (1, 3)},
+}
 
 
 def main(words: list[str]) -> int:
-    if words not in (["record"], ["compare"]):
-        print("usage: python -m benchmarks.fingerprints record|compare", file=sys.stderr)
+    command, names = words[:1], words[1:] or list(_NAMES)
+    if command not in (["record"], ["compare"]) or not {*names} <= {*_NAMES}:
+        print("usage: python -m benchmarks.fingerprints record|compare [NAME ...]", file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(2) as pool:
-        taken = dict(zip(TRAININGS, pool.map(fingerprint, TRAININGS), strict=True))
-    taken["resumed deployment"] = resumed_deployment()
-    if words == ["record"]:
-        lines = [json.dumps({"name": name, **content}, sort_keys=True) for name, content in taken.items()]
-        FILE.write_text("\n".join(lines) + "\n")
-        print(f"{len(taken)} fingerprints in {FILE}")
+    before = {(row := json.loads(line)).pop("name"): row for line in FILE.read_text().splitlines()}
+    now = _taken(names)
+    if failures := [failure for name in names if (failure := broken_promise(name, now[name]))]:
+        print("\n".join(failures), file=sys.stderr)
+        return 1
+    if command == ["record"]:
+        _write(before | now)
+        print(f"{len(now)} fingerprints recorded in {FILE}")
         return 0
-    taken = json.loads(json.dumps(taken))  # tuples as the lists that they are in the file
-    return compare({(row := json.loads(line)).pop("name"): row for line in FILE.read_text().splitlines()}, taken)
+    return compare({name: row for name, row in before.items() if name in names or not words[1:]}, now)
+
+
+def _taken(names: Sequence[str]) -> dict[str, Any]:
+    """Return the fingerprints by name; deployments, which need both cores, come last and one at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        trained = [name for name in names if name in TRAININGS]
+        taken = dict(zip(trained, pool.map(fingerprint, trained), strict=True))
+    taken |= {name: fingerprint(name) for name in names if name in DEPLOYMENTS}
+    found: dict[str, Any] = json.loads(json.dumps(taken))  # tuples as the lists that they are in the file
+    return found
+
+
+def _write(rows: Mapping[str, Any]) -> None:
+    lines = [json.dumps({"name": name, **content}, sort_keys=True) for name, content in rows.items()]
+    FILE.write_text("\n".join(lines) + "\n")
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """Print all differences; return 1 if there are any."""
+    """Print all differences; return 1 if there are any. Keys that a recorded row lacks are not compared."""
     changed = 0
     for name in sorted({*before, *now}):
         one, other = before.get(name, {}), now.get(name, {})
-        different = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+        different = sorted(key for key in one or other if key not in one or one[key] != other.get(key))
         changed += bool(different)
         print(f"{name}: {'the same' if not different else 'other ' + ', '.join(different)}")
         for key in different:
@@ -125,16 +179,47 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
     return 1 if changed else 0
 
 
+def broken_promise(name: str, found: Mapping[str, Any]) -> str | None:
+    """Return in a sentence what a training did not do although its name says so; None if it did."""
+    if "replanning" in name and not found["replans"]:
+        return f"{name!r} has no entry in replans: give it a link whose changes lead to new plans."
+    if "moves the cut" in name and not _cut_moves(found):
+        return f"{name!r} never changes a split point: give it links that differ more."
+    if "stops early" in name and len(found["losses"]) >= _epochs_asked(name):
+        return f"{name!r} trains all {_epochs_asked(name)} epochs: give it a smaller budget or a larger learning rate."
+    if "budget stops early" in name and not found["stopped"]:
+        return f"{name!r} does not stop because of its privacy budget: give it a smaller privacy.target_epsilon."
+    return None
+
+
+def _cut_moves(found: Mapping[str, Any]) -> bool:
+    plans = [found["plans"], *(replan["plans"] for replan in found["replans"])]
+    return len({tuple(plan["split_point"] for plan in one) for one in plans}) > 1
+
+
+def _epochs_asked(name: str) -> int:
+    """Return the last --epochs of a training, which is the one that counts."""
+    return int(re.findall(r"--epochs (\d+)", TRAININGS[name])[-1])
+
+
 def fingerprint(name: str) -> dict[str, Any]:
     """Train and return the fingerprint of the result."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = _resumed(name, Path(folder)) if name in DEPLOYMENTS else _trained(name, Path(folder))
+    found = of_result(result, timed=name not in _VARYING)
+    if steady := _STEADY_BYTES.get(name):
+        rows = result["epochs"]
+        found["bytes"] = {key: [rows[epoch - 1][key] for epoch in epochs] for key, epochs in steady.items()}
+    return found
+
+
+def _trained(name: str, folder: Path) -> Any:
     words = [re.sub("'", '"', word) for word in TRAININGS[name].split()]
-    if name not in _REAL and not name.startswith("own"):
+    if name not in _VARYING:
         words += _MACHINES.split()
     if name == "a fleet of three kinds":
         words = words[: -len(_MACHINES.split())] + _MACHINES.split()[:2]
-    with tempfile.TemporaryDirectory() as folder:
-        result = record.pipar(words, Path(folder))
-    return of_result(result, timed=name not in _REAL and not name.startswith("own"))
+    return record.pipar(words, folder)
 
 
 def of_result(result: Any, *, timed: bool = True) -> dict[str, Any]:
@@ -150,6 +235,10 @@ def of_result(result: Any, *, timed: bool = True) -> dict[str, Any]:
     found["losses"] = [(row["train_loss"], row["val_loss"]) for row in epochs]
     found["bytes"] = [(row["bytes_up"], row["bytes_down"]) for row in epochs] if timed else None
     found["seconds"] = [row["seconds"] for row in epochs] if timed else None
+    # Without the reasons, whose wording may change, and which name measured rates.
+    found["replans"] = [{"epoch": replan["epoch"], "plans": replan["plans"]} for replan in result["replans"]]
+    found["stopped"] = result["stopped"] is not None
+    found["epsilons"] = [row["epsilon"] for row in epochs]
     return found
 
 
@@ -171,13 +260,12 @@ def _fields(value: Any, path: str = "") -> set[str]:
     return {path}
 
 
-def resumed_deployment() -> dict[str, Any]:
-    """Train two epochs with a real server and two devices, stop, resume for two more, and return the fingerprint."""
-    words = [word for key in _DEPLOYED.split() for word in ("--set", key)]
-    with tempfile.TemporaryDirectory() as folder:
-        _deployment(Path(folder), [*words, "--epochs", "2"])
-        _deployment(Path(folder), [*words, "--epochs", "4", "--resume"])
-        return of_result(json.loads((Path(folder) / "boards" / "result.json").read_text()), timed=False)
+def _resumed(name: str, folder: Path) -> Any:
+    """Train two epochs with a real server and two devices, stop, resume for two more, and return the result."""
+    words = [word for key in DEPLOYMENTS[name].split() for word in ("--set", key)]
+    _deployment(folder, [*words, "--epochs", "2"])
+    _deployment(folder, [*words, "--epochs", "4", "--resume"])
+    return json.loads((folder / "boards" / "result.json").read_text())
 
 
 def _deployment(runs: Path, words: list[str]) -> None:
