@@ -290,8 +290,8 @@ def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any
         *_options(keepalive),
         # Two servers on one port would silently share its devices: a port in use has to be an error.
         ("grpc.so_reuseport", 0),
-        # Half of the interval at which devices ping, so that they are never refused for pinging too often.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(keepalive.every_s * 500)),
+        # By default gRPC ends an idle connection at the third ping of five minutes ("too_many_pings").
+        ("grpc.http2.min_ping_interval_without_data_ms", round(limits.ping_s * 1000)),
         ("grpc.max_concurrent_streams", limits.streams_per_credential + 2),  # on one connection
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.server_handshake_timeout_ms", round(limits.handshake_s * 1000)),

@@ -63,6 +63,9 @@ class Limits:
     A device whose link breaks as soon as it is made tries four times a second on average (see `backoff.py`), which is
     less than `streams` of one credential. Devices without credentials share `open_streams`. Refusals beyond `refusals`
     are delayed by `refusal_s`.
+
+    A silent peer may ping every `ping_s`; one that pings more often is disconnected. It is half of the shortest
+    keepalive that can be configured, so that a device may ping more often than its server does.
     """
 
     streams_per_credential: int = 2
@@ -72,6 +75,7 @@ class Limits:
     first_frame_s: float = HELLO_TIMEOUT_S
     handshake_s: float = 20.0
     idle_s: float = 60.0  # a connection without a stream
+    ping_s: float = 0.5
     watchers: int = 16  # of the server's health
     streams: RateLimit = RateLimit(burst=30, per_second=5.0)
     open_streams: RateLimit = RateLimit(burst=512, per_second=100.0)
