@@ -203,7 +203,7 @@ def test_a_saved_training_whose_only_cut_leaks_too_much_now_is_not_resumed() -> 
 
     job = replace(opened(privacy={"max_leakage": 0.5, "leakage": "x"}).job, leaky_cuts={1: 0.9})
     saved = Checkpoint(1, EMPTY, {}, {"a": Plan(1, 1)}, {"a": 100})
-    with pytest.raises(PlanError, match=r"by sfl2 is cut at split point 1, which leaks 0\.900, more than"):
+    with pytest.raises(PlanError, match=r"with sfl2 is cut at split point 1, which leaks 0\.900, more than"):
         _check_cut(job, saved)
     _check_cut(job, replace(saved, plans={"a": Plan(2, 1)}))
     _check_cut(job, None)
