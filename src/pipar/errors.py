@@ -93,6 +93,10 @@ class CheckpointError(PiparError):
     """A checkpoint could not be saved or read; training can continue without it."""
 
 
+class UnknownCheckpointError(CheckpointError):
+    """A checkpoint is not known to be damaged, but this program cannot read it: it must be kept."""
+
+
 class TooFewDevicesError(TrainingError):
     """Fewer devices have finished a round than its aggregation needs."""
 

@@ -170,8 +170,6 @@ def test_a_damaged_file_is_skipped_and_the_one_before_is_used(tmp_path: Path) ->
     assert same(newest(tmp_path, warnings.append), checkpoint(1))
     assert ["round-000003" in warnings[0], "round-000002" in warnings[1], len(warnings)] == [True, True, 2]
     assert all("\n" not in sentence for sentence in warnings)
-    paths[0].unlink()
-    assert newest(tmp_path, warnings.append) is None
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:
@@ -207,23 +205,95 @@ def test_a_length_beyond_the_file_is_never_allocated(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_file_of_another_version_is_skipped(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).save(checkpoint(1))
-    path = Checkpoints(tmp_path).save(checkpoint(2))
+def of_another_version(path: Path) -> None:
     newer = bytearray(path.read_bytes())
     struct.pack_into("<I", newer, 8, VERSION + 1)
     path.write_bytes(newer)
-    warnings: list[str] = []
-    assert same(newest(tmp_path, warnings.append), checkpoint(1))
-    assert f"has format version {VERSION + 1}; this pipar reads version {VERSION}" in warnings[0]
 
 
-def test_a_file_that_cannot_be_opened_is_skipped(tmp_path: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("earlier", [(), (1,)], ids=["alone", "after a readable one"])
+def test_a_checkpoint_of_another_version_is_refused_and_stays(tmp_path: Path, earlier: tuple[int, ...]) -> None:
+    paths = [Checkpoints(tmp_path).save(checkpoint(number)) for number in (*earlier, 2)]
+    of_another_version(paths[-1])
+    before = contents(tmp_path)
+    says = f"has format version {VERSION + 1}; this pipar reads version {VERSION}. Resume with the version of pipar"
+    with pytest.raises(InputError, match=says):
+        newest(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_the_system_does_not_read_is_refused_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for number in (1, 2):
+        Checkpoints(tmp_path).save(checkpoint(number))
+    before, really_open = contents(tmp_path), Path.open
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "round-000002.pipar":
+            raise OSError(code, os.strerror(code))
+        return really_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", failing)
+        with pytest.raises(InputError, match=f"cannot be read: {os.strerror(code)}. No file was changed.*move it away"):
+            newest(tmp_path)
+    assert contents(tmp_path) == before
+    assert same(newest(tmp_path), checkpoint(2))
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(checkpoint(1))
     (tmp_path / "round-000002.pipar").mkdir()
-    warnings: list[str] = []
-    assert same(newest(tmp_path, warnings.append), checkpoint(1))
-    assert "cannot be read: Is a directory" in warnings[0]
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        newest(tmp_path)
+
+
+def test_a_training_whose_checkpoints_are_all_damaged_does_not_start_at_round_1(tmp_path: Path) -> None:
+    for number in (1, 2):
+        path = Checkpoints(tmp_path).save(checkpoint(number))
+        path.write_bytes(path.read_bytes()[:-1])
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match=r"None of the 2 checkpoints in .* can be used: .*round-000002.* is damaged"):
+        newest(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_saving_replaces_or_removes_no_file_that_it_cannot_read(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, keep=1)
+    for number in range(1, 5):
+        Checkpoints(tmp_path, keep=9).save(checkpoint(number))
+    of_another_version(tmp_path / "round-000004.pipar")
+    for number in (2, 3):
+        path = tmp_path / f"round-{number:06d}.pipar"
+        path.write_bytes(path.read_bytes()[:-1])
+    unread = {content for name, content in contents(tmp_path).items() if name != "round-000001.pipar"}
+    for number in (2, 3, 4, 5):
+        store.save(checkpoint(number))
+    assert unread <= set(contents(tmp_path).values())
+    assert names(tmp_path) == [*(f"round-{number:06d}.pipar.unread" for number in (2, 3, 4)), "round-000005.pipar"]
+
+
+def test_a_second_file_of_a_round_that_cannot_be_read_replaces_no_other(tmp_path: Path) -> None:
+    for _ in range(2):
+        of_another_version(Checkpoints(tmp_path).save(checkpoint(1)))
+    Checkpoints(tmp_path).save(checkpoint(1))
+    assert names(tmp_path) == ["round-000001.pipar", "round-000001.pipar.unread", "round-000001.pipar.unread-2"]
+    assert same(newest(tmp_path), checkpoint(1))
+
+
+def test_a_file_that_cannot_be_set_aside_is_not_replaced(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(checkpoint(2))
+    of_another_version(path)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match="round 2 could not be saved"):
+        Checkpoints(tmp_path, disk=FullDisk("rename")).save(checkpoint(2))
+    assert contents(tmp_path) == before
 
 
 def test_unexpected_content_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.run_folder import (
     RunFolder,
     new_folder,
+    refuse_to_replace_result,
     run_name,
     signals_deferred,
     versions,
@@ -84,6 +85,20 @@ def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path, monkeypa
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "file"))
     with pytest.raises(InputError, match="Cannot make the run's folder"):
         new_folder("x")
+
+
+def test_a_new_training_does_not_replace_the_result_of_another(folder: RunFolder) -> None:
+    refuse_to_replace_result(folder.path)
+    folder.finish()
+    refuse_to_replace_result(folder.path)  # it was stopped before the end of its first round
+    folder.event_recorder(ignore)(RoundOver(1, {"pi-1": 20}))
+    folder.finish()
+    says = "has the result of a training of 1 round and no checkpoint to resume from: give another run.name"
+    with pytest.raises(InputError, match=says):
+        refuse_to_replace_result(folder.path)
+    (folder.path / "result.json").write_text("{")
+    with pytest.raises(InputError, match=r"has a result\.json that cannot be read"):
+        refuse_to_replace_result(folder.path)
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

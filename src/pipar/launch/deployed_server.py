@@ -36,7 +36,14 @@ from pipar.server.liveness import LivenessMonitor
 from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter
-from pipar.storage.run_folder import RunFolder, cannot_make_folder, run_name, runs_folder, signals_deferred
+from pipar.storage.run_folder import (
+    RunFolder,
+    cannot_make_folder,
+    refuse_to_replace_result,
+    run_name,
+    runs_folder,
+    signals_deferred,
+)
 from pipar.transport.grpc import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
@@ -128,6 +135,8 @@ def _open_run(config: Config, options: ServerOptions, observe: Observer) -> _Run
     workload = server_workload(config)
     path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
     found = _find_checkpoint(config, _checkpoint_folder(path), options, observe)
+    if found is None:
+        refuse_to_replace_result(path)
     job = job_without_devices(workload, observe)
     _check_cut(job, found)
     known = job if found is None else replace(job, plans=found.plans, sizes=found.samples)

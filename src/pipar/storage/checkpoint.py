@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.config import Config
-from pipar.errors import CheckpointError, InputError
+from pipar.errors import CheckpointError, InputError, UnknownCheckpointError
 from pipar.methods import Plan
 from pipar.wire.messages import Body
 
@@ -32,6 +32,7 @@ _LENGTHS = struct.Struct("<QQ")
 _HEADER_BYTES = _START.size + _LENGTHS.size
 _NAME = re.compile(r"round-(\d{6,})\.pipar")
 _PARTIAL = ".partial"
+_UNREAD = ".unread"  # appended to the name of a file that could not be read, and is kept
 _NOISE = "noise on updates, by [privacy],"
 #: Values for keys that a checkpoint of an earlier version lacks: what that version did.
 _BEFORE = {_NOISE: False}
@@ -125,6 +126,7 @@ class Checkpoints:
         self.folder = folder
         self._keep = keep
         self._disk = disk or Disk()
+        self._saved: set[int] = set()  # rounds of files that this object has written
         for partial in folder.glob(f".*{_PARTIAL}"):
             with contextlib.suppress(OSError):  # a partial file that stays does no harm
                 self._disk.remove(partial)
@@ -133,25 +135,35 @@ class Checkpoints:
         """Save a checkpoint and return its file. When this returns, it survives a loss of power.
 
         Raises CheckpointError if it cannot be saved, for example on a full disk; earlier checkpoints are kept then.
-        Files of later rounds are removed: they were unreadable, or the training did not resume from them.
+        Files of later rounds are removed if they can be read: the training did not resume from them. A file that cannot
+        be read is neither removed nor replaced, but renamed.
         """
         content = _content(checkpoint)
         path = self.folder / f"round-{checkpoint.round:06d}.pipar"
         partial = path.with_name(f".{path.name}{_PARTIAL}")
         try:
             self._disk.make_folder(self.folder)
+            self._set_unread_aside(checkpoint.round)
             self._write(partial, [memoryview(content), *checkpoint.tensors.buffers], len(content))
             self._disk.rename(partial, path)
             self._disk.sync_folder(self.folder)
-        except OSError as error:
+        except (OSError, InputError) as error:
             with contextlib.suppress(OSError):  # it was not created, or is renamed already
                 self._disk.remove(partial)
+            why = _reason(error) if isinstance(error, OSError) else "its folder cannot be read"
             raise CheckpointError(
-                f"The checkpoint of round {checkpoint.round} could not be saved in {self.folder}: {_reason(error)}. "
+                f"The checkpoint of round {checkpoint.round} could not be saved in {self.folder}: {why}. "
                 "Earlier checkpoints are kept. Make sure that the folder can be written and has enough space."
             ) from error
+        self._saved.add(checkpoint.round)
         self._remove_others(checkpoint.round)
         return path
+
+    def _set_unread_aside(self, first: int) -> None:
+        """Rename files from this round on that cannot be read, before they are replaced or removed."""
+        for number, path in _files(self.folder).items():
+            if number >= first and number not in self._saved and not _can_be_read(path):
+                self._disk.rename(path, _unused(path.with_name(path.name + _UNREAD)))
 
     def _write(self, partial: Path, buffers: list[memoryview], content_bytes: int) -> None:
         """Write a whole file, tensor by tensor without copying: a second copy of a model may not fit into memory."""
@@ -196,19 +208,30 @@ def _content(checkpoint: Checkpoint) -> bytes:
 
 
 def latest(folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint of a folder; None if there is none.
+    """Return the newest undamaged checkpoint of a folder; None if the folder has none. No file is changed.
 
-    Damaged ones are skipped, and `warn` gets a sentence about each. Raises InputError if the newest one belongs to a
-    training with another `identity`.
+    Damaged ones are skipped, and `warn` gets a sentence about each. Raises InputError if all are damaged, if the newest
+    undamaged one belongs to a training with another `identity`, or if one before it is not known to be damaged but
+    cannot be read: starting earlier than necessary would lose its rounds.
     """
-    for _, path in sorted(_files(folder).items(), reverse=True):
+    files, damaged = _files(folder), []
+    for _, path in sorted(files.items(), reverse=True):
         try:
             checkpoint = read(path)
+        except UnknownCheckpointError as error:
+            raise InputError(str(error)) from None
         except CheckpointError as error:
-            warn(f"{error} It is skipped, and the one before it is used.")
+            damaged.append(error)
             continue
         _refuse_another_training(path, checkpoint.identity, identity)
+        for one in damaged:
+            warn(f"{one} It is skipped, and the one before it is used.")
         return checkpoint
+    if damaged:
+        raise InputError(
+            f"None of the {len(files)} checkpoints in {folder} can be used: {damaged[0]} Restore one from a backup, or "
+            "give another run.name to train from the first round."
+        )
     return None
 
 
@@ -223,7 +246,10 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint of a file; raise CheckpointError if the file is damaged or cannot be read."""
+    """Return the checkpoint of a file.
+
+    Raises CheckpointError if the file is damaged, and UnknownCheckpointError if it may be intact but cannot be read.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -235,7 +261,10 @@ def read(path: Path) -> Checkpoint:
             )  # writable: the tensors use it without a copy
             file.readinto(tensors)
     except OSError as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.") from None
+        raise UnknownCheckpointError(
+            f"The checkpoint {path} cannot be read: {_reason(error)}. No file was changed. Make it readable for this "
+            "user, or move it away to resume from the one before it."
+        ) from None
     digest = hashlib.sha256(header[_START.size :])
     digest.update(content)
     digest.update(tensors)
@@ -244,7 +273,26 @@ def read(path: Path) -> Checkpoint:
     try:
         return _checkpoint(json.loads(content), tensors)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"The checkpoint {path} lacks fields that this version of pipar needs.") from None
+        raise UnknownCheckpointError(
+            f"The checkpoint {path} lacks fields that this version of pipar needs. Resume with the version of pipar "
+            "that wrote it."
+        ) from None
+
+
+def _can_be_read(path: Path) -> bool:
+    try:
+        read(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, with a number appended if it is taken."""
+    number = 1
+    while (free := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free
 
 
 def _lengths(path: Path, header: bytes, size: int) -> tuple[int, int]:
@@ -255,7 +303,7 @@ def _lengths(path: Path, header: bytes, size: int) -> tuple[int, int]:
         raise CheckpointError(f"The checkpoint {path} is damaged: it ends after {size} bytes.")
     _, version, _ = _START.unpack_from(header)
     if version != VERSION:
-        raise CheckpointError(
+        raise UnknownCheckpointError(
             f"The checkpoint {path} has format version {version}; this pipar reads version {VERSION}. Resume with the "
             "version of pipar that wrote it."
         )

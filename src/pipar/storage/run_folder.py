@@ -58,6 +58,20 @@ def cannot_make_folder(folder: Path, error: OSError) -> InputError:
     )
 
 
+def refuse_to_replace_result(folder: Path) -> None:
+    """Raise InputError if a folder has the result of a training, which a new training would replace."""
+    advice = "give another run.name, or move the folder away."
+    try:
+        rounds = len(json.loads((folder / "result.json").read_text("utf-8"))["rounds"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, LookupError, TypeError):
+        raise InputError(f"{folder} has a result.json that cannot be read: {advice}") from None
+    if rounds:
+        text = f"{rounds} round{'s' if rounds > 1 else ''}"
+        raise InputError(f"{folder} has the result of a training of {text} and no checkpoint to resume from: {advice}")
+
+
 def remove_if_no_epochs(folder: Path) -> None:
     """Remove the folder of a run that has not finished a single epoch."""
     if not (folder / "metrics.jsonl").exists():
