@@ -111,7 +111,6 @@ TRAININGS: dict[str, str] = {
     "a fleet of three kinds": "run examples/fleet.toml --timing-only --epochs 2",
     "100 devices": f"run {_MANY}=100 --devices 100 --epochs 1 --link 4g",
     "full trace off": f"run --virtual {_FEW} --set run.trace=off",
-    "own network": _OWN,
     "a named machine for an own network": f"{_OWN} {_FIXED}",
     "plan": "plan --data cifar10 --devices 10 --link wifi --set data.samples_per_device=500 --set server.cores=2",
     "plan, exhaustive": "plan --exhaustive --data cifar10 --devices 2 --link 4g --set data.samples_per_device=200",
@@ -124,8 +123,8 @@ DEPLOYMENTS: dict[str, str] = {
     "resumed deployment, momentum kept": f"{_DEPLOYED} optimizer.momentum_at_aggregation=keep",
 }
 _NAMES = (*TRAININGS, *DEPLOYMENTS)
-#: In real time or with measured profiles: their seconds, and the bytes of most epochs, differ from run to run.
-_VARYING = ("own network", "real processes", "real processes, momentum kept", *DEPLOYMENTS)
+#: In real time: their seconds, and the bytes of most epochs, differ from run to run.
+_VARYING = ("real processes", "real processes, momentum kept", *DEPLOYMENTS)
 #: The epochs of these whose bytes are the same in every run. Later ones include spans and messages sent at intervals.
 _STEADY_BYTES: dict[str, dict[str, tuple[int, ...]]] = {
     "real processes, momentum kept": {"bytes_up": (1,), "bytes_down": (1,)},
