@@ -74,7 +74,15 @@ class ServerStopsError(SessionOverError):
 
 
 class CredentialError(LinkError):
-    """One side refuses the other's credentials; trying again does not help."""
+    """One side refuses the other's credentials, or what answers at the server's address is no pipar server.
+
+    It ends a device that has never been admitted. A device that has been admitted keeps trying: anyone may answer at
+    an address for a while.
+    """
+
+
+class DeviceRefusedError(CredentialError):
+    """A server whose certificate was verified refuses this device's credential; trying again does not help."""
 
 
 class TrainingError(PiparError):

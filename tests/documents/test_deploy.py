@@ -79,6 +79,9 @@ def test_units_stop_restart_and_are_hardened(name: str) -> None:
     }
     assert {key: service.get(key) for key in wanted} == wanted
     assert 10 <= int(service["TimeoutStopSec"]) <= 300
+    # With a limit on restarts, whatever fails for ten minutes would end the fleet.
+    assert unit(name)["Unit"]["StartLimitIntervalSec"] == ["0"]
+    assert 1 <= int(service["RestartSec"]) <= 60
     assert unit(name)["Install"]["WantedBy"] == ["multi-user.target"]
 
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.x509.oid import ExtendedKeyUsageOID
-from support.credentials import certs
+from support.credentials import certs, expire
 from support.deployments import check_nothing_is_left, check_weights, counted, training
 from support.programs import Place, Program, address_of, place
 
-from pipar.transport.certificates import read_authority
 from pipar.transport.credentials import add_token
 
 pytestmark = pytest.mark.slow
@@ -40,25 +35,6 @@ def folder(here: Place) -> Path:
 def write_private(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     path.chmod(0o600)
-
-
-def expire(folder: Path, name: str) -> None:
-    """Replace a device's certificate by one that expired an hour ago."""
-    authority = read_authority(folder / "ca.pem", folder / "ca.key")
-    path = folder / "devices" / f"{name}.pem"
-    old, now = x509.load_pem_x509_certificate(path.read_bytes()), datetime.now(UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(old.subject)
-        .issuer_name(old.issuer)
-        .public_key(old.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=2))
-        .not_valid_after(now - timedelta(hours=1))
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-    )
-    made = builder.sign(authority.key, hashes.SHA256())
-    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
 
 def check_refused(device: Program, *sentences: str) -> None:
@@ -90,7 +66,7 @@ def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_wit
         shutil.copy(folder / "devices" / f"pi-2.{ending}", borrowed / "devices" / f"pi-1.{ending}")
     late = here.folder / "late"
     shutil.copytree(folder, late)
-    expire(late, "pi-2")
+    expire(late, "devices/pi-2.pem")
 
     wrong = [
         (here.device("pi-2", address, "--certs", "stranger"), ("cannot be verified with the device's ca.pem",)),

@@ -18,6 +18,7 @@ Small things to train, plan and send:
     small_runs, made_up_cells   runs and cells of the reproduction that take no time
     fleets, leakages    fleets to plan for, and leakage tables
     credentials         certificates and tokens
+    strangers           other programs that answer at the address of a server
     garbage             damaged frames
 
 Second implementations to compare with:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from pipar.cli import main
+from pipar.transport.certificates import read_authority
 from pipar.transport.credentials import add_token
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 
@@ -17,6 +21,26 @@ def certs(*words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["certs", *words])
     assert ended.value.code == 0, words
+
+
+def expire(folder: Path, name: str) -> None:
+    """Replace a certificate of this folder, such as "server.pem", by one that expired an hour ago."""
+    authority = read_authority(folder / "ca.pem", folder / "ca.key")
+    path = folder / name
+    old, now = x509.load_pem_x509_certificate(path.read_bytes()), datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(old.subject)
+        .issuer_name(old.issuer)
+        .public_key(old.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now - timedelta(hours=1))
+    )
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, critical=extension.critical)
+    made = builder.sign(authority.key, hashes.SHA256())
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
 
 @dataclass(frozen=True)

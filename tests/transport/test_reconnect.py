@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from pipar.errors import InputError, LinkError, PiparError, ProtocolError, SessionOverError, TrainingError, VersionError
+from pipar.errors import (
+    CredentialError,
+    DeviceRefusedError,
+    InputError,
+    LinkError,
+    PiparError,
+    ProtocolError,
+    SessionOverError,
+    TrainingError,
+    VersionError,
+)
 from pipar.events import Connected, Connecting, Event, Reconnecting
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
@@ -223,6 +233,85 @@ def test_an_error_that_the_server_sends_and_another_version_end_the_device(final
     assert road.attempts == []
 
 
+# --- a program other than the server answers at its address
+
+STRANGERS = [
+    CredentialError("The server has a certificate that cannot be verified with the device's ca.pem."),
+    CredentialError("The server has a certificate that has expired."),
+    CredentialError("The server does not use TLS, but the device does."),
+    InputError("pi.pem does not belong to pi.key."),  # while a person replaces the two files
+]
+LOST = LinkError("The peer closed the connection.")
+
+
+def reasons(road: Road) -> list[str]:
+    return [event.reason for event in road.events if isinstance(event, Reconnecting)]
+
+
+def test_a_device_that_was_admitted_outlasts_strangers_at_the_address_of_its_server() -> None:
+    road = Road([nothing, *STRANGERS, nothing])
+    lives(road, LOST, None, lasts_s=100.0)
+    assert road.attempts == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 8.0)]
+    assert reasons(road) == [str(error) for error in (LOST, *STRANGERS)]
+
+
+def test_a_device_that_was_admitted_outlasts_a_server_of_another_version() -> None:
+    async def main() -> None:
+        reconnector = road.reconnector()
+        ends: list[PiparError | None] = [LOST, VersionError("version 9"), VersionError("version 9"), None]
+
+        async def take_part(transport: Transport) -> None:
+            channel = Channel(transport, Recorder("pi"), UPLINK, on_lost=reconnector.lost)
+            keeping = asyncio.create_task(reconnector.keep_attached(channel))
+            await asyncio.sleep(1.0)
+            channel.session = 7 if len(ends) == 4 else 0  # only the first server admits it
+            try:
+                if (end := ends.pop(0)) is not None:
+                    raise end
+            finally:
+                keeping.cancel()
+                await channel.close()
+
+        await reconnector.run(take_part)
+
+    road = Road([nothing] * 4)
+    run_virtually(main())
+    assert reasons(road) == [str(LOST), "version 9", "version 9"]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=str)
+def test_a_device_that_was_never_admitted_ends_with_the_reason(stranger: PiparError) -> None:
+    road = Road([stranger, nothing])
+    with pytest.raises(type(stranger), match=str(stranger)):
+        lives(road, None)
+    assert road.attempts == []
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_device_that_its_verified_server_refuses_ends(admitted: bool) -> None:
+    refused = DeviceRefusedError("This certificate was revoked.")
+    road = Road([nothing, refused, nothing] if admitted else [refused, nothing])
+    with pytest.raises(DeviceRefusedError, match="was revoked"):
+        lives(road, LOST, None, lasts_s=100.0)
+
+
+def test_a_session_is_resumed_after_strangers_have_answered() -> None:
+    async def scenario(channel: Channel) -> bool:
+        receiving = asyncio.create_task(channel.receive())
+        await asyncio.sleep(60.0)
+        receiving.cancel()
+        return channel.is_attached
+
+    road = Road([*STRANGERS, says(Message(Kind.WELCOME))])
+    assert with_a_channel(road, scenario)
+    assert reasons(road)[1:] == [str(error) for error in STRANGERS]
+
+
+def test_a_session_of_a_device_that_its_verified_server_refuses_is_not_resumed() -> None:
+    refused = DeviceRefusedError("This certificate was revoked.")
+    assert with_a_channel(Road([refused]), failure) is refused
+
+
 # --- a session that is resumed
 
 
@@ -294,7 +383,7 @@ def test_a_session_that_is_over_ends_the_channel_so_that_the_device_joins_again(
         ([nothing] * 9, "Gave up connecting to server:1: The server did not answer.", False),
         ([says(Message(Kind.FAULT))], "does not carry valid JSON", True),
         ([says(Message(Kind.WELCOME), acknowledged=5)], "but only 0 messages were sent", True),
-        ([InputError("The certificate has expired.")], "The certificate has expired.", False),
+        ([InputError("The certificate has expired.")] * 9, "The certificate has expired.", False),
     ],
     ids=["unreachable", "silent", "damaged", "miscounts", "another error"],
 )

@@ -26,7 +26,7 @@ from pipar.cli.options import (
     load,
     options,
 )
-from pipar.errors import ConfigError, CredentialError, InputError, PiparError
+from pipar.errors import ConfigError, DeviceRefusedError, InputError, PiparError
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
 from pipar.monitoring.logs import LOGGER
 from pipar.units import parse_duration, split_address
@@ -183,7 +183,7 @@ def device(
         try:
             asked = DeviceOptions(name, address, security, data, give_up_after_s, noise_seed, privacy_file)
             return take_part(loaded, asked, observe)
-        except CredentialError as error:
+        except DeviceRefusedError as error:
             raise InputError(str(error)) from None  # another attempt would fail too
 
 

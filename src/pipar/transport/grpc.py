@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from pipar.errors import CredentialError, InputError, LinkError
+from pipar.errors import CredentialError, DeviceRefusedError, InputError, LinkError
 from pipar.transport.addresses import check_listening
 from pipar.transport.diagnosis import why_refused
 from pipar.transport.interface import Transport
@@ -326,8 +326,8 @@ async def connect(
 ) -> Transport:
     """Return a transport to the server at HOST:PORT, which has accepted this device.
 
-    Raises CredentialError if the server will never accept it, another LinkError if the server did not answer in time or
-    has no room now.
+    Raises DeviceRefusedError if a verified server refuses its credential, CredentialError if this device and what
+    answers at the address can never connect, another LinkError if the server did not answer in time or has no room now.
     """
     security = security or DeviceSecurity()
     channel = _channel(address, security, keepalive or Keepalive())
@@ -335,7 +335,7 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             await _reach(channel, address, security)
             call: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(metadata=security.metadata())
-            await _be_accepted(call, address)
+            await _be_accepted(call, address, is_verified=security.ca is not None)
     except TimeoutError:
         await channel.close()
         raise LinkError(f"No server answered at {address} within {timeout_s:g} s.") from None
@@ -368,13 +368,14 @@ async def _reach(channel: grpc.aio.Channel, address: str, security: DeviceSecuri
         await channel.wait_for_state_change(state)
 
 
-async def _be_accepted(call: Any, address: str) -> None:
+async def _be_accepted(call: Any, address: str, *, is_verified: bool) -> None:
     """Return when the server has accepted this device; raise if it refuses."""
     if _ACCEPTED in tuple(await call.initial_metadata() or ()):
         return
     code, details = await call.code(), await call.details()
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        raise CredentialError(f"The server at {address} refuses the device's credential: {details}")
+        refused = DeviceRefusedError if is_verified else CredentialError
+        raise refused(f"The server at {address} refuses the device's credential: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         raise CredentialError(f"The program that answers at {address} is not a pipar server: check the address.")
     raise LinkError(f"The server at {address} does not accept the device now: {details}")

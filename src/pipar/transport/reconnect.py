@@ -2,6 +2,10 @@
 
 Within the server's resume window a session resumes seamlessly over the new connection. After that, the device joins
 again and takes part from the next round.
+
+A device that has never been admitted ends with the first reason that a person has to look into, such as a certificate
+of another authority. Once it has been admitted, its settings were right: whatever answers at the server's address later
+may be gone soon, so the device keeps trying. Only its server, with a verified certificate, can end it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from collections.abc import Awaitable, Callable
 
 from pipar.errors import (
     CredentialError,
+    DeviceRefusedError,
+    InputError,
     LinkError,
     PiparError,
     ProtocolError,
@@ -45,12 +51,13 @@ class Reconnector:
         self._observe = observe
         self._lost: asyncio.Queue[LinkError] = asyncio.Queue()
         self._channel: Channel | None = None
+        self._was_ever_admitted = False
 
     async def run(self, take_part: Callable[[Transport], Awaitable[None]]) -> None:
         """Take part in the training to its end, in as many sessions as needed.
 
         A breach of the protocol by the server, such as a damaged frame, ends one session; an error that the server
-        sends on purpose ends the run.
+        sends on purpose ends the run. Another version of the protocol ends it only before the device was admitted.
         """
         clock, pauses = asyncio.get_running_loop().time, self._backoff.pauses()
         within_s = self._backoff.give_up_after_s or None  # 0 means a single attempt
@@ -63,14 +70,12 @@ class Reconnector:
                 reached_at = clock()
                 self._observe(Connected(self._address))
                 return await take_part(transport)
-            except (CredentialError, _GaveUpError):
-                raise  # trying again does not help
-            except LinkError as error:
-                reason, went_well = error, self._was_let_in or _is_settled(reached_at, clock())
-            except ProtocolError as error:
-                if isinstance(error, VersionError) and not self._was_let_in:
-                    raise  # the same holds here
-                reason, went_well = error, self._was_let_in and _is_settled(reached_at, clock())
+            except (LinkError, ProtocolError) as error:
+                if self._is_final(error):
+                    raise  # trying again does not help
+                reason, lasted = error, _is_settled(reached_at, clock())
+                is_breach = isinstance(error, ProtocolError)
+                went_well = (self._is_admitted and lasted) if is_breach else (self._is_admitted or lasted)
             if went_well:  # this did not count as a failed attempt
                 pauses = self._backoff.pauses()
             pause = next(pauses, None)
@@ -78,6 +83,13 @@ class Reconnector:
                 raise _GaveUpError(f"Gave up connecting to {self._address}: {reason}") from None
             within_s = pause.within_s
             await self._wait(pause, reason)
+
+    def _is_final(self, error: LinkError | ProtocolError) -> bool:
+        """Return whether an error ends the device."""
+        if isinstance(error, DeviceRefusedError | _GaveUpError):
+            return True
+        self._was_ever_admitted |= self._is_admitted
+        return isinstance(error, CredentialError | VersionError) and not self._was_ever_admitted
 
     async def _wait(self, pause: Pause, reason: Exception) -> None:
         is_on_purpose = isinstance(reason, ServerStopsError)
@@ -91,9 +103,14 @@ class Reconnector:
         except TimeoutError:
             within = "" if within_s is None else f" within {within_s:.3g} s"
             raise LinkError(f"No server answered at {self._address}{within}.") from None
+        except InputError as error:
+            if self._is_admitted or self._was_ever_admitted:
+                # The device's certificate is read for every connection, and may be half replaced at this moment.
+                raise LinkError(str(error)) from None
+            raise
 
     @property
-    def _was_let_in(self) -> bool:
+    def _is_admitted(self) -> bool:
         return self._channel is not None and self._channel.session != 0
 
     def lost(self, error: LinkError) -> None:
@@ -122,7 +139,7 @@ class Reconnector:
                 transport = await self._reach(pause.within_s)
                 left_s = _ANSWER_WITHIN_S if pause.within_s is None else began + pause.within_s - clock()
                 await resume(channel, self._name, transport, within_s=min(_ANSWER_WITHIN_S, left_s))
-            except (SessionOverError, CredentialError):
+            except (SessionOverError, DeviceRefusedError):
                 raise
             except LinkError as error:
                 reason = error
