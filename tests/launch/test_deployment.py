@@ -74,6 +74,23 @@ def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: P
     check_nothing_is_left(here)
 
 
+def test_a_second_server_in_the_same_folder_is_refused_and_the_first_trains_on(here: Place) -> None:
+    tree = training(epochs=3)
+    here.write(tree)
+    here.hold("pi-1")
+    server = here.server()
+    first = here.device("pi-1", address_of(server))
+    here.wait_until_held("pi-1")
+    for words in ((), ("--resume",)):
+        other = here.server(*words)
+        assert other.ends() == 2
+        assert f"is in use by process {server.pid} on" in other.lines()[-1]
+    here.let_go("pi-1")
+    assert (server.ends(), first.ends()) == (0, 0)
+    check_weights(here, tree)
+    check_nothing_is_left(here)
+
+
 def test_a_server_that_crashes_while_plans_are_chosen_leaves_no_process(here: Place) -> None:
     tree = training(epochs=10_000)
     tree["plan"] = {}

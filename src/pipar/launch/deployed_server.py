@@ -38,12 +38,12 @@ from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, lates
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import (
     RunFolder,
-    cannot_make_folder,
     refuse_to_replace_result,
     run_name,
     runs_folder,
     signals_deferred,
 )
+from pipar.storage.run_lock import folder_locked
 from pipar.transport.grpc import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
@@ -69,9 +69,17 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
 
 
 def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
-    observe = tracking.observe
     prepare_process()
-    run = _open_run(config, options, observe)
+    workload = server_workload(config)
+    path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
+    with folder_locked(path, options.command):
+        return _serve_in(path, workload, options, tracking)
+
+
+def _serve_in(path: Path, workload: Workload, options: ServerOptions, tracking: Tracking) -> int:
+    """Train in a folder that no other process uses."""
+    observe = tracking.observe
+    run = _open_run(path, workload, options, observe)
     reason = run.reason_finished()
     if reason is not None:
         _finish_again(run, reason, observe)
@@ -130,10 +138,9 @@ class _Run:
         return self.folder.add_test_accuracy(accuracy_on_test_set(learner, self.workload)) if with_test else result
 
 
-def _open_run(config: Config, options: ServerOptions, observe: Observer) -> _Run:
+def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: Observer) -> _Run:
     """Return the run of a configuration, resumed from its last checkpoint if the options say so."""
-    workload = server_workload(config)
-    path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
+    config = workload.config
     found = _find_checkpoint(config, _checkpoint_folder(path), options, observe)
     if found is None:
         refuse_to_replace_result(path)
@@ -183,10 +190,6 @@ def _check_cut(job: Job, found: Checkpoint | None) -> None:
 
 
 def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -> RunFolder:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_make_folder(path, error) from None
     has_checkpoints = job.config.server.checkpoint_every > 0
     folder = RunFolder(path, job, world="real", command=command, has_checkpoints=has_checkpoints)
     if found is not None:

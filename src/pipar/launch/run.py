@@ -23,6 +23,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
 from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, signals_deferred
+from pipar.storage.run_lock import folder_locked
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:
@@ -221,7 +222,8 @@ def _open_folder(job: Job, options: RunOptions, world: World) -> Iterator[Path]:
     folder = new_folder(run_name(job.config, job.model, job.dataset))
     options.observe(started_event(job, folder, world))
     try:
-        yield folder
+        with folder_locked(folder, options.command):
+            yield folder
     except KeyboardInterrupt:
         if not (folder / "result.json").exists():
             remove_if_no_epochs(folder)

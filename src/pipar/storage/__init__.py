@@ -1,5 +1,5 @@
 """The files of a run.
 
-Reading order: `run_folder` (writing them), `result` (reading them from Python), `checkpoint` (the format of a
-checkpoint), `checkpoint_writer` (saving checkpoints during training).
+Reading order: `run_folder` (writing them), `run_lock` (one training at a time), `result` (reading them from Python),
+`checkpoint` (the format of a checkpoint), `checkpoint_writer` (saving checkpoints during training).
 """
