@@ -185,6 +185,11 @@ MISTAKES = [
     ({"server": {"aggregator": "best"}}, "server.aggregator = 'best' is not known: allowed are fedavg, fedprox,"),
     ({"server": {"aggregator": "fedadm"}}, "server.aggregator = 'fedadm' is not known: did you mean 'fedadam'?"),
     ({"server": {"aggregator": 3}}, "server.aggregator = 3 is not allowed: it should be text."),
+    (
+        {"server": {"allow": 5}},
+        'server.allow = 5 is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or',
+    ),
+    ({"server": {"allow": []}}, "server.allow = [] is not allowed: write the names of devices"),
     ({"server": {"aggregation": 5}}, "server.aggregation = 5 is not allowed: write [server.aggregation] with"),
     (
         {"server": {"aggregator": "a:b", "aggregation": {"f": print}}},

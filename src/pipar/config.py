@@ -113,6 +113,17 @@ def _trackers(value: Any) -> Any:
     return tuple(dict.fromkeys(value))
 
 
+def _allow(value: Any) -> Any:
+    """Return the names of devices, or the path of a file that has them."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(
+            'is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or the path of a file with one a line'
+        )
+    return tuple(dict.fromkeys(value))
+
+
 def _table(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("is not allowed: write [server.aggregation] with the aggregator's parameters below it")
@@ -228,6 +239,7 @@ class ServerSection(_Section):
     listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:0"
     aggregator: Annotated[str, AfterValidator(known_aggregator)] = "fedavg"
     aggregation: Annotated[dict[str, Any], BeforeValidator(_table)] = Field(default_factory=dict)
+    allow: Annotated[tuple[str, ...] | str | None, BeforeValidator(_allow)] = None  # names, or a file of them
     min_devices: Positive | None = None  # all that are in the configuration
     round_deadline: Annotated[float | None, BeforeValidator(_duration)] = None  # seconds
     resume_window: Annotated[float, BeforeValidator(_duration)] = 30.0

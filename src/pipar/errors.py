@@ -41,6 +41,10 @@ class ProtocolError(PiparError):
     """The peer sent something that the protocol does not allow."""
 
 
+class TryAgainError(ProtocolError):
+    """A device is refused for now, and may try again."""
+
+
 class VersionError(ProtocolError):
     """The peer uses another version of the protocol."""
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipar.config import DeviceSpec
 from pipar.config_file import config_from
-from pipar.errors import PlanError, ProtocolError, UnusableProfileError
+from pipar.errors import InputError, PlanError, ProtocolError, TryAgainError, UnusableProfileError
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
@@ -207,3 +208,46 @@ def test_a_saved_training_whose_only_cut_leaks_too_much_now_is_not_resumed() -> 
         _check_cut(job, saved)
     _check_cut(job, replace(saved, plans={"a": Plan(2, 1)}))
     _check_cut(job, None)
+
+
+# --- server.allow
+
+
+def test_only_the_named_devices_may_take_part() -> None:
+    enrolment = opened(server={"allow": ["a", "b"]})
+    begun(enrolment, "a", "b")
+    with pytest.raises(ProtocolError, match="'c' has a credential, but may not take part in this training"):
+        enrolment.check(Introduction("c", 100, WHOLE))
+
+
+def test_a_file_of_names_is_read_again_for_every_device_that_joins(tmp_path: Path) -> None:
+    names = tmp_path / "devices.txt"
+    names.write_text("# of the first ward\na\n\n  b  \n")
+    enrolment = opened(server={"allow": str(names)})
+    begun(enrolment, "a", "b")
+    late = Introduction("c", 100, WHOLE)
+    with pytest.raises(ProtocolError, match=r"server\.allow"):
+        enrolment.check(late)
+    names.write_text("a\nc\n")
+    enrolment.check(late)
+    with pytest.raises(ProtocolError, match="'b' has a credential"):  # if it joins again
+        enrolment.check(Introduction("b", 100, WHOLE))
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(None, "no such file or directory"), (b"\xff\xfe", "is not text")])
+def test_while_the_file_cannot_be_read_no_device_is_admitted(
+    tmp_path: Path, content: bytes | None, sentence: str
+) -> None:
+    names = tmp_path / "devices.txt"
+    names.write_text("a\n")
+    enrolment = opened(server={"allow": str(names)})
+    names.unlink()
+    if content is not None:
+        names.write_bytes(content)
+    with pytest.raises(TryAgainError, match=f"admits no device until its list of devices can be read.*{sentence}"):
+        enrolment.check(Introduction("a", 100, WHOLE))
+
+
+def test_a_server_does_not_start_with_a_file_of_names_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Cannot read the names of the devices that may take part .*missing\.txt"):
+        opened(server={"allow": str(tmp_path / "missing.txt")})

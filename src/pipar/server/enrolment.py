@@ -14,6 +14,7 @@ from pipar.methods import Plan
 from pipar.planner.encoding import reencoded
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import Profile
+from pipar.server.allow_list import AllowList
 from pipar.server.device_messages import Introduction
 from pipar.wire.orders import Orders
 
@@ -60,7 +61,10 @@ class ClosedEnrolment:
 
 
 class OpenEnrolment:
-    """Every device may join; one that is not in the configuration is planned for as a separate machine and link."""
+    """Every device may join, or only those of `server.allow`.
+
+    One that is not in the configuration is planned for as a separate machine and link.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,8 @@ class OpenEnrolment:
         self._specs = specs
         self._unlisted = unlisted
         self._make_plans = make_plans
+        allowed = job.config.server.allow
+        self._allow_list = None if allowed is None else AllowList(allowed)
 
     def keep_plans(self, plans: Mapping[str, Plan]) -> None:
         """Let devices continue with the plans that they had before this server was started."""
@@ -85,6 +91,8 @@ class OpenEnrolment:
         self._listeners.append(listener)
 
     def check(self, introduction: Introduction) -> None:
+        if self._allow_list is not None:
+            self._allow_list.check(introduction.name)
         if introduction.profile is None:
             raise ProtocolError(f"'{introduction.name}' sent no profile of its machine, so no plan can be made for it.")
         known = self.job.sizes.get(introduction.name)

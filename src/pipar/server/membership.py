@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 
-from pipar.errors import LinkError, ProtocolError, forget_frames
+from pipar.errors import LinkError, ProtocolError, TryAgainError, forget_frames
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
@@ -70,7 +70,7 @@ class Membership:
         except TimeoutError:
             await _refuse(transport, ProtocolError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), again=True)
         except (ProtocolError, LinkError) as error:
-            await _refuse(transport, error, again=isinstance(error, _SessionGoneError))
+            await _refuse(transport, error, again=isinstance(error, TryAgainError))
         else:
             await session.channel.until_lost(transport)
 
@@ -296,7 +296,7 @@ def _left_or_lost(session: Session, reason: Exception) -> Left | Lost:
     return (Left if session.server_stops else Lost)(session.device, str(reason))
 
 
-class _SessionGoneError(ProtocolError):
+class _SessionGoneError(TryAgainError):
     """A session that cannot be resumed, or a name that is still taken; the device may join again."""
 
 
