@@ -16,7 +16,7 @@ from pipar.config import DATASETS, MODELS
 from pipar.errors import InputError
 from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
-from pipar.storage.run_folder import write_atomically
+from pipar.storage.whole_files import write_atomically
 from reproduction.testbed import BOARD, DEVICES, SERVER_SPEED
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError
-from pipar.storage.run_folder import write_atomically
+from pipar.storage.whole_files import write_atomically
 from reproduction.experiment import Experiment, Outcome
 
 FILE = "durations.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipar.errors import InputError
-from pipar.storage.run_folder import write_atomically
+from pipar.storage.whole_files import write_atomically
 from reproduction.experiment import UNSAID, Compared, Experiment, Found, Row
 from reproduction.published import Statement
 

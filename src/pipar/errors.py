@@ -105,6 +105,10 @@ class CheckpointError(PiparError):
     """A checkpoint could not be saved or read; training can continue without it."""
 
 
+class StorageError(PiparError):
+    """A file of a run cannot be written now, for example on a full disk; another attempt may succeed."""
+
+
 class UnknownCheckpointError(CheckpointError):
     """A checkpoint is not known to be damaged, but this program cannot read it: it must be kept."""
 

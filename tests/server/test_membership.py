@@ -179,7 +179,8 @@ def test_whenever_a_server_is_stopped_its_model_is_that_of_the_last_round_it_rep
                 await asyncio.sleep(1.0)
                 self.saved[epoch] = len(learners[-1].averaged)
 
-        async def finish(self) -> None:
+        async def save_end(self, epoch: int) -> None:
+            await self.save_if_due(epoch, last=True)
             await asyncio.sleep(0.5)
 
     turns, seen = 2 if method == "sl" else 1, set()

@@ -74,6 +74,7 @@ def same(one: Checkpoint | None, other: Checkpoint) -> bool:
 def test_a_saved_checkpoint_reads_back_equal(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path / "checkpoint").save(checkpoint(12))
     assert path.name == "round-000012.pipar"
+    assert path.stat().st_mode & 0o777 == 0o600
     found = newest(tmp_path / "checkpoint")
     assert same(found, checkpoint(12))
 

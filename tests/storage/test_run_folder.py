@@ -12,8 +12,8 @@ import pytest
 
 from pipar.config import device_specs
 from pipar.config_file import config_from, load_config
-from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, ignore
+from pipar.errors import InputError, StorageError
+from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, SaveFailed, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.methods import Plan
@@ -27,8 +27,8 @@ from pipar.storage.run_folder import (
     run_name,
     signals_deferred,
     versions,
-    write_atomically,
 )
+from pipar.storage.whole_files import write_atomically
 from pipar.wire.messages import EMPTY, Body
 
 CONFIG = config_from(
@@ -99,6 +99,55 @@ def test_a_new_training_does_not_replace_the_result_of_another(folder: RunFolder
     (folder.path / "result.json").write_text("{")
     with pytest.raises(InputError, match=r"has a result\.json that cannot be read"):
         refuse_to_replace_result(folder.path)
+
+
+def test_rows_that_cannot_be_written_are_said_once_and_written_later(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    observe = folder.event_recorder(seen.append)
+    really_write = os.write
+
+    def no_space(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    observe(RoundOver(1, {"pi-1": 20}))
+    monkeypatch.setattr(os, "write", no_space)
+    observe(RoundOver(2, {"pi-1": 20}))
+    folder.add_epoch(EPOCH, [])
+    observe(RoundOver(3, {"pi-1": 20}))
+    with pytest.raises(OSError, match="No space"):
+        folder.finish()
+    failures = [event for event in seen if isinstance(event, SaveFailed)]
+    assert [failure.epoch for failure in failures] == [2]
+    assert "rounds.jsonl and metrics.jsonl" in failures[0].reason
+    assert not (folder.path / "result.json").exists()
+    monkeypatch.setattr(os, "write", really_write)
+    observe(RoundOver(4, {"pi-1": 20}))
+    rows = (folder.path / "rounds.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(row)["epoch"] for row in rows] == [1, 2, 3, 4]
+    assert len((folder.path / "metrics.jsonl").read_text("utf-8").splitlines()) == 1
+    folder.finish()
+    assert len(json.loads((folder.path / "result.json").read_text("utf-8"))["rounds"]) == 4
+
+
+def test_the_files_of_a_run_are_readable_by_their_owner_only(folder: RunFolder) -> None:
+    folder.event_recorder(ignore)(RoundOver(1, {"pi-1": 20}))
+    folder.add_epoch(EPOCH, [SPAN])
+    folder.finish(weights=Body.of(b"weights", encoding="safetensors"))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.path.iterdir()}
+    assert modes == dict.fromkeys(
+        ("config.toml", "metrics.jsonl", "rounds.jsonl", "model.safetensors", "trace.json", "result.json"), 0o600
+    )
+
+
+def test_a_folder_on_a_full_disk_is_an_error_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(StorageError, match=r"config\.toml could not be written: No space left on device"):
+        RunFolder(tmp_path, job(), world="real", command="pipar server")
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

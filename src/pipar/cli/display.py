@@ -24,6 +24,7 @@ from pipar.events import (
     ReplanFailed,
     Replanned,
     ReportFailed,
+    SaveFailed,
     Started,
     Starting,
     TrackerFailed,
@@ -106,6 +107,8 @@ class Display:
             self._show_budget()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
+        elif isinstance(event, SaveFailed):
+            self._print(Text(one_line(event.reason)), whole=True, always=True)
         elif isinstance(event, TrackerFailed):
             words = f"Tracker {event.tracker} is off, training continues without it: {event.reason}"
             self._print(Text(one_line(words), style="dim"), whole=True, always=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.config import Config
-from pipar.errors import PlanError
+from pipar.errors import PlanError, StorageError
 from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.execution.lanes import Lanes, ThreadLanes
 from pipar.execution.spans import SERVER, Recorder
@@ -41,7 +42,9 @@ from pipar.storage.run_folder import (
     refuse_to_replace_result,
     run_name,
     runs_folder,
+    save_result,
     signals_deferred,
+    without_signals,
 )
 from pipar.storage.run_lock import folder_locked
 from pipar.transport.grpc import Listener
@@ -86,13 +89,17 @@ def _serve_in(path: Path, workload: Workload, options: ServerOptions, tracking: 
         return 0
     program = _ServerProgram(run, options, observe)
     stopped = run_until_signal(program.train())
-    with signals_deferred():
-        result = run.finish(with_test=stopped is None)
+    code = 130 if stopped == signal.SIGINT else 0
+    try:
+        result = run.finish(observe, is_over=stopped is None)
+    except StorageError as error:  # after a signal: the checkpoints are all that remains
+        observe(SaveFailed(len(run.folder.round_log), str(error)))
+        return code
     folder = run.folder
     if folder.epochs:
         try_write_report(folder.path, observe, job=folder.job if stopped is None else None, fleet=program.fleet)
     tracking.end(result if stopped is None else None)
-    return 130 if stopped == signal.SIGINT else 0
+    return code
 
 
 def _finish_again(run: _Run, reason: str, observe: Observer) -> None:
@@ -100,7 +107,7 @@ def _finish_again(run: _Run, reason: str, observe: Observer) -> None:
     observe(Resumed(run.done))
     observe(Stopping(reason))
     if not run.folder.has_result():
-        run.finish(with_test=True)
+        run.finish(observe, is_over=True)
         try_write_report(run.folder.path, observe)
 
 
@@ -131,11 +138,22 @@ class _Run:
         """Return why a resumed training has no rounds left; None if it has some."""
         return None if self.found is None else reason_finished(self.job.config, self.val_losses)
 
-    def finish(self, *, with_test: bool) -> dict[str, Any]:
-        """Write the final files; return the result."""
-        learner = self.learner
-        result = self.folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
-        return self.folder.add_test_accuracy(accuracy_on_test_set(learner, self.workload)) if with_test else result
+    def finish(self, observe: Observer, *, is_over: bool) -> dict[str, Any]:
+        """Write the final files, with the test accuracy if the training is over; return the result.
+
+        At the end it is tried until it succeeds. A training that was stopped has one attempt, or it raises
+        StorageError.
+        """
+        learner, folder = self.learner, self.folder
+        patience_s = math.inf if is_over else 0.0
+        state = partial(folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
+        result = save_result(folder, without_signals(state), observe, patience_s=patience_s)
+        if not is_over:
+            return result
+        with signals_deferred():
+            accuracy = accuracy_on_test_set(learner, self.workload)
+        last = without_signals(partial(folder.add_test_accuracy, accuracy))
+        return save_result(folder, last, observe, patience_s=patience_s)
 
 
 def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: Observer) -> _Run:

@@ -26,7 +26,7 @@ from pipar.planner.background_search import SearchProcess
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.server.enrolment import ClosedEnrolment
-from pipar.storage.run_folder import RunFolder
+from pipar.storage.run_folder import RunFolder, save_result
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
 
@@ -72,9 +72,11 @@ def _server_process(
         emit = run.epoch_recorder(sender.observe, pictures=pictures)
         termination.run(_serve(job, workload, learner, emit, run.event_recorder(sender.observe), run.accountant))
     finally:  # the epochs so far and the last global model are kept, even if it is interrupted
-        run.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
+        state = partial(run.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
+        save_result(run, state, sender.observe)
     if not termination.requested():
-        run.add_test_accuracy(measure_test_accuracy(learner, workload, termination.requested))
+        accuracy = measure_test_accuracy(learner, workload, termination.requested)
+        save_result(run, partial(run.add_test_accuracy, accuracy), sender.observe)
 
 
 async def _serve(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,7 @@ from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
 from pipar.storage.result import Result
-from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, signals_deferred
+from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
 from pipar.wording import guess_text, ruled_out_text
 
@@ -156,8 +157,7 @@ def _run_timing_only(job: Job, options: RunOptions) -> Result:
             watch = folder.event_recorder(options.observe)
             train_timing_only(job, options.epoch_recorder(folder), watch, accountant=folder.accountant)
         finally:  # the epochs so far are kept, even if it is interrupted
-            with signals_deferred():
-                content = folder.finish()
+            content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)
 
 
@@ -186,9 +186,11 @@ def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
             watch = folder.event_recorder(options.observe)
             train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, accountant=folder.accountant)
         finally:  # the epochs so far and the last global model are kept, even if it is interrupted
-            with signals_deferred():
-                folder.finish(weights=learner.packed_state(), weights_sha256=learner.sha256())
-        return Result(path, folder.add_test_accuracy(measure_test_accuracy(learner, workload)))
+            state = partial(folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
+            save_result(folder, without_signals(state), options.observe)
+        accuracy = measure_test_accuracy(learner, workload)
+        last = without_signals(partial(folder.add_test_accuracy, accuracy))
+        return Result(path, save_result(folder, last, options.observe))
 
 
 def _run_real(job: Job, own: UserObjects, options: RunOptions) -> Result:

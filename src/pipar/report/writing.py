@@ -20,8 +20,8 @@ from pipar.storage.run_folder import (
     new_folder,
     plan_from_json,
     strict_json,
-    write_atomically,
 )
+from pipar.storage.whole_files import write_atomically
 
 REPORT = "report.html"
 

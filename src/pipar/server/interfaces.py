@@ -62,8 +62,8 @@ class Checkpointer(Protocol):
     async def save_if_due(self, epoch: int, *, last: bool) -> None:
         """Save the state after a round; returns when it is copied."""
 
-    async def finish(self) -> None:
-        """Return when all is saved."""
+    async def save_end(self, epoch: int) -> None:
+        """Return when the training after its last round is saved."""
 
 
 class AdmissionPolicy(Protocol):

@@ -81,9 +81,8 @@ class Server:
             if group and await self._train_round(epoch + 1, group):
                 epoch += 1  # otherwise all devices were lost, and the same round starts over
         if self._checkpointer is not None:
-            # Before the devices leave: after a crash none would be there to train the last rounds again.
-            await self._checkpointer.save_if_due(epoch, last=True)
-            await self._checkpointer.finish()
+            # Before the devices leave: if it were lost, none would be there to train the last rounds again.
+            await self._checkpointer.save_end(epoch)
         self._membership.stop(epoch)
         await self._results.deliver(epoch, self._membership.sessions.keys())
 

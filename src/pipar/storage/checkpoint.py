@@ -21,6 +21,7 @@ from typing import Any
 from pipar.config import Config
 from pipar.errors import CheckpointError, InputError, UnknownCheckpointError
 from pipar.methods import Plan
+from pipar.storage.whole_files import PRIVATE
 from pipar.wire.messages import Body
 
 MAGIC = b"PIPARCKP"
@@ -87,7 +88,7 @@ class Disk:
             self.sync_folder(folder.parent)
 
     def create(self, path: Path) -> FileIO:
-        return FileIO(path, "w")
+        return FileIO(path, "w", opener=lambda name, flags: os.open(name, flags, PRIVATE))
 
     def write(self, file: FileIO, data: memoryview) -> None:
         while len(data):  # one call writes at most 2 GiB

@@ -17,17 +17,24 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.config_file import dump_config
-from pipar.errors import InputError
-from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved
+from pipar.errors import InputError, StorageError
+from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved, SaveFailed
 from pipar.execution.spans import Span, chrome_events, excerpt
 from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
+from pipar.storage.whole_files import (
+    PRIVATE,
+    append_whole,
+    cannot_write,
+    keep_trying,
+    remove_partial_files,
+    write_atomically,
+)
 from pipar.wire.messages import Body
 
-_PARTIAL = ".partial"
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 
 
@@ -78,31 +85,6 @@ def remove_if_no_epochs(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_atomically(path: Path, *content: bytes | memoryview) -> None:
-    """Write a file completely or not at all, even if two processes write it at the same time."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        with temporary.open("wb") as file:
-            for piece in content:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):  # the first error is the one to report
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _remove_partial_files(folder: Path) -> None:
-    """Remove partial files that a crashed process has left; those of running processes stay."""
-    for partial in folder.glob(f".*{_PARTIAL}"):
-        number = partial.suffixes[-2].removeprefix(".") if len(partial.suffixes) > 1 else ""
-        if not (number.isdigit() and Path("/proc", number).exists()):
-            with suppress(OSError):  # a partial file that stays does no harm
-                partial.unlink()
-
-
 @contextmanager
 def signals_deferred() -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM until the end of the block, so that files are saved completely."""
@@ -149,8 +131,12 @@ class RunFolder:
         self.trained_again = 0  # rounds in the files that came after the checkpoint
         self._safe_round = 0 if has_checkpoints else math.inf  # no crash can undo the rounds up to this one
         self._pending: list[tuple[int, str, dict[str, Any]]] = []  # round, file and row of rounds that are not safe yet
-        _remove_partial_files(path)
-        write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode())
+        self._unwritten: OSError | None = None  # why rows of safe rounds are still pending
+        remove_partial_files(path)
+        try:
+            write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode(), mode=PRIVATE)
+        except OSError as error:
+            raise StorageError(cannot_write(str(path / "config.toml"), error)) from None
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
         """Append an epoch to metrics.jsonl, and keep its spans for the trace."""
@@ -164,12 +150,17 @@ class RunFolder:
         self._write_safe_rows()
 
     def _write_safe_rows(self) -> None:
-        safe = [entry for entry in self._pending if entry[0] <= self._safe_round]
-        self._pending = [entry for entry in self._pending if entry[0] > self._safe_round]
-        for _, name, row in safe:
-            # On a full disk, training continues without the row; result.json contains it at the end.
-            with suppress(OSError), (self.path / name).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        """Write the rows of safe rounds; on a full disk they stay pending, and training continues."""
+        waiting, self._unwritten = [], None
+        for number, name, row in self._pending:
+            if number <= self._safe_round and self._unwritten is None:
+                try:
+                    append_whole(self.path / name, (json.dumps(row) + "\n").encode())
+                    continue
+                except OSError as error:
+                    self._unwritten = error
+            waiting.append((number, name, row))
+        self._pending = waiting
 
     def start_over(self) -> None:
         """Remove the rows of an earlier training in this folder, which left no checkpoint."""
@@ -236,6 +227,7 @@ class RunFolder:
         """Return an observer that records the events that results are made of, and passes all events on."""
 
         def watch(event: Event) -> None:
+            could_write = self._unwritten is None
             if isinstance(event, Replanned):
                 self._replanned.append(event)
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
@@ -250,15 +242,27 @@ class RunFolder:
                 self._safe_round = max(self._safe_round, event.epoch)
                 self._write_safe_rows()
             observe(event)
+            if could_write and self._unwritten is not None:
+                reason = cannot_write(f"Rows of rounds.jsonl and metrics.jsonl in {self.path}", self._unwritten)
+                observe(SaveFailed(len(self.round_log), f"{reason} They are tried again after every round."))
 
         return watch
 
+    def write_model(self, weights: Body) -> None:
+        """Write model.safetensors."""
+        write_atomically(self.path / "model.safetensors", *weights.buffers, mode=PRIVATE)
+
     def finish(self, *, weights: Body | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
-        """Write model.safetensors, trace.json and, last, result.json without a test accuracy; return the result."""
+        """Write model.safetensors, trace.json and, last, result.json without a test accuracy; return the result.
+
+        It may be called again after an OSError.
+        """
         self._safe_round = math.inf  # the model that is written now contains all rounds
-        self._write_safe_rows()
         if weights is not None:
-            write_atomically(self.path / "model.safetensors", *weights.buffers)
+            self.write_model(weights)
+        self._write_safe_rows()
+        if self._unwritten is not None:
+            raise self._unwritten
         origin = min((span.start for span in self._spans), default=0.0)
         _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
         return self._write_result(self._result(weights_sha256))
@@ -301,6 +305,38 @@ class RunFolder:
         }
 
 
+#: How long a run on one machine tries to write its result, for example while its user frees some space.
+_PATIENCE_S = 60.0
+
+
+def save_result(
+    folder: RunFolder,
+    write: Callable[[], dict[str, Any]],
+    observe: Observer,
+    *,
+    patience_s: float = _PATIENCE_S,
+) -> dict[str, Any]:
+    """Return what `write`, a method of the folder, returns; it is tried again until this takes too long (StorageError).
+
+    In the main program, wrap it in `without_signals`: a signal then waits until an attempt has ended.
+    """
+
+    def say(sentence: str) -> None:
+        observe(SaveFailed(len(folder.round_log), sentence))
+
+    return keep_trying(write, f"The result in {folder.path}", say, patience_s=patience_s)
+
+
+def without_signals(write: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return the function with Ctrl-C and SIGTERM deferred until it returns, so that files are saved completely."""
+
+    def deferred() -> dict[str, Any]:
+        with signals_deferred():
+            return write()
+
+    return deferred
+
+
 def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, int]) -> EpochResult:
     """Return an epoch's result from its row, or from the round log if a crash came before the row was written."""
     known = {one.name for one in fields(EpochResult)}
@@ -312,7 +348,7 @@ def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, 
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode())
+    write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode(), mode=PRIVATE)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -349,7 +385,7 @@ def strict_json(value: Any) -> Any:
 
 
 def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> None:
-    write_atomically(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode(), mode=PRIVATE)
 
 
 def run_name(config: Config, model: str, dataset: str) -> str:
