@@ -246,6 +246,8 @@ class SimulatedServer:
         match event:
             case Lost() if "Sending failed" in event.reason:
                 checks.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
+            case Dropped() | Lost() if "the server failed to" in event.reason:
+                checks.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
             case Dropped() if "broke the protocol" in event.reason:
                 checks.breach(event.device, ProtocolError(event.reason))
             case RoundOver():

@@ -57,6 +57,10 @@ class UnusableModelError(ProtocolError):
         self.device = device
 
 
+class UnusableStepError(ProtocolError):
+    """A device's batch would make a model that it shares with others unusable; the model has not changed."""
+
+
 class UnusableProfileError(ProtocolError):
     """A device sent a profile that cannot be used for planning."""
 
@@ -115,6 +119,21 @@ class UnknownCheckpointError(CheckpointError):
 
 class TooFewDevicesError(TrainingError):
     """Fewer devices have finished a round than its aggregation needs."""
+
+
+#: More of an error's own text is not needed to recognise it, and it may quote what a peer has sent.
+_LONGEST_TEXT = 300
+
+
+def describe(error: BaseException) -> str:
+    """Return an unexpected error in one line: "ValueError: Expected more than 1 value per channel"."""
+    text = " ".join(str(error).split())[:_LONGEST_TEXT]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that this machine has no memory left; torch has no type of its own for it."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def forget_frames(error: Exception) -> None:

@@ -13,6 +13,7 @@ Small things to train, plan and send:
     training            workloads, profiles made by hand, trainings in virtual time
     over_grpc           the same trainings over gRPC
     roaming, cutting    the same over links that are lost and restored
+    hostile             devices whose messages are tampered with
     server_world        a server in virtual time, with devices that are honest, scripted or lose their links
     deployments, gated  a training for real processes that can be held in mid-epoch
     small_runs, made_up_cells   runs and cells of the reproduction that take no time

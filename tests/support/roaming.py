@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from pipar.config_file import config_from
 from pipar.device.interfaces import Equipment, MakeLanes
+from pipar.errors import PiparError
 from pipar.events import EpochResult, Event, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
@@ -28,6 +29,7 @@ from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
 from pipar.wire.messages import Body
 from support.cutting import CutLink, Loss
+from support.hostile import Tamper, TamperedLink
 from support.reference import State
 from support.training import Case, make_job
 
@@ -44,6 +46,7 @@ class Roamed:
     carried: dict[str, int] = field(default_factory=dict)  # frames over each device's first link
     left_running: int = 0
     snapshots: dict[int, Body] = field(default_factory=dict)  # by round, if they were asked for
+    endings: dict[str, PiparError] = field(default_factory=dict)  # of the devices that were tampered with, if any
 
     def of(self, kind: type) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -63,17 +66,20 @@ def roam(
     saves: bool = False,
     goes_on: tuple[int, Body] | None = None,
     model: nn.Sequential | None = None,
+    tampers: Mapping[str, Tamper] | None = None,
+    absent: Collection[str] = (),
     **server: object,
 ) -> Roamed:
     """Train a case with the real mathematics over links that are lost after the given numbers of frames.
 
-    It resumes after a round from a snapshot of it, if one is given.
+    It resumes after a round from a snapshot of it, if one is given. `tampers` change what devices say, and `absent`
+    devices never connect.
     """
     tree = case.tree()
     tree["server"] |= {"min_devices": 1, **server}
     config = config_from(tree)
     workload = Workload(config, UserObjects.of(config, model, None, None, None))
-    job, out = make_job(workload), Roamed()
+    job, out, tampers = make_job(workload), Roamed(), tampers or {}
     plans = iter(replan)
 
     async def choose(links: Mapping[str, object]) -> Mapping[str, Plan]:
@@ -89,7 +95,7 @@ def roam(
             out.events.append(event)
             if saves and isinstance(event, RoundOver):
                 out.snapshots[event.epoch] = Body.of(bytes(learner.snapshot().contiguous()), encoding="safetensors")
-            if type(event).__name__ == "Joined" and event.devices == len(job.specs):  # type: ignore[union-attr]
+            if type(event).__name__ == "Joined" and event.devices == len(job.specs) - len(absent):  # type: ignore[union-attr]
                 enough.set()
 
         of_server = lanes(job.server_costs())
@@ -117,7 +123,7 @@ def roam(
                 admissions.append(asyncio.create_task(server.admit(far)))
                 link = CutLink(near, next(left, None), loss)
                 first.setdefault(name, link)
-                return link
+                return TamperedLink(link, tampers[name]) if name in tampers else link
 
             async def take_part(transport: Transport) -> None:
                 of_device = lanes(costs(job.device_profiles[name], spec.speed))
@@ -126,9 +132,15 @@ def roam(
 
             backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)
             reconnector = Reconnector(name, "the server", dial, backoff, ignore)
-            await reconnector.run(take_part)
+            try:
+                await reconnector.run(take_part)
+            except PiparError as error:
+                if name not in tampers:
+                    raise
+                out.endings[name] = error
 
-        lives = [asyncio.create_task(live(spec.name, number)) for number, spec in enumerate(job.specs)]
+        present = [(spec.name, number) for number, spec in enumerate(job.specs) if spec.name not in absent]
+        lives = [asyncio.create_task(live(*one)) for one in present]
         await enough.wait()
         await server.train(0 if goes_on is None else goes_on[0])
         await server.wait_until_left()

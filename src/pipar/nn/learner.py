@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar import random_streams
-from pipar.errors import InputError, ProtocolError, UnusableModelError
+from pipar.errors import InputError, PiparError, ProtocolError, TrainingError, UnusableModelError, describe
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.parts import Optimizer, TorchServerPart
 from pipar.nn.runtime import release_model_memory
+from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model
-from pipar.nn.tensors import changes_body, check_finite, read_state, state_body, weights_sha256
+from pipar.nn.tensors import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
@@ -68,7 +69,7 @@ class TorchLearner:
         key = "" if self._shared else device
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
-            replica = TorchServerPart(
+            replica = (SharedServerPart if self._shared else TorchServerPart)(
                 copy.deepcopy(module),
                 self._settings.optimizer,
                 classes=self._settings.classes,
@@ -97,7 +98,7 @@ class TorchLearner:
     def discard_progress(self, device: str) -> None:
         """Discard what a device's replica has learned since the last aggregation.
 
-        A shared replica keeps its completed batches; only gradients of an unfinished batch are discarded.
+        A shared replica keeps its completed batches; only what an unfinished batch has left is discarded.
         """
         if self._shared:
             for replica in self._replicas.values():
@@ -160,6 +161,7 @@ class TorchLearner:
             part, rest = split_model(self.model, self._split_points[ordered[0].device])
             aggregated = self._aggregated(part, _ReturnedModels(ordered, self._device_state))
             replica = self.replica(ordered[0].device)
+            _check_result(replica.state(), "The shared server-side model")
             self._load(join_states(aggregated, replica.state()))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
@@ -174,11 +176,13 @@ class TorchLearner:
     def _aggregated(self, module: nn.Module, returned_models: _ReturnedModels) -> dict[str, torch.Tensor]:
         # A weight that two layers share has two names in a state.
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-        return self.aggregator.aggregate(module.state_dict(), returned_models, parameters)
+        aggregated = self.aggregator.aggregate(module.state_dict(), returned_models, parameters)
+        _check_result(aggregated, "The aggregated model")
+        return aggregated
 
     def _whole(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         replica = self.replica(back.device).state()
-        _check_finite(back.device, replica, f"The server-side model of {back.device}")
+        _check_returned(back.device, replica, f"The server-side model of {back.device}")
         return join_states(self._device_state(back), replica)
 
     def _device_state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
@@ -190,7 +194,7 @@ class TorchLearner:
             raise UnusableModelError(
                 back.device, f"{back.device} returned a model that does not match the part it received."
             )
-        _check_finite(back.device, state, f"The model that {back.device} returned")
+        _check_returned(back.device, state, f"The model that {back.device} returned")
         return state
 
     @torch.no_grad()
@@ -272,11 +276,19 @@ class TorchLearner:
         return self._keep_momentum or self._shared
 
 
-def _check_finite(device: str, state: Mapping[str, torch.Tensor], what: str) -> None:
+def _check_returned(device: str, state: Mapping[str, torch.Tensor], what: str) -> None:
+    try:
+        check_range(state.values(), what)
+    except ProtocolError as error:
+        raise UnusableModelError(device, str(error)) from None
+
+
+def _check_result(state: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise if a new global model is not finite: it must be neither sent nor saved."""
     try:
         check_finite(state.values(), what)
     except ProtocolError as error:
-        raise UnusableModelError(device, str(error)) from None
+        raise TrainingError(f"{error} The last saved round is not affected.") from None
 
 
 def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
@@ -300,7 +312,16 @@ class _ReturnedModels:
 
     def __iter__(self) -> Iterator[DeviceModel]:
         for back in self.ordered:
-            yield DeviceModel(back.device, self.read(back), back.samples)
+            yield DeviceModel(back.device, self._state(back), back.samples)
+
+    def _state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
+        """Return one model; whatever fails while it is read excludes its device, and no other."""
+        try:
+            return self.read(back)
+        except PiparError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a peer's model may raise anything; it becomes an event
+            raise UnusableModelError(back.device, f"{back.device} returned no valid model: {describe(error)}") from None
 
 
 @torch.no_grad()

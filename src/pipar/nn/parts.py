@@ -23,7 +23,7 @@ from pipar.nn.tensors import (
     Generators,
     arrays,
     changes_body,
-    check_finite,
+    check_range,
     not_zero,
     read_labels,
     read_state,
@@ -165,7 +165,7 @@ class Part:
             parameter = self._new.get(name)
             if parameter is None or (momentum.shape, momentum.dtype) != (parameter.shape, parameter.dtype):
                 raise ProtocolError(f"The peer sent momentum of {name!r}, which does not fit the layers that moved.")
-        check_finite(state.values(), "The momentum of the layers that moved")
+        check_range(state.values(), "The momentum of the layers that moved")
         self._set_momentum(state)
         self._new = {}
 
@@ -350,7 +350,7 @@ class TorchServerPart(Part):
         activation = read_tensor(message, encoding)
         if self._takes not in (None, (activation.shape[1:], activation.dtype)):
             raise ProtocolError(f"{message} has a different shape or dtype than the activations before it.")
-        check_finite([activation], str(message))
+        check_range([activation], str(message))
         return activation, read_labels(message, self._classes), message.batch_samples
 
     def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:

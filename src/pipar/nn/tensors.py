@@ -42,6 +42,8 @@ _SAFETENSORS = {
 #: Those that numpy has too.
 _DTYPES_OF_NUMPY = set(_SAFETENSORS.values()) - {torch.bfloat16}
 _PLACES = {dtype: (place, name) for place, (name, dtype) in enumerate(_SAFETENSORS.items())}
+#: The largest norm of a peer's tensor: its square is finite in float32, as batch statistics and optimisers need it.
+LARGEST_NORM = 1e18
 #: Returns the random generator of a place.
 Generators = Callable[..., np.random.Generator]
 
@@ -151,6 +153,17 @@ def check_finite(tensors: Iterable[torch.Tensor], of: str) -> None:
             raise ProtocolError(
                 f"{of} has values that are infinite or not a number. Unless the device is faulty, the training has "
                 "diverged: a smaller optimizer.learning_rate may help."
+            )
+
+
+def check_range(tensors: Iterable[torch.Tensor], of: str) -> None:
+    """Raise if a peer's value is infinite, NaN or so large that computing with it would overflow."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor).item() <= LARGEST_NORM:
+            check_finite([tensor], of)
+            raise ProtocolError(
+                f"{of} has values of a size that no training needs: their norm exceeds {LARGEST_NORM:g}. Unless the "
+                "device is faulty, the training has diverged: a smaller optimizer.learning_rate may help."
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 
-from pipar.errors import LinkError, ProtocolError, TryAgainError, forget_frames
+from pipar.errors import LinkError, ProtocolError, TryAgainError, describe, forget_frames, is_lack_of_memory
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
@@ -71,6 +71,8 @@ class Membership:
             await _refuse(transport, ProtocolError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), again=True)
         except (ProtocolError, LinkError) as error:
             await _refuse(transport, error, again=isinstance(error, TryAgainError))
+        except Exception as error:  # noqa: BLE001 - the connection ends here, and the others do not notice
+            await _refuse(transport, ProtocolError(f"The server failed to read the HELLO: {describe(error)}"))
         else:
             await session.channel.until_lost(transport)
 
@@ -244,10 +246,9 @@ class Membership:
         except ProtocolError as error:
             await self.dismiss(session, error)
             forget_frames(error)
-        except Exception as error:  # noqa: BLE001 - the task ends here; readers and waiters get the error
-            self._results.fail(error)
-            session.fail(error)
-            await self.dismiss(session, error)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and the failure becomes an event
+            reason = f"the server failed to read what it sent: {describe(error)}"
+            await self.dismiss(session, reason, again=is_lack_of_memory(error))
         finally:
             self._readers.pop(session, None)
             await session.channel.close()
@@ -287,7 +288,10 @@ class Membership:
         if trace.clock is not None:
             trace = trace.later(trace.clock.offset_s(clock_machine(), *session.greeted_at))
         downlink = session.recorder.take(trace.epoch)
-        self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
+        try:
+            self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
+        except Exception as error:  # noqa: BLE001 - results are the server's own: whoever waits for them gets the error
+            self._results.fail(error)
 
 
 def _left_or_lost(session: Session, reason: Exception) -> Left | Lost:

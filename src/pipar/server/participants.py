@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pipar.errors import LinkError, ProtocolError, UnusableProfileError
+from pipar.errors import LinkError, ProtocolError, UnusableProfileError, describe, is_lack_of_memory
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.server.interfaces import Enrolment, Learner, Training
@@ -73,6 +73,9 @@ class Participants:
             await self._welcome(session, done)
         except ProtocolError as error:  # no plan is possible for it, which does not stop the others
             await self._membership.dismiss(session, error)
+        except Exception as error:  # noqa: BLE001 - the same holds for whatever else fails in the work for it
+            reason = f"the server failed to prepare for it: {describe(error)}"
+            await self._membership.dismiss(session, reason, again=is_lack_of_memory(error))
 
     async def _welcome(self, session: Session, done: int) -> None:
         """Give a device its orders and make its replica."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pipar.errors import UnusableStepError
 from pipar.execution.lanes import Ended, Lanes, Step
 from pipar.execution.work import Work
 from pipar.methods import Method
@@ -76,9 +77,11 @@ class SharedReplica(Replicas):
         self._one_device_at_a_time = method.one_device_at_a_time
         self._turns = TurnOrder(())
         self._trained: dict[str, int] = {}  # samples of whole batches in the model, by device, in this round
+        self._step_begun: tuple[str, int] | None = None  # the device and samples of a step that may still fail
 
     def begin_round(self) -> None:
         self._trained = {}
+        self._step_begun = None
 
     def begin_turns(self, devices: Iterable[str]) -> None:
         self._turns = TurnOrder(devices)
@@ -95,21 +98,35 @@ class SharedReplica(Replicas):
     def note_step(self, device: str, message: Message) -> None:
         # Before the step ends: once it has begun, nothing stops it.
         self._trained[device] = self._trained.get(device, 0) + message.batch_samples
+        self._step_begun = (device, message.batch_samples)
 
     def end_turn(self, device: str) -> None:
+        self._step_begun = None
         self._turns.end_turn(device)
 
     def finish(self, device: str) -> None:
         self._turns.finish(device)
 
     async def discard(self, session: Session, epoch: int) -> None:
-        await session.computed()
-        if self._one_device_at_a_time:  # no other device has changed the model since this one's turn began
+        half_done = self._failed_step(session.device, await session.computed())
+        # One at a time: no other device has changed the model since this one's turn began.
+        if self._one_device_at_a_time or half_done:
             size = self._learner.model_bytes()
             install = Work("install", epoch, size_bytes=size, device=session.device)
             await self.compute(session, (install, self._learner.rewind_shared_model))
         elif self._turns.is_turn_of(session.device):  # otherwise no unfinished batch of it is in the model
             self._learner.discard_progress(session.device)
+
+    def _failed_step(self, device: str, failure: BaseException | None) -> bool:
+        """Take back the samples of a step that failed; return whether it may have changed a part of the weights."""
+        if failure is None or self._step_begun is None or self._step_begun[0] != device:
+            return False
+        (_, samples), self._step_begun = self._step_begun, None
+        if isinstance(failure, UnusableStepError):
+            self._trained[device] -= samples
+            return False
+        self._trained = {}  # the whole round is taken back: only its start is known to be consistent
+        return True
 
     async def discard_round(self, epoch: int) -> None:
         await self._pool.run(
@@ -130,4 +147,4 @@ class SharedReplica(Replicas):
     def partly_trained(self, counted: Mapping[str, int]) -> dict[str, int]:
         if self._one_device_at_a_time:  # the model was rewound
             return {}
-        return {name: samples for name, samples in sorted(self._trained.items()) if name not in counted}
+        return {name: samples for name, samples in sorted(self._trained.items()) if samples and name not in counted}

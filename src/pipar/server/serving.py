@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from pipar.errors import LinkError, ProtocolError, forget_frames
+from pipar.errors import LinkError, ProtocolError, describe, forget_frames, is_lack_of_memory
 from pipar.events import Dropped, Observer
 from pipar.execution.work import Place, Work
 from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
@@ -33,7 +35,10 @@ class DeviceUpdate:
 
 
 class Serving:
-    """Serves the devices of a round, each in a separate task. A fault of one device ends its session only."""
+    """Serves the devices of a round, each in a separate task.
+
+    A fault of one device, and whatever else fails in the work for it, ends its session only.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,8 @@ class Serving:
         except ProtocolError as error:
             await self.dismiss(session, epoch, error)
             forget_frames(error)
+        except Exception as error:  # noqa: BLE001 - the task ends here, and the failure becomes an event
+            await self._fail(session, epoch, error)
         return None
 
     async def _serve_epoch(self, session: Session, epoch: int) -> DeviceUpdate:
@@ -163,6 +170,15 @@ class Serving:
         await self.drop(session, epoch, f"it broke the protocol: {error}")
         await self._membership.dismiss(session, error)
 
+    async def _fail(self, session: Session, epoch: int, error: Exception) -> None:
+        """Exclude a device whose work has failed on the server from a round, and end its session.
+
+        It may join again if only memory was missing; anything else would fail again.
+        """
+        reason = f"the server failed to compute with what it sent: {describe(error)}"
+        await self.drop(session, epoch, f"{reason} ({_place_of(error)})")
+        await self._membership.dismiss(session, reason, again=is_lack_of_memory(error))
+
 
 class BatchCounter:
     """Checks that a device's micro-batches arrive in order and add up to whole batches."""
@@ -249,6 +265,12 @@ class GradientReply:
         assert self._body is not None
         assert self._body.chunks is not None
         return self._body.chunks
+
+
+def _place_of(error: Exception) -> str:
+    """Return the file and line where an error was raised, for a report of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "unknown place"
 
 
 def _work_of(message: Message, orders: Orders, device: str) -> Callable[[str], Work]:

@@ -290,10 +290,12 @@ class Session:
         """Record work on a shared model, which is never cancelled."""
         self._computing = work
 
-    async def computed(self) -> None:
-        """Return when the work on a shared model is done, however it ends."""
-        if self._computing is not None:
-            await asyncio.gather(self._computing, return_exceptions=True)
+    async def computed(self) -> BaseException | None:
+        """Return when the work on a shared model is done: the error that ended it, if any."""
+        if self._computing is None:
+            return None
+        await asyncio.gather(self._computing, return_exceptions=True)
+        return self._computing.exception() if not self._computing.cancelled() else None
 
     # --- traces and links
 

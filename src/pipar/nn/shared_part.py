@@ -1,0 +1,121 @@
+"""A server-side model that all devices share: a batch of one device must not make it useless to the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from statistics import median
+
+import torch
+from torch import nn
+
+from pipar.errors import ProtocolError, UnusableStepError
+from pipar.execution.work import Place
+from pipar.nn.parts import Optimizer, TorchServerPart
+from pipar.nn.tensors import LARGEST_NORM, Generators, check_range
+from pipar.wire.messages import Body
+
+#: Weights below this mean size, such as those that start at 0, count as this large when a step is compared with them.
+_SMALL_WEIGHT = 0.2
+#: The largest steps, relative to the weights. Those of a training that learns are below 0.05.
+_LARGEST_STEP = 100.0  # of any device: all of them may diverge together
+_LARGEST_FIRST_STEP = 1.0  # while there is no other device to compare with
+_USUAL_STEP = 0.1  # larger ones are compared with other devices' gradients
+#: A gradient of this many times the median of other devices' latest ones is unusual.
+_UNUSUAL_FACTOR = 30.0
+
+
+class SharedServerPart(TorchServerPart):
+    """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, momentum and batch statistics."""
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        optimizer: Optimizer,
+        *,
+        classes: int,
+        proximal: float = 0.0,
+        rounding: Generators | None = None,
+    ) -> None:
+        super().__init__(module, optimizer, classes=classes, proximal=proximal, rounding=rounding)
+        self._device = ""  # whose batch is being trained
+        self._gradients: dict[str, float] = {}  # by device: the norm of the last one that was applied
+        self._kept_buffers: dict[str, torch.Tensor] = {}  # as they were after the last whole batch
+        self._keep_buffers()
+
+    def encode(self, activation: torch.Tensor, encoding: str, place: Place = ()) -> Body:
+        self._device = str(place[3]) if len(place) > 3 else ""
+        return super().encode(activation, encoding, place)
+
+    def step(self) -> None:
+        """Apply the gradients of a batch, or raise UnusableStepError and change nothing."""
+        gradient = self._check_weights()
+        self._check_buffers()
+        super().step()
+        self._gradients[self._device] = gradient
+        self._keep_buffers()
+
+    def _check_weights(self) -> float:
+        """Return the norm of the gradient, or raise if its step would leave weights that others cannot train with.
+
+        The norm of a step of SGD is at most eta (|g| + beta |v| + lambda |w|).
+        """
+        weights = [weight for weight in self.module.parameters() if weight.grad is not None]
+        gradient, size = _norm(weight.grad for weight in weights if weight.grad is not None), _norm(weights)
+        settings = self._optimizer
+        moved = gradient + settings.momentum * _norm(self.momentum().values()) + settings.weight_decay * size
+        step = settings.learning_rate * moved
+        most = self._largest_step(gradient) * max(
+            size, _SMALL_WEIGHT * math.sqrt(sum(weight.numel() for weight in weights))
+        )
+        if not (step <= most and size + step <= LARGEST_NORM):
+            raise UnusableStepError(
+                f"Its batch would change the weights of the shared server-side model by {step:.3g}, and at most "
+                f"{most:.3g} is allowed. Unless the device is faulty, the training has diverged: a smaller "
+                "optimizer.learning_rate may help."
+            )
+        return gradient
+
+    def _largest_step(self, gradient: float) -> float:
+        """Return the largest step, relative to the weights, that a batch with this gradient may make.
+
+        A device whose gradient is far above the others' ruins the model for them. If all gradients are large, the
+        training diverges, and no device is to blame.
+        """
+        others = [norm for device, norm in self._gradients.items() if device != self._device]
+        if not others:
+            return _LARGEST_STEP if self._device in self._gradients else _LARGEST_FIRST_STEP
+        return _LARGEST_STEP if gradient <= _UNUSUAL_FACTOR * median(others) else _USUAL_STEP
+
+    def _check_buffers(self) -> None:
+        try:
+            check_range(self._buffers().values(), "The shared server-side model, after its batch,")
+        except ProtocolError as error:
+            raise UnusableStepError(str(error)) from None
+
+    def discard(self) -> None:
+        """Discard an unfinished batch: its gradients, and what its forward has changed in the buffers."""
+        super().discard()
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                buffer.copy_(self._kept_buffers.get(name, buffer))
+
+    def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
+        super().install(state, keep_momentum=keep_momentum)
+        self._keep_buffers()
+
+    def keep_errors_of(self, devices: Collection[str]) -> None:
+        """Drop what is known of all other devices: encoding residuals, and the norms of gradients."""
+        super().keep_errors_of(devices)
+        self._gradients = {device: norm for device, norm in self._gradients.items() if device in devices}
+
+    def _keep_buffers(self) -> None:
+        self._kept_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.module.named_buffers())
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the norm over all tensors; infinite or NaN if a value is, or if a square overflows."""
+    return math.hypot(*(torch.linalg.vector_norm(tensor.detach()).item() for tensor in tensors))

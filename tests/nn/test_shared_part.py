@@ -1,0 +1,114 @@
+"""A shared server-side model takes a batch whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipar.errors import UnusableStepError
+from pipar.nn.parts import Optimizer
+from pipar.nn.shared_part import SharedServerPart
+
+
+def shared_part(rate: float = 0.1) -> SharedServerPart:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    return SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3)
+
+
+def train(part: SharedServerPart, inputs: torch.Tensor, *, step: bool = True) -> None:
+    part.backward(part.forward((inputs, torch.arange(len(inputs)) % 3, len(inputs))))
+    if step:
+        part.step()
+
+
+def everything(part: SharedServerPart) -> dict[str, torch.Tensor]:
+    momentum = {f"momentum of {name}": tensor for name, tensor in part.momentum().items()}
+    return copy.deepcopy({**part.state(), **momentum})
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_unfinished_batch_leaves_neither_gradients_nor_statistics() -> None:
+    part = shared_part()
+    train(part, torch.randn(6, 4))
+    before = everything(part)
+    train(part, torch.randn(6, 4), step=False)
+    assert not same(everything(part), before)
+    part.discard()
+    assert same(everything(part), before)
+    assert all(weight.grad is None for weight in part.module.parameters())
+
+
+def as_device(part: SharedServerPart, device: str, factor: float) -> None:
+    """Train a batch of a device whose gradient has this many times the usual size."""
+    activation = part.backward(part.forward((torch.randn(6, 4), torch.arange(6) % 3, 6)))
+    part.encode(activation, "raw", (1, 1, 1, device))
+    for weight in part.module.parameters():
+        assert weight.grad is not None
+        weight.grad.mul_(factor)
+    part.step()
+
+
+def test_a_gradient_far_above_those_of_other_devices_is_refused_and_large_ones_of_all_are_not() -> None:
+    part = shared_part()
+    as_device(part, "a", 1.0)
+    as_device(part, "b", 1.0)
+    with pytest.raises(UnusableStepError):
+        as_device(part, "c", 100.0)
+    part.discard()
+    for factor in (5.0, 25.0, 100.0):  # a training that diverges is nobody's fault
+        for device in ("a", "b"):
+            as_device(part, device, factor)
+
+
+def test_the_first_device_of_all_is_compared_with_the_weights() -> None:
+    part = shared_part()
+    with pytest.raises(UnusableStepError):
+        as_device(part, "a", 1000.0)
+
+
+def test_a_device_that_has_left_is_not_compared_with() -> None:
+    part = shared_part()
+    as_device(part, "a", 1.0)
+    part.keep_errors_of(["b"])
+    as_device(part, "b", 2.0)
+    assert list(part._gradients) == ["b"]
+
+
+@pytest.mark.parametrize("gradient", [float("nan"), float("inf"), 1e30, 1e4])
+def test_a_step_that_would_ruin_the_weights_changes_nothing(gradient: float) -> None:
+    part = shared_part()
+    train(part, torch.randn(6, 4))
+    before = everything(part)
+    train(part, torch.randn(6, 4), step=False)
+    for weight in part.module.parameters():
+        assert weight.grad is not None
+        weight.grad.fill_(gradient)
+    with pytest.raises(UnusableStepError, match="would change the weights of the shared server-side model by"):
+        part.step()
+    part.discard()
+    assert same(everything(part), before)
+
+
+def test_statistics_near_overflow_refuse_the_step() -> None:
+    part = shared_part()
+    train(part, torch.randn(6, 4) * 1e25, step=False)  # its variance is near overflow, and its gradients are 0
+    with pytest.raises(UnusableStepError, match="of a size that no training needs"):
+        part.step()
+    part.discard()
+    assert all(torch.isfinite(buffer).all() for buffer in part.module.buffers())
+
+
+def test_installed_statistics_are_what_a_discarded_batch_returns_to() -> None:
+    part, other = shared_part(), shared_part()
+    train(other, torch.randn(6, 4))
+    part.install(other.state(), keep_momentum=False)
+    train(part, torch.randn(6, 4), step=False)
+    part.discard()
+    assert same(part.state(), other.state())
