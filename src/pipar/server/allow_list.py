@@ -29,9 +29,7 @@ class AllowList:
         try:
             lines = content.decode("utf-8").splitlines()
         except UnicodeDecodeError:
-            raise InputError(
-                f"{self._file} is not a text file: server.allow needs one name of a device a line."
-            ) from None
+            raise InputError(f"{self._file} is not text: server.allow needs one name of a device a line.") from None
         return frozenset(name for line in lines if (name := line.strip()) and not name.startswith("#"))
 
     def check(self, name: str) -> None:
