@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import PiparError, ProtocolError
 from pipar.events import Event, Progress
+from pipar.job.model_setup import part_sizes
 from pipar.launch.assemble import run_device
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel
@@ -62,6 +64,7 @@ class SimulatedDevice:
             poisonable_builder(training.workload, self._takes_poison),
             env.lanes(env.scenario.speeds[self.name]),
             training.profile,
+            terms=Terms(part_sizes(training.workload.build_model()), training.profile, samples=10**6),
         )
 
         async def take_part(transport: Transport) -> None:

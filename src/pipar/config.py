@@ -21,6 +21,8 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_ima
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 #: More frequent pings would drain a phone's battery and show little more.
 _LEAST_KEEPALIVE_S = 1.0
+#: The most samples of a batch, and the most devices of a group.
+LARGEST_BATCH = 1_000_000
 
 
 class _Section(BaseModel):
@@ -148,7 +150,7 @@ def _named(letters: str) -> Callable[[str], str]:
 
 Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 #: The most devices, or samples in a batch: more could not be simulated in reasonable time.
-UpToAMillion = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=1_000_000)]
+UpToAMillion = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST_BATCH)]
 NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]

@@ -97,6 +97,10 @@ class TrainingError(PiparError):
     """Training cannot continue."""
 
 
+class OrdersError(TrainingError):
+    """The server orders something that this device has not agreed to."""
+
+
 class PrivacyError(TrainingError):
     """A device's own configuration does not allow it to send this."""
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from pipar.config_file import config_from
+from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment, MakeLanes
 from pipar.errors import PiparError
 from pipar.events import EpochResult, Event, RoundOver, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
-from pipar.job.model_setup import deterministic, make_learner, part_builder
+from pipar.job.model_setup import deterministic, make_learner, part_builder, part_sizes
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.methods import Plan
@@ -34,6 +35,8 @@ from support.reference import State
 from support.training import Case, make_job
 
 A, B, C = "phone-a", "phone-b", "phone-c"
+#: What answers a device instead of its server.
+Stranger = Callable[[Transport], Awaitable[None]]
 
 
 @dataclass
@@ -68,12 +71,13 @@ def roam(
     model: nn.Sequential | None = None,
     tampers: Mapping[str, Tamper] | None = None,
     absent: Collection[str] = (),
+    strangers: Mapping[str, Sequence[Stranger]] | None = None,
     **server: object,
 ) -> Roamed:
     """Train a case with the real mathematics over links that are lost after the given numbers of frames.
 
     It resumes after a round from a snapshot of it, if one is given. `tampers` change what devices say, and `absent`
-    devices never connect.
+    devices never connect. The first connections of a device go to its `strangers` instead of the server.
     """
     tree = case.tree()
     tree["server"] |= {"min_devices": 1, **server}
@@ -117,9 +121,13 @@ def roam(
 
         async def live(name: str, number: int) -> None:
             spec, left = job.specs[number], iter(cuts.get(name, ()))
+            before = iter((strangers or {}).get(name, ()))
 
             async def dial() -> Transport:
                 near, far = memory_pair()
+                if (stranger := next(before, None)) is not None:
+                    admissions.append(asyncio.create_task(stranger(far)))
+                    return near
                 admissions.append(asyncio.create_task(server.admit(far)))
                 link = CutLink(near, next(left, None), loss)
                 first.setdefault(name, link)
@@ -127,7 +135,8 @@ def roam(
 
             async def take_part(transport: Transport) -> None:
                 of_device = lanes(costs(job.device_profiles[name], spec.speed))
-                equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device)
+                terms = Terms(part_sizes(workload.build_model()))
+                equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device, terms=terms)
                 await run_device(name, spec.link, equipment, transport, reconnector=reconnector, observe=ignore)
 
             backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)

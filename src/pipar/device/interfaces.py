@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipar.device.intake import Terms
 from pipar.execution.lanes import Lanes
 from pipar.execution.spans import COMPUTE, IO, NOISE, Recorder
 from pipar.execution.work import Place
@@ -62,6 +63,7 @@ class Equipment:
     make_lanes: MakeLanes
     profile: Profile | None = None  # of the network on this machine
     guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # the same one for all of the device's sessions
+    terms: Terms | None = None  # what it agrees to; None: whatever the server orders
 
 
 @dataclass(frozen=True)

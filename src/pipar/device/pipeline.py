@@ -9,6 +9,7 @@ import asyncio
 from functools import partial
 from typing import Any, TypeVar
 
+from pipar.device.intake import Intake
 from pipar.device.interfaces import DeviceLanes, Samples
 from pipar.device.model import DeviceSideModel
 from pipar.errors import ProtocolError
@@ -60,8 +61,9 @@ class BatchLoader:
 class MicroBatchExchange:
     """Sends the activations of micro-batches in the order of their forwards, and awaits their gradients."""
 
-    def __init__(self, model: DeviceSideModel, channel: Channel, io: Lanes) -> None:
+    def __init__(self, model: DeviceSideModel, channel: Channel, io: Lanes, intake: Intake) -> None:
         self.abandoned = 0  # epochs up to this one are over without this device
+        self._intake = intake
         self._model = model
         self._channel = channel
         self._io = io
@@ -105,7 +107,9 @@ class MicroBatchExchange:
                 for size in part.chunk_bytes(activation, encoding)
             )
             body = await self._io.run((first, partial(part.encode, activation, piece, encoding, place)))
-            self._channel.post(Message(Kind.ACTIVATION, *place, piece.samples, piece.batch_samples, body=body))
+            message = Message(Kind.ACTIVATION, *place, piece.samples, piece.batch_samples, body=body)
+            self._intake.note(message)
+            self._channel.post(message)
             for chunk in others:
                 self._channel.add_chunk(body.chunks, await self._io.run((chunk, body.chunks.encode_next)))
 

@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, Equipment
 from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
     LinkError,
+    OrdersError,
     PrivacyError,
     ProtocolError,
     ServerStopsError,
@@ -60,7 +62,7 @@ class Device:
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
-        self._commands: asyncio.Queue[Message] = asyncio.Queue()
+        self._intake, self._commands = Intake(channel, equipment.terms), Commands()
         self._training: asyncio.Task[None] | None = None  # the current epoch
 
     # --- joining
@@ -75,10 +77,11 @@ class Device:
             self._guard.accept(orders.noise_multiplier, seen, orders.budget)
             before = self._guard.used
             self._guard.accept_cut(orders.plan.split_point, orders.layers)
+            self._intake.follow(orders)
             self._build(orders)  # line 1
             self._observe(Welcomed(self.name, str(orders.plan)))
             await self._run()
-        except (ProtocolError, PrivacyError) as error:
+        except (ProtocolError, OrdersError, PrivacyError) as error:
             self._channel.post(Message(Kind.FAULT, body=json_body({"reason": str(error)})))
             raise
         if self._guard.used == before:  # nothing was sent, maybe because the budget does not allow it
@@ -117,7 +120,7 @@ class Device:
             orders, self._equipment.build_part, self._lanes.compute, self._channel, self._guard
         )
         self._batches = BatchLoader(self._samples, self._model, self._lanes)
-        self._exchange = MicroBatchExchange(self._model, self._channel, self._lanes.io)
+        self._exchange = MicroBatchExchange(self._model, self._channel, self._lanes.io, self._intake)
 
     async def _run(self) -> None:
         """Follow the server's commands while messages travel both ways."""
@@ -152,13 +155,14 @@ class Device:
             message = await self._channel.receive()
             if message.kind is Kind.GRADIENT:
                 await self._exchange.receive(message)
-            elif message.kind is Kind.FAULT:
+                continue
+            if message.kind is Kind.FAULT:
                 raise _fault(message, "ended the session")
-            elif message.kind is Kind.ABANDON:
+            if message.kind is Kind.ABANDON:
                 self._abandon(message.epoch)
-                self._commands.put_nowait(message)
-            else:
-                self._commands.put_nowait(message)
+            self._intake.note(message)
+            self._commands.put_nowait(message)
+            await self._commands.have_room(self._intake.room_bytes)
 
     async def _follow_commands(self) -> None:
         """Follow the server's commands until it sends STOP (line 2)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
+from torch import nn
 
 from pipar import random_streams
 from pipar.job.job import Job
@@ -48,6 +50,12 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         )
 
     return build
+
+
+def part_sizes(model: nn.Sequential) -> tuple[int, ...]:
+    """Return the bytes of a network's first layer, of its first two layers, and so on: weights and buffers."""
+    layers = (layer.state_dict().values() for layer in model._modules.values() if layer is not None)
+    return tuple(accumulate(sum(tensor.nbytes for tensor in state) for state in layers))
 
 
 def seed_dropout(seed: int, owner: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import secrets
 import signal
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,12 @@ from pathlib import Path
 from torch import nn
 
 from pipar.config import Config, DeviceSection, DeviceSpec
+from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError
 from pipar.events import Observer, Stopping
 from pipar.execution.lanes import ThreadLanes
-from pipar.job.model_setup import part_builder, seed_dropout
+from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
@@ -72,7 +74,9 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     )
     seed_dropout(config.run.seed, options.name)
     build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
-    equipment = Equipment(samples, build, lanes, profile, guard)
+    memory_bytes = spec.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
+    equipment = Equipment(samples, build, lanes, profile, guard, terms)
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 

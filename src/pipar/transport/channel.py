@@ -63,6 +63,7 @@ class Channel:
         self.sent_bytes: dict[int, int] = {}  # by epoch
         self.received_bytes: dict[int, int] = {}
         self.meter = Meter()  # of what is sent
+        self.most_unacknowledged: int | None = None  # messages; None: no limit
         self._recorder = recorder
         self._lane = lane
         self._on_lost = on_lost
@@ -128,8 +129,11 @@ class Channel:
         self._assembler.limit = limit
 
     def post(self, message: Message) -> None:
-        """Queue a message for sending; return without waiting."""
+        """Queue a message for sending; return without waiting. Raise if the peer owes too many acknowledgements."""
         check_fits(message)
+        most = self.most_unacknowledged
+        if most is not None and self.unacknowledged >= most and message.kind not in UNNUMBERED:
+            raise ProtocolError(f"The peer has not acknowledged {self.unacknowledged} messages, which is the maximum.")
         self._outbox.add(message, self._loop.time())
         self._wake()
 

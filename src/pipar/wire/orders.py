@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipar.config import LARGEST_SCALE, LEAST_SCALE
+from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
 from pipar.wire import encodings
@@ -50,6 +50,9 @@ class Orders:
         for key, least in _LEAST.items():
             if content[key] < least:
                 raise ProtocolError(f"The server's welcome has {key} = {content[key]}; it has to be at least {least}.")
+        for key, most in _MOST.items():
+            if content[key] > most:
+                raise ProtocolError(f"The server's welcome has {key} above {most}; it has to be at most that.")
         for key, what in _AMOUNTS.items():
             if not (math.isfinite(content[key]) and content[key] >= 0):
                 raise ProtocolError(
@@ -58,7 +61,7 @@ class Orders:
         if content["noise_multiplier"] > 0:
             _check_noise(content)
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
-        _check_encodings(plan)
+        _check_plan(plan, content["layers"], "The server's welcome")
         return cls(plan=plan, **content)
 
     @property
@@ -81,14 +84,14 @@ class Orders:
         if {key: type(value) for key, value in content.items()} != _PLAN:
             raise ProtocolError(f"{message} does not have the fields of a plan of this version of pipar.")
         plan = Plan(**content)
-        _check_encodings(plan)
-        if not 1 <= plan.split_point <= self.layers or plan.micro_batches < 1 or plan.window < 0:
-            raise ProtocolError(f"{message} has the plan {plan}, which does not fit a network of {self.layers} layers.")
+        _check_plan(plan, self.layers, str(message))
         return replace(self, plan=plan)
 
 
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
-_LEAST = {"split_point": 1, "micro_batches": 1, "layers": 1, "batch_size": 1, "window": 0, "releases": 0}
+_LEAST = {"split_point": 1, "micro_batches": 1, "layers": 1, "batch_size": 1, "window": 0, "releases": 0, "session": 1}
+#: The header has 32 bits for a session; the other numbers are above every honest one.
+_MOST = {"session": 2**32 - 1, "layers": 100_000, "batch_size": LARGEST_BATCH, "releases": 2**53}
 _AMOUNTS = {
     "proximal": "proximal weight",
     "changes_below_bps": "rate for changes",
@@ -120,7 +123,13 @@ def _check_noise(content: Mapping[str, Any]) -> None:
             )
 
 
-def _check_encodings(plan: Plan) -> None:
+def _check_plan(plan: Plan, layers: int, where: str) -> None:
+    in_batch = 1 <= plan.micro_batches <= LARGEST_BATCH and 0 <= plan.window <= LARGEST_BATCH
+    if not 1 <= plan.split_point <= layers or not in_batch:
+        raise ProtocolError(
+            f"{where} has the plan {str(plan)[:100]}, which does not fit a network of {layers} layers and batches of "
+            f"at most {LARGEST_BATCH} samples."
+        )
     for encoding in (plan.up, plan.down):
         if encoding not in encodings.ALL:
             raise ProtocolError(
