@@ -108,6 +108,13 @@ class Barred:
 
 
 @dataclass(frozen=True)
+class Expiring:
+    """A certificate of this program expires soon, or has expired; connections fail from then on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Joined:
     """A device has joined."""
 
@@ -349,6 +356,7 @@ Event = (
     | Started
     | Listening
     | Barred
+    | Expiring
     | Joined
     | Replanned
     | ReplanFailed

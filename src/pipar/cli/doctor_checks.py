@@ -27,6 +27,7 @@ from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
 from pipar.storage.run_folder import runs_folder
 from pipar.transport.addresses import why_not_listening
+from pipar.transport.expiry import SOON, expiring
 from pipar.units import format_bytes, split_address
 
 State = Literal["ok", "advice", "problem"]
@@ -85,6 +86,7 @@ def examine(config: Config) -> list[Finding]:
         check_folder("runs", runs_folder(), "PIPAR_RUNS"),
         check_folder("profiles", cache_folder(), "XDG_CACHE_HOME", kept=_profiles(cache_folder())),
         *check_ports(config.server.listen, why_not_listening),
+        *check_certificates(Path("certs")),
         *check_data(config, known_datasets(_data_path(config)), data_folder(_data_path(config))),
         *(check_extra(name, extra, installed) for name, extra in EXTRAS.items()),
         check_links(programs_missing(("ip", "tc")), why_no_namespace()),
@@ -323,6 +325,16 @@ def check_ports(listen: str, why_not: Callable[[str], str]) -> list[Finding]:
 
 def _data_path(config: Config) -> Path | None:
     return Path(config.data.path) if config.data.path else None
+
+
+def check_certificates(folder: Path) -> list[Finding]:
+    """Return whether the certificates in a folder of `pipar certs` are valid for another month; nothing without one."""
+    files = sorted([*folder.glob("*.pem"), *folder.glob("devices/*.pem")])
+    if not files:
+        return []
+    if sentences := expiring(files):
+        return [Finding("certificates", "advice", f"{len(sentences)} of {len(files)} end soon", " ".join(sentences))]
+    return [Finding("certificates", "ok", f"{len(files)} in {folder}, all valid for more than {SOON.days} days")]
 
 
 def check_data(config: Config, datasets: Sequence[DatasetInfo], folder: Path) -> list[Finding]:

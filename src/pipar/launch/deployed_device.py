@@ -18,7 +18,7 @@ from pipar.config import Config, DeviceSection, DeviceSpec
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError
-from pipar.events import Observer, Stopping
+from pipar.events import Expiring, Observer, Stopping
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.profiles import measured_profile
@@ -33,6 +33,7 @@ from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
 from pipar.privacy.budget_file import BudgetFile, locked
 from pipar.profiling.profile import Profile
 from pipar.transport.backoff import Backoff
+from pipar.transport.expiry import announce_expiry
 from pipar.transport.grpc import connect
 from pipar.transport.limits import Keepalive
 from pipar.transport.reconnect import Reconnector
@@ -95,7 +96,12 @@ async def _train(
     take_part = partial(
         run_device, options.name, spec.link, equipment, reconnector=reconnector, is_real=True, observe=observe
     )
-    await reconnector.run(take_part)
+    own = (options.security.certificate, options.security.ca)
+    announcing = asyncio.create_task(announce_expiry(own, lambda sentence: observe(Expiring(sentence))))
+    try:
+        await reconnector.run(take_part)
+    finally:
+        announcing.cancel()
     observe(Stopping("The training has ended."))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.errors import PlanError, StorageError
-from pipar.events import Barred, Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.events import Barred, Expiring, Listening, Observer, Resumed, SaveFailed, Stopping
 from pipar.execution.lanes import Lanes, ThreadLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
@@ -47,6 +47,7 @@ from pipar.storage.run_folder import (
     without_signals,
 )
 from pipar.storage.run_lock import folder_locked
+from pipar.transport.expiry import announce_expiry
 from pipar.transport.grpc import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
@@ -239,9 +240,13 @@ class _ServerProgram:
         server = self._make_server(enrolment, search_process, checkpointer)
         listener = self._make_listener(server)
         await self._listen(listener)
+        security = self._options.security
+        own = (security.certificate, security.client_ca)
+        announcing = asyncio.create_task(announce_expiry(own, lambda sentence: self._observe(Expiring(sentence))))
         try:
             await self._train(server)
         finally:
+            announcing.cancel()
             await checkpointer.finish()
             await search_process.close()
             await listener.stop()

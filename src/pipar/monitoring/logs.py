@@ -27,6 +27,7 @@ from pipar.events import (
     Dropped,
     EpochResult,
     Event,
+    Expiring,
     Failed,
     Heard,
     Joined,
@@ -79,6 +80,7 @@ _LEVELS: dict[type[Event], int] = {
     ReplanFailed: logging.WARNING,
     ReportFailed: logging.WARNING,
     TrackerFailed: logging.WARNING,
+    Expiring: logging.WARNING,
     Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
     Failed: logging.ERROR,
@@ -243,6 +245,8 @@ def _about_the_program(event: Event) -> str:
             return f"listening on {event.address}"
         case Barred():
             return f"no device can connect: {event.reason}"
+        case Expiring():
+            return event.reason
         case Saved():
             return f"round {event.epoch} saved in {event.path}"
         case SaveFailed():

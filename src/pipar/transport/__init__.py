@@ -4,6 +4,6 @@ Reading order: `channel` (messages to one peer, over any transport), `outbox` (m
 `interface` (what a transport is), `in_memory` and `grpc` (the two transports), `shaping` and `delay_line` (emulated
 rates and latency), `rate_estimate` (the rate of a real link), `limits` (the resources that a server grants one peer),
 `reconnect` and `backoff` (a lost connection), `tls`, `certificates` and `credentials` (which devices may connect),
-`health` (gRPC's health service), `diagnosis` (why a connection is refused), `addresses` (whether a program can listen
-there).
+`expiry` (certificates that expire soon), `health` (gRPC's health service), `diagnosis` (why a connection is refused),
+`addresses` (whether a program can listen there).
 """

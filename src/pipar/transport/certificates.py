@@ -169,6 +169,15 @@ def read_certificates(path: Path, what: str) -> list[x509.Certificate]:
     return found
 
 
+def expiry_of(path: Path) -> datetime:
+    """Return when the first certificate of a PEM file to expire does so, whether or not it is valid now."""
+    try:
+        found = x509.load_pem_x509_certificates(read_bytes(path, "a certificate"))
+    except ValueError:
+        raise InputError(f"{path} has no certificate in PEM format.") from None
+    return min(certificate.not_valid_after_utc for certificate in found)
+
+
 def _check_dates(certificate: x509.Certificate, path: Path) -> None:
     now = datetime.now(UTC)
     if now > certificate.not_valid_after_utc:
