@@ -31,15 +31,16 @@ def data(context: click.Context) -> None:
 @options(_PATH, SET, JSON)
 def list_datasets(path: Path | None, settings: Sequence[str], as_json: bool) -> None:
     """List all known datasets, and where they are on this machine."""
-    from pipar.data.catalog import known_datasets
+    from pipar.data.catalog import data_folder, known_datasets
 
-    known = known_datasets(_place(path, settings))
+    place = _place(path, settings)
+    known = known_datasets(place)
     if as_json:
         print_json([{**asdict(info), "builtin": info.builtin, "found": _text(info.found)} for info in known])
         return
     from pipar.cli.tables import console, datasets_table
 
-    console().print(datasets_table(known))
+    console().print(datasets_table(known, data_folder(place)))
 
 
 @data.command(epilog=example("pipar data get cifar10", "pipar data get mnist --path /data"))

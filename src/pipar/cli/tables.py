@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -280,8 +281,8 @@ def leakage_table(leakage: LeakageTable) -> RenderableType:
     return Group(*(Text(line) for line in words), table, Text(last_line(leakage)))
 
 
-def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
-    """Return one row per dataset: what it is, and where it is."""
+def datasets_table(datasets: Sequence[DatasetInfo], folder: Path) -> RenderableType:
+    """Return one row per dataset: what it is, and where it is; below them, the folder where they are looked for."""
     table = new_table()
     for title, where in (("name", "left"), ("train", "right"), ("test", "right"), ("image", "right")):
         table.add_column(title, justify=where, no_wrap=True)  # type: ignore[arg-type]
@@ -292,7 +293,8 @@ def datasets_table(datasets: Sequence[DatasetInfo]) -> RenderableType:
         shape = "x".join(map(str, info.shape)) if info.train else "any"
         classes = str(info.classes) if info.train else "any"
         table.add_row(info.name, *counts, shape, classes, dataset_place(info))
-    return Group(table, Text("To download one: pipar data get NAME"))
+    looked = Text(f"Looked in {folder}; PIPAR_DATA or --path names another folder.", overflow="fold")
+    return Group(table, looked, Text("To download one: pipar data get NAME"))
 
 
 _STATES = {"ok": "green", "advice": "yellow", "problem": "bold red"}
