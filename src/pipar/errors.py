@@ -61,6 +61,14 @@ class UnusableStepError(ProtocolError):
     """A device's batch would make a model that it shares with others unusable; the model has not changed."""
 
 
+class NoBudgetLeftError(ProtocolError):
+    """A device has no release left by the count that the server knows, with updates of this noise multiplier."""
+
+    def __init__(self, message: str, multiplier: float) -> None:
+        super().__init__(message)
+        self.multiplier = multiplier
+
+
 class UnusableProfileError(ProtocolError):
     """A device sent a profile that cannot be used for planning."""
 

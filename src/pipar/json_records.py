@@ -1,12 +1,45 @@
-"""Reads records from JSON that may come from elsewhere: they need exactly their fields, of the right types."""
+"""Reads JSON that may come from elsewhere: records need exactly their fields, and numbers have a range."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipar.errors import ConfigError
+
+#: No number that anyone has to write has more; Python computes with any, and refuses to print those of 4,300.
+_MOST_DIGITS = 40
+
+
+class LongNumberError(ValueError):
+    """A whole number is longer than any is."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the content of JSON, or raise ValueError; also for a whole number that is longer than any is."""
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except RecursionError:  # brackets nested too deeply
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise LongNumberError(
+            f"has a number of {len(digits)} digits, which does not fit: it has to be one of at most {_MOST_DIGITS}"
+        )
+    return int(digits)
+
+
+def is_whole(value: Any, least: int, most: int) -> TypeGuard[int]:
+    """Return whether a value is a whole number in this range."""
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any, least: float, most: float) -> TypeGuard[float]:
+    """Return whether a value is a number in this range; NaN is in none."""
+    return type(value) in (int, float) and least <= value <= most
 
 
 def only_fields(record: type, tree: Any) -> dict[str, Any]:

@@ -338,17 +338,57 @@ def test_a_device_corrects_the_count_of_a_server_that_has_lost_it() -> None:
     guard = PrivacyGuard(1)
     guard.accept(4.0, BudgetUse(3, 3 * cost(4.0)))  # by a server that then lost its last round
     outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5))
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"], ["a", "b"], ["a"], ["a"]]
+    assert releases(outcome) == {"a": 4, "b": 5}
+    assert not outcome.of(BudgetSpent)  # what a device says of itself does not end the training of the others
+    assert isinstance(outcome.lives[1], BudgetSpentError)
+    (lost,) = outcome.of(Lost)
+    assert "'b' has used its privacy budget: one more update would bring it to epsilon" in lost.reason
+
+
+@pytest.mark.parametrize("begin_with", [1, 2])
+def test_a_claim_of_a_spent_budget_costs_only_the_device_that_makes_it(begin_with: int) -> None:
+    async def liar(channel: Channel) -> None:
+        channel.post(hello("b", releases=1000, spent=1e9))
+        await until(channel, Kind.STOP)
+
+    honest_ones = [honest("a"), honest("c", starts_s=5.0)]
+    outcome = train(
+        [scripted(liar, "b"), *honest_ones], devices=("a", "b", "c"), begin_with=begin_with, epochs=3, terms=limited(3)
+    )
+    assert outcome.failure is None
+    assert "'b' has used its privacy budget" in str(outcome.lives[0])
+    assert len(outcome.results) == 3
+    assert releases(outcome)["a"] == 3
+    assert not outcome.of(BudgetSpent)
+    assert outcome.accountant.of("b").releases == 0
+
+
+def test_training_ends_when_every_device_of_it_has_spent_its_budget_by_its_own_count() -> None:
+    guards = [PrivacyGuard(1), PrivacyGuard(2)]
+    for guard, used in zip(guards, (3, 4), strict=True):
+        guard.accept(4.0, BudgetUse(used, used * cost(4.0)))
+    lives = [honest(name, guard=guard) for name, guard in zip("ab", guards, strict=True)]
+    outcome = train(lives, epochs=9, terms=limited(5))
+    assert outcome.failure is None
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"], ["a"]]
+    assert [event.device for event in outcome.of(BudgetSpent)] == ["a"]
+
+
+def test_training_ends_when_too_few_devices_of_a_closed_fleet_have_budget_left() -> None:
+    guard = PrivacyGuard(1)
+    guard.accept(4.0, BudgetUse(3, 3 * cost(4.0)))
+    outcome = train([honest("a"), honest("b", guard=guard)], epochs=4, terms=limited(5), min_devices=2)
     assert len(outcome.results) == 2
-    assert releases(outcome) == {"a": 2, "b": 5}
     assert [event.device for event in outcome.of(BudgetSpent)] == ["b"]
 
 
 def test_a_device_that_joins_without_budget_gets_that_reason_and_not_the_end_of_the_training() -> None:
     terms = limited(2)
     guard = PrivacyGuard(1, PrivacyLimits(budget=terms.budget, delta=DELTA), used=BudgetUse(2, 2 * cost(4.0)))
-    outcome = train([honest("a"), honest("b", guard=guard)], epochs=2, terms=terms)
+    outcome = train([honest("a"), honest("b", guard=guard)], begin_with=1, epochs=2, terms=terms)
     assert outcome.failure is None
-    assert outcome.results == []
+    assert outcome.counted == [{"a": 20}, {"a": 20}]
     assert outcome.lives[0] is None
     assert isinstance(outcome.lives[1], BudgetSpentError)
     assert (

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, Equipment
 from pipar.device.model import DeviceSideModel
@@ -31,6 +32,7 @@ from pipar.execution.clock import clock_machine
 from pipar.execution.schedule import device_order
 from pipar.execution.spans import Clock, Recorder, pack_trace
 from pipar.execution.work import Work
+from pipar.json_records import is_number
 from pipar.privacy.budget import BudgetUse
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import read_traffic
@@ -109,10 +111,17 @@ class Device:
     async def _expect_welcome(self) -> Message:
         message = await self._channel.receive()
         if message.kind is Kind.FAULT:
+            self._check_budget(message)
             raise _fault(message, "refused this device")
         if message.kind not in (Kind.WELCOME, Kind.STOP):
             raise ProtocolError(f"The server answered HELLO with {message}, not with a welcome.")
         return message
+
+    def _check_budget(self, fault: Message) -> None:
+        """Raise BudgetSpentError if the server ends the session because this device's budget is spent, and it is."""
+        multiplier = read_json(fault).get("noise_multiplier")
+        if is_number(multiplier, LEAST_SCALE, LARGEST_SCALE):
+            self._guard.check(float(multiplier))
 
     def _build(self, orders: Orders) -> None:
         """Build M^c_k by P^k, and what feeds it."""
@@ -157,6 +166,7 @@ class Device:
                 await self._exchange.receive(message)
                 continue
             if message.kind is Kind.FAULT:
+                self._check_budget(message)
                 raise _fault(message, "ended the session")
             if message.kind is Kind.ABANDON:
                 self._abandon(message.epoch)

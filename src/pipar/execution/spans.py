@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipar.errors import ProtocolError
+from pipar.json_records import is_number, parse_json
 
 SERVER = "server"
 COMPUTE, IO, NOISE, UPLINK, DOWNLINK, CORE = "compute", "io", "noise", "uplink", "downlink", "core"
@@ -169,6 +170,8 @@ class EpochTrace:
 
 #: Three hundred years: more than the uptime of any machine.
 _LONGEST_S = 1e10
+#: A device has five lanes, and their names are short.
+_MOST_LANES, _LONGEST_LANE = 32, 64
 _SPAN = struct.Struct("!BB?IHdd")
 
 
@@ -192,7 +195,7 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
     """Return the trace that the device `owner` sent; the owner that the trace itself names is ignored."""
     try:
         (length,) = struct.unpack_from("!I", data)
-        head = json.loads(bytes(data[4 : 4 + length]))
+        head = parse_json(bytes(data[4 : 4 + length]))
         lanes, epoch = head["lanes"], int(head["epoch"])
         totals = {lane: Totals(*map(float, values)) for lane, values in head["totals"].items()}
         clock = _read_clock(head.get("clock"))
@@ -203,8 +206,12 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
     except (struct.error, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ProtocolError(f"{owner} sent a trace that cannot be read.") from None
     sums = [value for t in totals.values() for value in (t.busy_s, t.waiting_s, t.last_end)]
-    if not all(0 <= value < _LONGEST_S for value in sums) or any(math.isnan(t.first_start) for t in totals.values()):
+    # A lane that was never busy has no first start.
+    sums += [t.first_start for t in totals.values() if t.first_start != math.inf]
+    if not all(is_number(value, 0, _LONGEST_S) for value in sums):
         raise ProtocolError(f"{owner} sent a trace with a time outside 0..{_LONGEST_S:g} s.")
+    if len(totals) > _MOST_LANES or any(len(lane) > _LONGEST_LANE for lane in (*totals, *map(str, lanes))):
+        raise ProtocolError(f"{owner} sent a trace of lanes that no device has.")
     if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < _LONGEST_S for span in spans):
         raise ProtocolError(f"{owner} sent a trace with a span that has no lane, or an impossible start or end.")
     return EpochTrace(owner, epoch, totals, spans, clock)
@@ -214,7 +221,8 @@ def _read_clock(said: Any) -> Clock | None:
     if said is None:
         return None
     machine, hello_at, welcome_at = said
-    if not (isinstance(machine, str) and 0 <= hello_at < _LONGEST_S and 0 <= welcome_at < _LONGEST_S):
+    are_times = is_number(hello_at, 0, _LONGEST_S) and is_number(welcome_at, 0, _LONGEST_S)
+    if not (isinstance(machine, str) and are_times):
         raise ValueError("not a clock")
     return Clock(machine, float(hello_at), float(welcome_at))
 

@@ -17,6 +17,7 @@ import torch
 
 from pipar.errors import ProtocolError
 from pipar.execution.work import Place
+from pipar.json_records import parse_json
 from pipar.wire import bitpacking
 from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import LOSSY, chunk_sizes, row_values
@@ -282,7 +283,7 @@ def _tensors(view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that the header lists; raise unless they cover all bytes, each byte once."""
     (length,) = struct.unpack_from("<Q", view) if view.nbytes >= 8 else (view.nbytes,)
     data = view[8 + length :]
-    header: Any = json.loads(bytes(view[8 : 8 + length]))
+    header: Any = parse_json(bytes(view[8 : 8 + length]))
     if not isinstance(header, dict):
         raise TypeError(header)
     header.pop("__metadata__", None)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.config import Config
-from pipar.errors import BudgetSpentError, ConfigError, PrivacyError
+from pipar.errors import BudgetSpentError, ConfigError, NoBudgetLeftError, PrivacyError
 from pipar.privacy import accounting
 
 if TYPE_CHECKING:
@@ -81,8 +81,13 @@ class PrivacyAccountant:
     def __init__(self, noise: UpdateNoise | None) -> None:
         self.noise = noise
         self._used: dict[str, BudgetUse] = {}
+        self._took_part: set[str] = set()  # devices that were ever welcomed to this training
         if noise is not None:
             accounting.epsilon_after(noise.multiplier, 1, noise.delta)  # imports now, so that no round waits for it
+
+    def welcome(self, device: str) -> None:
+        """A device takes part in this training from now on."""
+        self._took_part.add(device)
 
     def note(self, device: str) -> None:
         """Count an update that a device has sent or begun to send, even if the round then excludes the device."""
@@ -108,15 +113,43 @@ class PrivacyAccountant:
         """Return the largest epsilon of all devices; None if updates have no noise."""
         return None if self.noise is None else max(self.epsilons().values(), default=0.0)
 
+    def check_claim(self, device: str, used: BudgetUse) -> None:
+        """Raise NoBudgetLeftError if a device that has not taken part before claims to have no release left.
+
+        Its claim costs only itself: the training does not end for it.
+        """
+        if self.noise is not None and device not in self._took_part and not self.noise.allow(used):
+            raise self.no_budget_left(device, used)
+
+    def no_budget_left(self, device: str, used: BudgetUse | None = None) -> NoBudgetLeftError:
+        """Return the error that ends the session of a device without a release left."""
+        assert self.noise is not None
+        assert self.noise.target_epsilon is not None
+        epsilon = self._epsilon_of_one_more(used or self.of(device))
+        return NoBudgetLeftError(
+            f"'{device}' has used its privacy budget: one more update would bring it to epsilon {epsilon:.4g}, and "
+            f"privacy.target_epsilon is {self.noise.target_epsilon:g}. To continue, raise it on the device and on the "
+            "server.",
+            self.noise.multiplier,
+        )
+
+    def _epsilon_of_one_more(self, used: BudgetUse) -> float:
+        assert self.noise is not None
+        return accounting.epsilon(used.plus(self.noise.multiplier).mu_squared, self.noise.delta)
+
+    def spent(self, devices: Iterable[str]) -> list[str]:
+        """Return the devices without a release left, in name order."""
+        noise = self.noise
+        return [] if noise is None else [name for name in sorted(devices) if not noise.allow(self.of(name))]
+
+    def is_exhausted(self) -> bool:
+        """Return whether no device that has ever taken part has a release left."""
+        return bool(self._took_part) and len(self.spent(self._took_part)) == len(self._took_part)
+
     def would_exceed(self, devices: Iterable[str]) -> tuple[str, float] | None:
         """Return the first device without a release left and the epsilon that one more would give; None if none."""
-        noise = self.noise
-        if noise is None:
-            return None
-        name = next((name for name in sorted(devices) if not noise.allow(self.of(name))), None)
-        if name is None:
-            return None
-        return name, accounting.epsilon(self.of(name).plus(noise.multiplier).mu_squared, noise.delta)
+        name = next(iter(self.spent(devices)), None)
+        return None if name is None else (name, self._epsilon_of_one_more(self.of(name)))
 
     def as_notes(self) -> dict[str, Any]:
         """Return all counts in the form of a checkpoint."""
@@ -125,6 +158,7 @@ class PrivacyAccountant:
     def resume(self, notes: Mapping[str, Any]) -> None:
         """Take the counts of a checkpoint."""
         self._used = {name: BudgetUse(**used) for name, used in notes.items()}
+        self._took_part = set(notes)
 
     def as_result(self) -> dict[str, Any] | None:
         """Return the noise on updates and each device's epsilon in the form of result.json."""

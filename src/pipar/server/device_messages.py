@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipar.errors import ConfigError, ProtocolError
+from pipar.json_records import is_number, is_whole
 from pipar.privacy.budget import BudgetUse
 from pipar.profiling.profile import NetworkSizes, Profile, check_network
 from pipar.transport.rate_estimate import FrameTimes, read_frame_times, read_traffic
@@ -20,6 +21,11 @@ SquaredError = tuple[float, float] | None
 
 _LONGEST_NAME = 64
 _MOST_SAMPLES = 100_000_000
+_MOST_RELEASES = 1_000_000_000
+#: Sums of these stay finite.
+_LARGEST_SPENT = 1e300
+_LARGEST_LOSS = 1e18
+_LARGEST_ERROR = 1e100
 
 
 def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
@@ -46,15 +52,18 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
         raise ProtocolError(f"HELLO gives the name {str(name)[:80]!r}; a name has 1 to {_LONGEST_NAME} characters.")
     if peer is not None and name != peer:
         raise ProtocolError(f"The credential is that of '{peer}', but the device calls itself '{name}'.")
-    if type(samples) is not int or not 1 <= samples <= _MOST_SAMPLES:
-        raise ProtocolError(f"'{name}' reports {samples!r} samples; 1 to {_MOST_SAMPLES} are allowed.")
+    if not is_whole(samples, 1, _MOST_SAMPLES):
+        raise ProtocolError(f"'{name}' reports {_shown(samples)} samples; 1 to {_MOST_SAMPLES} are allowed.")
     return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
 
 
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
     releases, spent = content.get("releases", 0), content.get("spent", 0.0)
-    if type(releases) is not int or type(spent) is not float or releases < 0 or not 0 <= spent < math.inf:
-        raise ProtocolError(f"'{name}' reports {releases!r} updates at a cost of {spent!r}; neither may be negative.")
+    if not is_whole(releases, 0, _MOST_RELEASES) or type(spent) is not float or not 0 <= spent <= _LARGEST_SPENT:
+        raise ProtocolError(
+            f"'{name}' reports {str(releases)[:80]} updates at a cost of {str(spent)[:80]}; allowed are 0 to "
+            f"{_MOST_RELEASES}, at a cost of 0 to {_LARGEST_SPENT:g}."
+        )
     return BudgetUse(releases, spent)
 
 
@@ -97,21 +106,32 @@ def read_end(message: Message, epoch: int) -> EndOfEpoch:
     expect(message, Kind.END_EPOCH, epoch)
     content = read_json(message)
     samples, loss = content.get("samples"), content.get("loss_sum")
-    if type(samples) is not int or samples < 1 or not (loss is None or type(loss) is float):
-        raise ProtocolError(f"{message} carries {samples!r} samples and the loss {loss!r}.")
+    if not is_whole(samples, 1, _MOST_SAMPLES) or not _is_loss(loss):
+        raise ProtocolError(f"{message} carries {_shown(samples)} samples and the loss {_shown(loss)}.")
     uplink = read_traffic(content)
     if uplink is None:
-        raise ProtocolError(f"{message} carries {content.get('up_bytes')!r} bytes sent in {content.get('up_s')!r} s.")
+        sent, seconds = _shown(content.get("up_bytes")), _shown(content.get("up_s"))
+        raise ProtocolError(f"{message} carries {sent} bytes sent in {seconds} s.")
     ready, came = (read_frame_times(content.get(key, [])) for key in ("ready", "came"))
     if ready is None or came is None:
         raise ProtocolError(f"{message} carries times of frames that cannot be read.")
     return EndOfEpoch(samples, loss, uplink, _read_error(message, content.get("error")), ready, came)
 
 
+def _is_loss(value: Any) -> bool:
+    """Return whether a value may be a loss: none, one in a range, or that of a training that has diverged."""
+    return value is None or (type(value) is float and (not math.isfinite(value) or abs(value) <= _LARGEST_LOSS))
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a peer, shortened."""
+    return repr(value)[:80]
+
+
 def _read_error(message: Message, said: Any) -> SquaredError:
     if said is None:
         return None
-    are_sums = isinstance(said, list) and all(type(one) is float and math.isfinite(one) and one >= 0 for one in said)
+    are_sums = isinstance(said, list) and all(is_number(one, 0, _LARGEST_ERROR) for one in said)
     if not are_sums or len(said) != 2:
         raise ProtocolError(f"{message} carries {str(said)[:80]!r}, not two sums, as the error of a lossy encoding.")
-    return said[0], said[1]
+    return float(said[0]), float(said[1])

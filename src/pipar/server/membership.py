@@ -81,6 +81,7 @@ class Membership:
             raise ProtocolError(f"The first message has to be HELLO, not {hello.message}.")
         introduction = read_hello(hello.only(), self._settings.network, peer)
         self._policy.check(introduction)
+        self._accountant.check_claim(introduction.name, introduction.spent)
         self._end_previous(introduction.name, has_credential=peer is not None)
         # Only now: a device that is refused may not change the count of the one whose name it gives.
         self._accountant.learn(introduction.name, introduction.spent)
@@ -170,6 +171,7 @@ class Membership:
 
     def welcome(self, session: Session, orders: Orders) -> None:
         """Send a device its orders."""
+        self._accountant.welcome(session.device)
         spent = self._accountant.of(session.device)
         session.welcome(replace(orders, releases=spent.releases, spent=spent.mu_squared))
 
@@ -281,6 +283,8 @@ class Membership:
         session.check_trace(trace, message)
         if not {COMPUTE, IO} <= trace.totals.keys():
             raise ProtocolError(f"{message} carries a trace without the device's own lanes.")
+        if any(trace.totals[lane].first_start > trace.totals[lane].last_end for lane in (COMPUTE, IO)):
+            raise ProtocolError(f"{message} carries a trace of lanes that start after their end.")
         session.trace_arrived()
         keep_spans = self._settings.keep_spans
         if keep_spans is not None and session.device not in keep_spans:

@@ -76,8 +76,9 @@ class Server:
         epoch = done
         while epoch < self._training.epochs and not await self._has_converged(epoch):  # line 2
             group = await self._gather(epoch)
-            if self._would_exceed_budget(group, epoch):
+            if await self._is_budget_spent(group, epoch):
                 break
+            group = [session for session in group if not session.is_over]
             if group and await self._train_round(epoch + 1, group):
                 epoch += 1  # otherwise all devices were lost, and the same round starts over
         if self._checkpointer is not None:
@@ -146,16 +147,30 @@ class Server:
             return False
         return await self._results.stale_epochs(max(0, epoch - 1)) >= self._training.patience
 
-    def _would_exceed_budget(self, group: Sequence[Session], done: int) -> bool:
-        """Return whether the next round would exceed a device's privacy budget, and emit an event if so."""
+    async def _is_budget_spent(self, group: Sequence[Session], done: int) -> bool:
+        """Dismiss devices whose privacy budget the next round would exceed; return whether too few are left for it.
+
+        Then an event says so. A device's own count costs only itself: as long as others can train, they do.
+        """
         over = self._accountant.would_exceed(session.device for session in group)
         if over is None:
+            return False
+        if self._has_enough_budget():
+            for name in self._accountant.spent(session.device for session in group):
+                if (session := self._membership.sessions.get(name)) is not None:
+                    await self._membership.dismiss(session, self._accountant.no_budget_left(name))
             return False
         noise = self._accountant.noise
         assert noise is not None
         assert noise.target_epsilon is not None
         self._observe(BudgetSpent(done, *over, noise.target_epsilon))
         return True
+
+    def _has_enough_budget(self) -> bool:
+        """Return whether enough devices for a round may have a release left; others may still join an open fleet."""
+        fleet = self._training.plans.keys()  # known before any device joined, if no other may join
+        left = len(fleet) - len(self._accountant.spent(fleet))
+        return not self._accountant.is_exhausted() and (not fleet or left >= self._training.min_devices)
 
     # --- around the training
 

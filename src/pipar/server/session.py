@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from pipar.errors import LinkError, ProtocolError
+from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError
 from pipar.execution.spans import EpochTrace, Recorder
 from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, Introduction
@@ -357,5 +357,7 @@ class Session:
 
 def fault(reason: Exception | str, *, again: bool = False, stops: bool = False) -> Message:
     """Return the message that ends a connection; `again` if the device may join again, `stops` if the server stops."""
-    about = {"reason": str(reason), "again": again}
+    about: dict[str, Any] = {"reason": str(reason), "again": again}
+    if isinstance(reason, NoBudgetLeftError):
+        about["noise_multiplier"] = reason.multiplier
     return Message(Kind.FAULT, body=json_body({**about, "stops": True} if stops else about))

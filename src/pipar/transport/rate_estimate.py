@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from pipar.json_records import is_number, is_whole
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 
@@ -60,7 +61,9 @@ def read_frame_times(told: Any) -> FrameTimes | None:
         return None
     if not all(isinstance(one, list) and len(one) == 3 for one in told):
         return None
-    if not all(type(sequence) is int and type(chunk) is int and _is_time(at) for sequence, chunk, at in told):
+    if not all(
+        is_whole(one, 0, _MOST_BYTES) and is_whole(chunk, 0, _MOST_BYTES) and _is_time(at) for one, chunk, at in told
+    ):
         return None
     return {(sequence, chunk): FrameTime(float(at)) for sequence, chunk, at in told}
 
@@ -68,13 +71,13 @@ def read_frame_times(told: Any) -> FrameTimes | None:
 def read_traffic(told: Mapping[str, Any]) -> Traffic | None:
     """Return the uplink traffic that the other side reports, empty if it reports none; None if it is not valid."""
     size_bytes, seconds = told.get("up_bytes", 0), told.get("up_s", 0.0)
-    if type(size_bytes) is not int or not 0 <= size_bytes < _MOST_BYTES or not _is_time(seconds):
+    if not is_whole(size_bytes, 0, _MOST_BYTES) or not _is_time(seconds):
         return None
     return Traffic(size_bytes, seconds)
 
 
 def _is_time(seconds: object) -> bool:
-    return type(seconds) in (int, float) and isinstance(seconds, int | float) and 0 <= seconds < _LONGEST_S
+    return is_number(seconds, 0, _LONGEST_S)
 
 
 class _Passage(NamedTuple):

@@ -31,6 +31,7 @@ from enum import IntEnum
 from typing import Any
 
 from pipar.errors import ProtocolError
+from pipar.json_records import LongNumberError, parse_json
 from pipar.wire.encodings import ALL, CODED, chunk_sizes
 
 
@@ -179,8 +180,10 @@ def json_body(content: dict[str, Any]) -> Body:
 def read_json(message: Message) -> dict[str, Any]:
     """Return the content of a control message; raise ProtocolError if it is not a JSON object."""
     try:
-        content = json.loads(bytes(message.body.contiguous()))
-    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
+        content = parse_json(bytes(message.body.contiguous()))
+    except LongNumberError as error:
+        raise ProtocolError(f"{message} {error}.") from None
+    except ValueError:
         raise ProtocolError(f"{message} does not carry valid JSON.") from None
     if not isinstance(content, dict):
         raise ProtocolError(f"{message} carries JSON of type {type(content).__name__}; an object is needed.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE
 from pipar.errors import ProtocolError
+from pipar.json_records import is_number
 from pipar.methods import Plan
 from pipar.wire import encodings
 from pipar.wire.messages import Body, Message, json_body, read_json
@@ -54,7 +54,7 @@ class Orders:
             if content[key] > most:
                 raise ProtocolError(f"The server's welcome has {key} above {most}; it has to be at most that.")
         for key, what in _AMOUNTS.items():
-            if not (math.isfinite(content[key]) and content[key] >= 0):
+            if not is_number(content[key], 0.0, _LARGEST_AMOUNT):
                 raise ProtocolError(
                     f"The server's welcome has a {what} of {content[key]}; it has to be a finite number of at least 0."
                 )
@@ -92,6 +92,8 @@ _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "do
 _LEAST = {"split_point": 1, "micro_batches": 1, "layers": 1, "batch_size": 1, "window": 0, "releases": 0, "session": 1}
 #: The header has 32 bits for a session; the other numbers are above every honest one.
 _MOST = {"session": 2**32 - 1, "layers": 100_000, "batch_size": LARGEST_BATCH, "releases": 2**53}
+#: Sums of these stay finite.
+_LARGEST_AMOUNT = 1e300
 _AMOUNTS = {
     "proximal": "proximal weight",
     "changes_below_bps": "rate for changes",
