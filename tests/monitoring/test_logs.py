@@ -79,7 +79,7 @@ EPOCH = EpochResult(
     efficiency=0.75,
     validation_s=0.1,
 )
-PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4}}
+PLANS = {"pi-1": {"split_point": 1, "micro_batches": 9, "window": 4, "up": "planes", "down": "sparse"}}
 
 #: Every event once, and its sentence.
 SAID: list[tuple[Event, str]] = [
@@ -147,8 +147,8 @@ SAID: list[tuple[Event, str]] = [
     ),
     (Saved(7, "runs/x/checkpoint"), "round 7 saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
-    (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9"),
-    (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9"),
+    (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9 1f1b(4) planes/sparse"),
+    (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9 1f1b(4) planes/sparse"),
     (ReplanFailed("New plans could not be chosen: no."), "warning: New plans could not be chosen: no."),
     (Connecting("server:50051"), "connecting to server:50051"),
     (Connected("server:50051"), "connected to server:50051"),

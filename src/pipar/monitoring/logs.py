@@ -56,6 +56,7 @@ from pipar.events import (
     Waiting,
     Welcomed,
 )
+from pipar.methods import Plan
 from pipar.units import format_bytes, format_percent
 
 LOGGER = "pipar"
@@ -317,10 +318,8 @@ def _loss(loss: float | None) -> str:
     return "" if loss is None else f", loss {loss:.3f}"
 
 
-def _plans(plans: Mapping[str, Mapping[str, int]]) -> str:
-    return ", ".join(
-        f"{device} P={plan['split_point']} N={plan['micro_batches']}" for device, plan in sorted(plans.items())
-    )
+def _plans(plans: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join(f"{device} {Plan(**plan)}" for device, plan in sorted(plans.items()))
 
 
 def one_line(text: str) -> str:
