@@ -331,3 +331,33 @@ def test_an_excerpt_never_exceeds_twice_its_limit_and_reports_what_is_missing() 
     start, end = min(span.start for span in found[:2]), max(span.end for span in found[:2])
     served = [s for s in spans if s.device not in ("", "pi-39") and s.end > start and s.start < end]
     assert left_out == 1 + len(served) - 2
+
+
+def test_of_each_device_only_the_first_spans_of_an_epoch_are_kept_and_all_are_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipar.execution.spans.MOST_SPANS", 3)
+    recorder = Recorder("server")
+    for number in range(5):
+        for device in ("a", "b"):
+            recorder.busy("core 0", "fs", 1, number, 1, float(number), number + 0.5, device)
+    recorder.busy("core 0", "fs", 2, 1, 1, 9.0, 9.5, "a")
+    trace = recorder.take(1)
+    assert [(span.device, span.iteration) for span in trace.spans] == [(d, n) for n in range(3) for d in ("a", "b")]
+    assert trace.totals["core 0"].busy_s == 5.0
+    assert len(recorder.take(2).spans) == 1
+
+
+@pytest.mark.parametrize("lanes", [["compute", "io", "x" * 1000], ["compute", "io", 7], {"compute": 0}])
+def test_a_trace_with_lanes_that_no_device_has_is_refused(lanes: object) -> None:
+    head = json.dumps({"owner": "a", "epoch": 1, "lanes": lanes, "totals": {}}).encode()
+    with pytest.raises(
+        ProtocolError, match="of lanes that no device has; a device has compute, downlink, io, noise, uplink"
+    ):
+        unpack_trace(struct.pack("!I", len(head)) + head, owner="a")
+
+
+def test_totals_of_lanes_that_no_device_has_are_refused() -> None:
+    head = json.dumps({"epoch": 1, "lanes": [], "totals": {f"lane {n}": [0, 0, 0, 0] for n in range(1000)}}).encode()
+    with pytest.raises(ProtocolError, match="of lanes that no device has"):
+        unpack_trace(struct.pack("!I", len(head)) + head, owner="a")

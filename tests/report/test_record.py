@@ -11,6 +11,7 @@ import pytest
 from pipar.errors import InputError
 from pipar.execution.spans import Span, chrome_events
 from pipar.report.record import RunRecord, shown_epoch
+from pipar.storage.trace_file import TraceFile
 
 
 @pytest.fixture
@@ -98,6 +99,16 @@ def _cut_trace(folder: Path) -> Path:
 def _foreign_trace(folder: Path) -> Path:
     (folder / "trace.json").write_text('{"traceEvents": [{"name": "x", "ph": "X", "args": {"epoch": 1}}]}')
     return folder
+
+
+def test_of_a_long_trace_only_the_epoch_that_is_shown_is_kept(folder: Path) -> None:
+    trace = TraceFile(folder / "trace.json")
+    for epoch in range(1, 51):
+        trace.add([Span("pi-1", "compute", "fc", epoch, 1, n, 10.0 * epoch, 10.0 * epoch + 1) for n in (1, 2)])
+    trace.finish()
+    assert [(span.epoch, span.micro_batch, span.start) for span in RunRecord.read(folder).spans] == [
+        (2, 1, 10.0), (2, 2, 10.0)
+    ]  # fmt: skip
 
 
 def _broken_config(folder: Path) -> Path:

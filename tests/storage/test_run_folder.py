@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.hand_made_job import CONFIG, job
 
 from pipar.config import device_specs
 from pipar.config_file import config_from, load_config
 from pipar.errors import InputError, StorageError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, SaveFailed, ignore
 from pipar.execution.spans import Span
-from pipar.job.job import Job
-from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
-from pipar.profiling.profile import LayerProfile, Profile
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.run_folder import (
     RunFolder,
@@ -30,34 +28,6 @@ from pipar.storage.run_folder import (
 )
 from pipar.storage.whole_files import write_atomically
 from pipar.wire.messages import EMPTY, Body
-
-CONFIG = config_from(
-    {
-        "run": {"method": "pipar", "epochs": 2, "batch_size": 10, "seed": 7},
-        "plan": {"split_point": 1, "micro_batches": 2},
-        "devices": [{"name": "pi", "count": 2, "link": {"up": "1Mbit/s", "down": "2.5Mbit/s", "latency": "20ms"}}],
-    }
-)
-
-
-def job() -> Job:
-    layers = tuple(LayerProfile(name, (1.0,), (2.0,), 8, 16) for name in ("one", "two"))
-    profile = Profile("hand", "float32", (10,), layers)
-    specs = ("pi-1", "pi-2")
-    profiles = dict.fromkeys(specs, profile)
-    return Job(
-        config=CONFIG,
-        specs=device_specs(CONFIG),
-        sizes=dict.fromkeys(specs, 20),
-        server_profile=profile,
-        device_profiles=profiles,
-        batch_statistics=False,
-        dropout=False,
-        plans=dict.fromkeys(specs, Plan(1, 2)),
-        dataset="digits",
-        model="vgg5",
-    )
-
 
 EPOCH = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
 SPAN = Span("pi-1", "compute", "fc", 1, 1, 1, 100.0, 101.0)

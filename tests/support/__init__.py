@@ -17,6 +17,7 @@ Small things to train, plan and send:
     server_world        a server in virtual time, with devices that are honest, scripted or lose their links
     deployments, gated  a training for real processes that can be held in mid-epoch
     small_runs, made_up_cells   runs and cells of the reproduction that take no time
+    hand_made_job       a job of two devices, for what is written about a run
     fleets, leakages    fleets to plan for, and leakage tables
     credentials         certificates and tokens
     strangers           other programs that answer at the address of a server

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ WORK_KINDS = (
     "pack", "model", "install", "aggregate", "validate", "control", "trace", "round",
     "protect", "noise",
 )  # fmt: skip
+#: The lanes of a device.
+_DEVICE_LANES = frozenset({COMPUTE, IO, NOISE, UPLINK, DOWNLINK})
+#: The spans of one device in one epoch that are kept; the sums are exact without the others.
+MOST_SPANS = 50_000
 _KIND_NUMBER = {kind: number for number, kind in enumerate(WORK_KINDS)}
 
 
@@ -61,14 +65,18 @@ class Totals:
 
 
 class Recorder:
-    """Records the work of one owner's lanes; keeps spans only for the devices in `keep` (None: for all)."""
+    """Records the work of one owner's lanes; keeps spans only for the devices in `keep` (None: for all).
 
-    def __init__(self, owner: str, keep: frozenset[str] | None = None) -> None:
+    Of each device it keeps the first `MOST_SPANS` of an epoch.
+    """
+
+    def __init__(self, owner: str, keep: Container[str] | None = None) -> None:
         self.owner = owner
         self.spans: dict[int, list[Span]] = {}
         self.totals: dict[int, dict[str, Totals]] = {}
         self.busy_s: dict[str, float] = {}  # by lane over all epochs, for live displays
         self._keep = keep
+        self._kept: dict[int, dict[str, int]] = {}  # by epoch: spans of each device
 
     def busy(
         self,
@@ -86,7 +94,7 @@ class Recorder:
         totals.first_start = min(totals.first_start, start)
         totals.last_end = max(totals.last_end, end)
         self.busy_s[lane] = self.busy_s.get(lane, 0.0) + (end - start)
-        if self._keeps(device):
+        if self._keeps(device, epoch):
             self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, False, device))
 
     def waited(
@@ -104,11 +112,16 @@ class Recorder:
         if end <= start:
             return
         self._totals(epoch, lane).waiting_s += end - start
-        if self._keeps(device):
+        if self._keeps(device, epoch):
             self._add(Span(self.owner, lane, kind, epoch, iteration, micro_batch, start, end, True, device))
 
-    def _keeps(self, device: str) -> bool:
-        return self._keep is None or (device or self.owner) in self._keep
+    def _keeps(self, device: str, epoch: int) -> bool:
+        name = device or self.owner
+        if self._keep is not None and name not in self._keep:
+            return False
+        kept = self._kept.setdefault(epoch, {})
+        kept[name] = kept.get(name, 0) + 1
+        return kept[name] <= MOST_SPANS
 
     def _add(self, span: Span) -> None:
         self.spans.setdefault(span.epoch, []).append(span)
@@ -124,6 +137,7 @@ class Recorder:
 
     def take(self, epoch: int) -> EpochTrace:
         """Return the record of an epoch, and forget it."""
+        self._kept.pop(epoch, None)
         return EpochTrace(self.owner, epoch, self.totals.pop(epoch, {}), self.spans.pop(epoch, []))
 
 
@@ -170,9 +184,8 @@ class EpochTrace:
 
 #: Three hundred years: more than the uptime of any machine.
 _LONGEST_S = 1e10
-#: A device has five lanes, and their names are short.
-_MOST_LANES, _LONGEST_LANE = 32, 64
 _SPAN = struct.Struct("!BB?IHdd")
+SPAN_BYTES = _SPAN.size
 
 
 def pack_trace(trace: EpochTrace) -> bytes:
@@ -210,8 +223,9 @@ def unpack_trace(data: bytes | memoryview, *, owner: str) -> EpochTrace:
     sums += [t.first_start for t in totals.values() if t.first_start != math.inf]
     if not all(is_number(value, 0, _LONGEST_S) for value in sums):
         raise ProtocolError(f"{owner} sent a trace with a time outside 0..{_LONGEST_S:g} s.")
-    if len(totals) > _MOST_LANES or any(len(lane) > _LONGEST_LANE for lane in (*totals, *map(str, lanes))):
-        raise ProtocolError(f"{owner} sent a trace of lanes that no device has.")
+    if not (isinstance(lanes, list) and {*totals, *map(str, lanes)} <= _DEVICE_LANES):
+        known = ", ".join(sorted(_DEVICE_LANES))
+        raise ProtocolError(f"{owner} sent a trace of lanes that no device has; a device has {known}.")
     if not all(isinstance(span.lane, str) and 0 <= span.start <= span.end < _LONGEST_S for span in spans):
         raise ProtocolError(f"{owner} sent a trace with a span that has no lane, or an impossible start or end.")
     return EpochTrace(owner, epoch, totals, spans, clock)
@@ -316,18 +330,42 @@ def slowest_to_fastest(ends: Mapping[str, float], most: int) -> list[str]:
     return [order[round(place * (len(order) - 1) / (most - 1))] for place in range(most)]
 
 
+class ChromeEvents:
+    """Makes Chrome trace events (for Perfetto) of spans, epoch by epoch: one process per owner, one track per lane."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[str, dict[str, int]] = {}
+        self._named: set[tuple[str, str | None]] = set()
+
+    def name_again(self) -> None:
+        """Let the next events name their owners and lanes, also those that were named before."""
+        self._named.clear()
+
+    def events(self, spans: Iterable[Span], origin: float = 0.0) -> Iterator[dict[str, Any]]:
+        """Yield the events of spans, with times in microseconds after `origin`; a name comes before its first use."""
+        lanes = by_lane(spans)
+        for owner in sorted({owner for owner, _ in lanes}, key=lambda owner: (owner != SERVER, owner)):
+            process = self._processes.setdefault(owner, len(self._processes) + 1)
+            tracks = self._tracks.setdefault(owner, {})
+            if self._is_new(owner, None):
+                yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": owner}}
+            for lane, found in ((lane, found) for (name, lane), found in lanes.items() if name == owner):
+                track = tracks.setdefault(lane, len(tracks) + 1)
+                if self._is_new(owner, lane):
+                    yield {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": lane}}
+                for span in sorted(found, key=lambda span: span.start):
+                    yield _event(span, process, track, origin)
+
+    def _is_new(self, owner: str, lane: str | None) -> bool:
+        is_new = (owner, lane) not in self._named
+        self._named.add((owner, lane))
+        return is_new
+
+
 def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
-    """Return Chrome trace events (for Perfetto): one process per owner, one track per lane, times in microseconds."""
-    lanes = by_lane(spans)
-    owners = sorted({owner for owner, _ in lanes}, key=lambda owner: (owner != SERVER, owner))
-    events: list[dict[str, Any]] = []
-    for process, owner in enumerate(owners, start=1):
-        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": owner}})
-        tracks = [(lane, found) for (name, lane), found in lanes.items() if name == owner]
-        for track, (lane, found) in enumerate(tracks, start=1):
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": lane}})
-            events += [_event(span, process, track, origin) for span in sorted(found, key=lambda span: span.start)]
-    return events
+    """Return the Chrome trace events of all spans."""
+    return list(ChromeEvents().events(spans, origin))
 
 
 def _event(span: Span, process: int, track: int, origin: float) -> dict[str, Any]:

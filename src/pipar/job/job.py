@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipar.config import Config, DeviceSpec, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
+from pipar.execution.spans import SERVER
 from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner.costs import Costs
@@ -22,6 +23,22 @@ from pipar.wire.orders import Orders
 #: With more devices than this, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
 _SAMPLED_DEVICES = 20
+
+
+class FirstNames(Container[str]):
+    """The first different names that it is asked about, at most this many; and with any, the server's own."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._names: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        if name == SERVER or name in self._names:
+            return self._most > 0
+        if len(self._names) >= self._most:
+            return False
+        self._names.add(str(name))
+        return True
 
 
 @dataclass(frozen=True)
@@ -212,6 +229,11 @@ class Job:
             for batch, count in count_batches(samples, self.config.run.batch_size, batch_statistics=statistics).items()
             for piece, pieces in count_pieces(batch, plan.micro_batches, batch_statistics=statistics).items()
         )
+
+    def sample_of_traced_devices(self) -> Container[str] | None:
+        """Return the devices whose spans are kept, if any device may join; None for all of them."""
+        most = {"auto": _FULL_TRACE_DEVICES, "sampled": _SAMPLED_DEVICES, "off": 0}.get(self.config.run.trace)
+        return None if most is None else FirstNames(most)
 
     @cached_property
     def traced_devices(self) -> frozenset[str] | None:

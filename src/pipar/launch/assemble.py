@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -60,9 +60,13 @@ class _ServerBuilder:
     def __init__(self, job: Job, setup: ServerSetup) -> None:
         self._job = job
         self._setup = setup
-        kept = job.traced_devices
         # A sample of the devices, and the server's own work that is for no device alone.
-        own = kept | {SERVER} if kept else kept
+        own: Container[str] | None
+        if isinstance(setup.enrolment, OpenEnrolment):  # its devices are not known yet
+            self._kept = own = job.sample_of_traced_devices()
+        else:
+            self._kept = kept = job.traced_devices
+            own = kept | {SERVER} if kept else kept
         self._recorder, self._background = Recorder(SERVER, own), Recorder(SERVER, own)
         # How devices take turns at a shared server-side model is not predicted.
         self._predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans)
@@ -90,7 +94,7 @@ class _ServerBuilder:
             resume_window_s=job.config.server.resume_window,
             numbers=setup.session_numbers,
             real_links=isinstance(setup.enrolment, OpenEnrolment),
-            keep_spans=job.traced_devices,
+            keep_spans=self._kept,
         )
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 

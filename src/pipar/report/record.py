@@ -17,6 +17,7 @@ from pipar.errors import InputError
 from pipar.execution.spans import Span
 from pipar.methods import METHODS, Plan, plans_as_json
 from pipar.storage.run_folder import read_rows
+from pipar.storage.trace_file import HEAD
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")
 _EPOCH = re.compile(rb'"epoch": ?(\d+)')
@@ -175,10 +176,11 @@ def configured(record: RunRecord) -> Config | None:
 def _read_spans(path: Path) -> list[Span]:
     """Return the spans of the epoch that is shown; none without a trace.
 
-    A trace may have a million events: they are decoded one by one, and only those of that epoch are kept.
+    A trace may have a million events: only the first two epochs are read, and only the events of the shown one are
+    decoded. A trace with another layout of lines is read as a whole.
     """
     try:
-        data = path.read_bytes()
+        data = _first_epochs(path) or path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -188,6 +190,24 @@ def _read_spans(path: Path) -> list[Span]:
         return list(spans_of(_events(data.decode("utf-8")), epoch))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, error) from None
+
+
+def _first_epochs(path: Path) -> bytes:
+    """Return a trace up to the end of its second epoch; nothing if it does not have the lines that pipar writes."""
+    kept: list[bytes] = []
+    epochs: set[bytes] = set()
+    with path.open("rb") as file:
+        if next(file, b"").strip() != HEAD.encode():
+            return b""
+        for line in file:
+            match = _EPOCH.search(line)
+            if match is not None:
+                epochs.add(match[1])
+            if len(epochs) > 2:
+                kept.append(b"]}")
+                break
+            kept.append(line)
+    return b"[" + b"".join(kept)
 
 
 def _events(text: str) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipar.execution.spans import MOST_SPANS, SPAN_BYTES
 from pipar.profiling.profile import Profile
 from pipar.server.interfaces import Learner
 from pipar.server.session import Allowance, Session
@@ -11,7 +12,7 @@ from pipar.wire.orders import Orders
 
 #: The most that a trace takes for each micro-batch of an epoch.
 _SPAN_BYTES = 1024
-_LARGEST_TRACE_BYTES = 256_000_000
+_LARGEST_TRACE_BYTES = SMALL_BODY_BYTES + MOST_SPANS * SPAN_BYTES
 
 
 class Limits:

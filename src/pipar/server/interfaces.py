@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,7 +107,7 @@ class SessionSettings:
     resume_window_s: float = 0.0  # a device whose link is lost may resume its session for this long
     numbers: Iterable[int] | None = None  # of sessions; 1, 2, 3 ... if None
     real_links: bool = False  # their rates are measured, not configured
-    keep_spans: frozenset[str] | None = None  # devices whose spans are kept; None: all
+    keep_spans: Container[str] | None = None  # devices whose spans are kept; None: all
 
 
 @dataclass(frozen=True)

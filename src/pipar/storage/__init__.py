@@ -1,6 +1,6 @@
 """The files of a run.
 
-Reading order: `whole_files` (complete or absent, tried again), `run_folder` (writing the files of a run), `run_lock`
-(one training at a time), `result` (reading them from Python), `checkpoint` (the format of a checkpoint),
-`checkpoint_writer` (saving checkpoints during training).
+Reading order: `whole_files` (complete or absent, tried again), `trace_file` (spans, epoch by epoch), `run_folder`
+(writing the files of a run), `run_lock` (one training at a time), `result` (reading them from Python), `checkpoint`
+(the format of a checkpoint), `checkpoint_writer` (saving checkpoints during training).
 """

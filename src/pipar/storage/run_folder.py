@@ -19,12 +19,13 @@ from pipar.config import Config
 from pipar.config_file import dump_config
 from pipar.errors import InputError, StorageError
 from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved, SaveFailed
-from pipar.execution.spans import Span, chrome_events, excerpt
+from pipar.execution.spans import Span, excerpt
 from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
+from pipar.storage.trace_file import TraceFile
 from pipar.storage.whole_files import (
     PRIVATE,
     append_whole,
@@ -125,7 +126,7 @@ class RunFolder:
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self._stopped: str | None = None
-        self._spans: list[Span] = []
+        self._trace = TraceFile(path / "trace.json")
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
         self.trained_again = 0  # rounds in the files that came after the checkpoint
@@ -139,9 +140,9 @@ class RunFolder:
             raise StorageError(cannot_write(str(path / "config.toml"), error)) from None
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
-        """Append an epoch to metrics.jsonl, and keep its spans for the trace."""
+        """Append an epoch to metrics.jsonl, and its spans to the trace."""
         self.epochs.append(result)
-        self._spans += spans
+        self._trace.add(spans)
         self._append_row(result.epoch, "metrics.jsonl", strict_json(result.to_dict()))
 
     def _append_row(self, epoch: int, name: str, row: dict[str, Any]) -> None:
@@ -217,6 +218,9 @@ class RunFolder:
         def emit(result: EpochResult, spans: list[Span]) -> None:
             self.add_epoch(result, spans)
             observe(result)
+            if self._trace.failure is not None:
+                reason = cannot_write(f"The trace in {self.path}", self._trace.failure)
+                observe(SaveFailed(result.epoch, f"{reason} Training continues without the spans of this round."))
             if pictures and spans:
                 shown, left_out = excerpt(spans)
                 observe(Pictured(result.epoch, tuple(shown), len(shown) == len(spans), left_out))
@@ -263,8 +267,7 @@ class RunFolder:
         self._write_safe_rows()
         if self._unwritten is not None:
             raise self._unwritten
-        origin = min((span.start for span in self._spans), default=0.0)
-        _write_json(self.path / "trace.json", {"traceEvents": chrome_events(self._spans, origin)})
+        self._trace.finish()
         return self._write_result(self._result(weights_sha256))
 
     def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""trace.json, written epoch by epoch: a training of any length keeps only the spans of one epoch in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+from pipar.execution.spans import ChromeEvents, Span
+from pipar.storage.whole_files import append_whole, partial_file
+
+#: The first line. Each event after it has a line of its own.
+HEAD = '{"traceEvents": ['
+#: More than a million spans, which is more than viewers can show.
+_MOST_BYTES = 256_000_000
+_EVENTS_AT_ONCE = 10_000
+
+
+class TraceFile:
+    """Appends the spans of epochs to a partial file, which becomes trace.json at the end.
+
+    Spans for which there is no space, on the disk or within `most_bytes`, are left out and counted: a training must not
+    stop for its trace.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES) -> None:
+        self.left_out = 0
+        self.failure: OSError | None = None  # of the last attempt to write
+        self._path, self._partial = path, partial_file(path)
+        self._room = most_bytes
+        self._origin: float | None = None  # the start of the first span is time 0
+        self._names = ChromeEvents()
+        self._before = f"{HEAD}\n"  # what comes before the next event
+        self._is_complete = self._is_finished = False
+
+    def add(self, spans: list[Span]) -> None:
+        """Append the spans of an epoch."""
+        self.failure = None
+        if spans and self._origin is None:
+            self._origin = min(span.start for span in spans)
+        events, written = self._names.events(spans, self._origin or 0.0), 0
+        while some := list(islice(events, _EVENTS_AT_ONCE)):
+            if not self._append(",\n".join(json.dumps(event, allow_nan=False) for event in some)):
+                self._names.name_again()  # names may be among the events that are not written
+                break
+            written += sum(event["ph"] == "X" for event in some)
+        self.left_out += len(spans) - written
+
+    def finish(self) -> None:
+        """Complete trace.json; it may be called again after an OSError."""
+        if self._is_finished:
+            return
+        if not self._is_complete:
+            end = "]" if self._before.startswith(HEAD) else "\n]"
+            note = f', "otherData": {{"spans_left_out": {self.left_out}}}' if self.left_out else ""
+            head = self._before if self._before.startswith(HEAD) else ""
+            append_whole(self._partial, f"{head}{end}{note}}}\n".encode())
+            self._is_complete = True
+        descriptor = os.open(self._partial, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._partial.replace(self._path)
+        self._is_finished = True
+
+    def _append(self, lines: str) -> bool:
+        content = f"{self._before}{lines}".encode()
+        if len(content) > self._room:
+            return False
+        try:
+            append_whole(self._partial, content)
+        except OSError as error:
+            self.failure = error
+            return False
+        self._room -= len(content)
+        self._before = ",\n"
+        return True

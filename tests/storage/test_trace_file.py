@@ -1,0 +1,127 @@
+"""trace.json is written epoch by epoch, and takes neither the memory nor the disk of a long training."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hand_made_job import job
+
+from pipar.events import EpochResult, Event, SaveFailed
+from pipar.execution.spans import Span, chrome_events
+from pipar.report.record import spans_of
+from pipar.storage.run_folder import RunFolder
+from pipar.storage.trace_file import TraceFile
+
+
+def epoch(number: int, devices: int = 2) -> list[Span]:
+    """Return the spans of an epoch that begins at ten times its number."""
+    start = 10.0 * number
+    own = [
+        Span(f"pi-{k}", lane, kind, number, 1, 1, start + k, start + k + 1)
+        for k in range(devices)
+        for lane, kind in (("compute", "fc"), ("uplink", "u"))
+    ]
+    return [*own, Span("server", "core 0", "fs", number, 1, 1, start + 5, start + 6, device="pi-0")]
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def test_one_epoch_has_the_events_of_its_spans(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.add(epoch(1))
+    assert not (tmp_path / "trace.json").exists()
+    trace.finish()
+    assert read(tmp_path / "trace.json") == {"traceEvents": chrome_events(epoch(1), origin=10.0)}
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_training_without_spans_has_an_empty_trace(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.add([])
+    trace.finish()
+    assert read(tmp_path / "trace.json") == {"traceEvents": []}
+
+
+def test_devices_that_join_later_have_their_own_tracks(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    for number, devices in ((1, 1), (2, 3), (3, 2)):
+        trace.add(epoch(number, devices))
+    trace.finish()
+    found = list(spans_of(iter(read(tmp_path / "trace.json")["traceEvents"])))
+    wanted = [span for number, devices in ((1, 1), (2, 3), (3, 2)) for span in epoch(number, devices)]
+    assert {(one.owner, one.lane, one.epoch, round(one.start, 3), one.device) for one in found} == {
+        (one.owner, one.lane, one.epoch, one.start - 10.0, one.device) for one in wanted
+    }
+    assert len(found) == len(wanted)
+
+
+def test_spans_that_do_not_fit_on_a_full_disk_are_left_out_and_the_rest_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trace = TraceFile(tmp_path / "trace.json")
+    for number in (1, 2, 3):
+        with monkeypatch.context() as patched:
+            if number == 2:
+                patched.setattr(os, "write", full)
+            trace.add(epoch(number, devices=number))
+            assert (trace.failure is not None) == (number == 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            trace.finish()
+    trace.finish()
+    content = read(tmp_path / "trace.json")
+    assert {span.epoch for span in spans_of(iter(content["traceEvents"]))} == {1, 3}
+    assert content["otherData"] == {"spans_left_out": 5}
+
+
+def test_a_trace_stops_growing_at_its_limit(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json", most_bytes=20_000)
+    for number in range(1, 200):
+        trace.add(epoch(number))
+    trace.finish()
+    assert (tmp_path / "trace.json").stat().st_size < 20_100
+    content = read(tmp_path / "trace.json")
+    spans = list(spans_of(iter(content["traceEvents"])))
+    assert {span.epoch for span in spans} >= {1, 2, 3}
+    assert len(spans) + content["otherData"]["spans_left_out"] == 199 * 5
+
+
+RESULT = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
+
+
+def test_a_run_holds_no_spans_of_the_epochs_that_are_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run")
+    emit = folder.epoch_recorder(lambda _: None)
+    for number in range(1, 301):
+        emit(RESULT, epoch(number))
+    gc.collect()
+    assert [
+        one for one in gc.get_objects() if isinstance(one, Span) and one.owner.startswith("pi-") and one.epoch > 1
+    ] == []
+    folder.finish()
+    assert len(read(tmp_path / "trace.json")["traceEvents"]) > 300 * 5
+
+
+def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Event] = []
+    folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    folder.epoch_recorder(said.append)(RESULT, epoch(1))
+    assert [event.reason.partition(" in ")[0] for event in said if isinstance(event, SaveFailed)] == ["The trace"]
