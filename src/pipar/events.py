@@ -95,9 +95,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Listening:
-    """The server can be reached."""
+    """The server can be reached, by at most so many connections at a time if the limit of open files is low."""
 
     address: str
+    most_connections: int | None = None
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,14 @@ def _why_not(busy: str) -> Callable[[str], str]:
     return lambda address: "address already in use" if address == busy else ""
 
 
+def test_the_limit_of_open_files_is_judged_by_the_connections_that_it_leaves() -> None:
+    few, many = doctor_checks.check_open_files(1024), doctor_checks.check_open_files(524_288)
+    assert (few.state, few.found) == ("advice", "1024 files, a server accepts 768 connections")
+    assert "4352" in few.advice
+    assert "LimitNOFILE" in few.advice
+    assert (many.state, many.found) == ("ok", "524288 files, a server accepts 4096 connections")
+
+
 def test_loopback_must_work_and_the_servers_port_must_be_free() -> None:
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:0", _why_not(""))] == ["ok"]
     assert [one.state for one in doctor_checks.check_ports("127.0.0.1:7700", _why_not(""))] == ["ok", "ok"]
@@ -260,5 +268,14 @@ def test_this_machine_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     found = doctor_checks.examine(Config())
     assert doctor_checks.is_usable(found), found
-    assert {one.check for one in found} >= {"Python", "packages", "torch", "cores", "memory", "runs", "profiles"}
+    assert {one.check for one in found} >= {
+        "Python",
+        "packages",
+        "torch",
+        "cores",
+        "memory",
+        "open files",
+        "runs",
+        "profiles",
+    }
     assert list(tmp_path.iterdir()) == []

@@ -26,6 +26,8 @@ from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_server import ServerOptions
 from pipar.monitoring.logs import level_of
 from pipar.monitoring.metrics import Monitor
+from pipar.transport import open_files
+from pipar.transport.limits import Limits
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,12 @@ def test_units_stop_restart_and_are_hardened(name: str) -> None:
     assert unit(name)["Unit"]["StartLimitIntervalSec"] == ["0"]
     assert 1 <= int(service["RestartSec"]) <= 60
     assert unit(name)["Install"]["WantedBy"] == ["multi-user.target"]
+
+
+def test_the_server_may_open_a_file_for_each_connection_and_its_own() -> None:
+    files = int(unit("pipar-server.service")["Service"]["LimitNOFILE"][0])
+    assert open_files.most_connections(Limits().connections, files) == Limits().connections
+    assert f"--ulimit nofile={files} " in (DEPLOY / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -60,7 +60,7 @@ def zygote() -> Zygote:
 class Program:
     """One command as a process. Its output is read from a file, line by line."""
 
-    def __init__(self, name: str, words: list[str], place: Place, namespace: str | None) -> None:
+    def __init__(self, name: str, words: list[str], place: Place, **how: Any) -> None:
         self.name = name
         self.code: int | None = None
         self._output = place.folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
@@ -68,7 +68,7 @@ class Program:
         self._zygote = zygote()
         environment = {**place.environment, "GATE": name}
         request = {"start": words, "folder": str(place.folder), "environment": environment}
-        self.pid: int = self._zygote.ask({**request, "output": str(self._output), "namespace": namespace})
+        self.pid: int = self._zygote.ask({**request, "output": str(self._output), **how})
 
     def poll(self) -> int | None:
         """Return its exit code, minus the signal that ended it; None while it runs."""
@@ -168,13 +168,22 @@ class Place:
     def write(self, tree: Mapping[str, Any], name: str = "train.toml") -> None:
         (self.folder / name).write_text(tomli_w.dumps(dict(tree)), "utf-8")
 
-    def run(self, name: str, *words: str, namespace: str | None = None) -> Program:
-        program = Program(name, list(words), self, namespace)
+    def run(
+        self, name: str, *words: str, namespace: str | None = None, files: tuple[int, int] | None = None
+    ) -> Program:
+        """Start a command, in a network namespace or with a soft and a hard limit of open files if these are given."""
+        program = Program(name, list(words), self, namespace=namespace, files=files)
         self.programs.append(program)
         return program
 
-    def server(self, *words: str, listen: str = "127.0.0.1:0", namespace: str | None = None) -> Program:
-        return self.run("server", "server", "train.toml", "--listen", listen, *words, namespace=namespace)
+    def server(
+        self,
+        *words: str,
+        listen: str = "127.0.0.1:0",
+        namespace: str | None = None,
+        files: tuple[int, int] | None = None,
+    ) -> Program:
+        return self.run("server", "server", "train.toml", "--listen", listen, *words, namespace=namespace, files=files)
 
     def device(
         self, name: str, address: str, *words: str, config: str = "train.toml", namespace: str | None = None

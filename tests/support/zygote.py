@@ -2,7 +2,8 @@
 
 The result is an ordinary process with its own pid, signals and exit code. gRPC does not survive a fork, so each
 process imports it itself. Requests are lines of JSON on the standard input, answered in order on the output:
-{"start": [WORD, ...], "folder", "environment", "output", "namespace"} by a pid, {"poll": PID} by an exit code or null.
+{"start": [WORD, ...], "folder", "environment", "output", "namespace", "files"} by a pid, {"poll": PID} by an exit code
+or null.
 The words are those of a command of pipar, or a script that ends in .py.
 A program that gets SIGUSR1 writes to OUTPUT.live how many bytes it has in use.
 Networks are measured for a fraction of a second only: no test of these programs needs exact times of layers.
@@ -16,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -50,6 +52,8 @@ def _be(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     if request.get("namespace"):
         _enter(request["namespace"])
+    if request.get("files"):  # the soft and the hard limit of open files
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
     if request["start"][0] not in ("server", "device"):  # tests look at the memory of these two
         gc.freeze()  # a collection at exit would touch, and so copy, all imported pages: a second
     if request["start"][0].endswith(".py"):

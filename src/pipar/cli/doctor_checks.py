@@ -26,8 +26,10 @@ from pipar.monitoring.tracker import TRACKER_PACKAGES, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
 from pipar.storage.run_folder import runs_folder
+from pipar.transport import open_files
 from pipar.transport.addresses import why_not_listening
 from pipar.transport.expiry import SOON, expiring
+from pipar.transport.limits import Limits as ServerLimits
 from pipar.units import format_bytes, split_address
 
 State = Literal["ok", "advice", "problem"]
@@ -83,6 +85,7 @@ def examine(config: Config) -> list[Finding]:
         check_torch(torch_facts()),
         check_cores(os.cpu_count() or 1, usable_cores(), limits().cores),
         check_memory(available_memory(), limits()),
+        check_open_files(open_files.limits()[1]),
         check_folder("runs", runs_folder(), "PIPAR_RUNS"),
         check_folder("profiles", cache_folder(), "XDG_CACHE_HOME", kept=_profiles(cache_folder())),
         *check_ports(config.server.listen, why_not_listening),
@@ -272,6 +275,19 @@ def check_memory(available: int | None, limits: Limits) -> Finding:
         advice = "A real run has one process per device: use few devices, or --virtual, which needs only one process."
         return Finding("memory", "advice", words, advice)
     return Finding("memory", "ok", words)
+
+
+def check_open_files(most: int) -> Finding:
+    """Judge how many files a process may open: every connection of a server is one of them."""
+    connections, wanted = open_files.most_connections(ServerLimits().connections, most), ServerLimits().connections
+    words = f"{most} files, a server accepts {connections} connections"
+    if connections < wanted:
+        advice = (
+            f"For {wanted} connections raise the limit to {wanted + open_files.RESERVED_FILES}: `ulimit -Hn`, or "
+            "LimitNOFILE= in the systemd unit."
+        )
+        return Finding("open files", "advice", words, advice)
+    return Finding("open files", "ok", words)
 
 
 # --- folders and ports

@@ -47,10 +47,11 @@ from pipar.storage.run_folder import (
     without_signals,
 )
 from pipar.storage.run_lock import folder_locked
+from pipar.transport import open_files
 from pipar.transport.expiry import announce_expiry
 from pipar.transport.grpc import Listener
 from pipar.transport.interface import Transport
-from pipar.transport.limits import Keepalive
+from pipar.transport.limits import Keepalive, Limits
 from pipar.transport.tls import ServerSecurity
 from pipar.wire.messages import EMPTY
 
@@ -74,6 +75,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
 
 def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     prepare_process()
+    open_files.raise_limit()
     workload = server_workload(config)
     path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
     with folder_locked(path, options.command):
@@ -256,7 +258,8 @@ class _ServerProgram:
     async def _listen(self, listener: Listener) -> None:
         host, _, _ = self._options.listen.rpartition(":")
         port = await listener.start(self._options.listen)
-        self._observe(Listening(f"{host}:{port}"))
+        most = listener.most_connections
+        self._observe(Listening(f"{host}:{port}", most if most < Limits().connections else None))
         if self._run.found is not None:
             self._observe(Resumed(self._run.done, self._run.folder.trained_again))
 

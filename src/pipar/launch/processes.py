@@ -27,6 +27,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.storage.run_folder import RunFolder, save_result
+from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.tls import is_loopback
 
@@ -99,6 +100,7 @@ async def _serve(
             accountant=accountant,
         ),
     )
+    open_files.raise_limit()
     listener = Listener(server.admit)
     host, _, _ = job.config.server.listen.rpartition(":")
     port = await listener.start(job.config.server.listen)

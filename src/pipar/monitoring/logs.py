@@ -243,7 +243,9 @@ def _about_the_program(event: Event) -> str:
             how_far = f"{format_percent(event.share, 0)}%" if event.share else "this takes some seconds"
             return f"{event.what}: {how_far}"
         case Listening():
-            return f"listening on {event.address}"
+            most = event.most_connections
+            few = "" if most is None else f"; at most {most} connections at a time, by the limit of open files"
+            return f"listening on {event.address}{few}"
         case Barred():
             return f"no device can connect: {event.reason}"
         case Expiring():

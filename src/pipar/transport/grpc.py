@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from pipar.errors import CredentialError, DeviceRefusedError, InputError, LinkError
+from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.diagnosis import why_refused
 from pipar.transport.interface import Transport
@@ -138,7 +140,7 @@ class Listener:
 
         self._accept = accept
         self._security = security or ServerSecurity()
-        self._limits = limits or Limits()
+        self._limits = _within_open_files(limits or Limits())
         self._refused = refused
         self._authenticator = Authenticator(self._security, barred)
         self._streams: dict[_Stream, str | None] = {}  # and the name in its credential
@@ -152,6 +154,11 @@ class Listener:
         service = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))
         self._health = Health(self._server, _SERVICE, watchers=self._limits.watchers)
+
+    @property
+    def most_connections(self) -> int:
+        """How many connections it accepts: what it was given, or as many as the limit of open files has room for."""
+        return self._limits.connections
 
     async def start(self, address: str) -> int:
         """Listen on HOST:PORT (port 0: any free port) and return the port."""
@@ -255,6 +262,11 @@ class Listener:
             await asyncio.sleep(self._limits.refusal_s)
         finally:
             self._held_back -= 1
+
+
+def _within_open_files(limits: Limits) -> Limits:
+    """Return the limits with as many connections as leave files for the rest of the process."""
+    return replace(limits, connections=open_files.most_connections(limits.connections, open_files.limits()[0]))
 
 
 def _server_credentials(material: Material) -> Any:

@@ -58,7 +58,7 @@ class Limits:
     """What a server grants.
 
     A device that reconnects has the lost stream and a new one, so a credential has two. `connections` limits all
-    connections, and `newcomers` the streams that have not sent anything yet.
+    connections (see also `open_files.py`), and `newcomers` the streams that have not sent anything yet.
 
     A device whose link breaks as soon as it is made tries four times a second on average (see `backoff.py`), which is
     less than `streams` of one credential. Devices without credentials share `open_streams`. Refusals beyond `refusals`
