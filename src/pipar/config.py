@@ -242,6 +242,7 @@ class ServerSection(_Section):
     aggregator: Annotated[str, AfterValidator(known_aggregator)] = "fedavg"
     aggregation: Annotated[dict[str, Any], BeforeValidator(_table)] = Field(default_factory=dict)
     allow: Annotated[tuple[str, ...] | str | None, BeforeValidator(_allow)] = None  # names, or a file of them
+    max_samples: Positive | None = None  # of one device
     min_devices: Positive | None = None  # all that are in the configuration
     round_deadline: Annotated[float | None, BeforeValidator(_duration)] = None  # seconds
     resume_window: Annotated[float, BeforeValidator(_duration)] = 30.0

@@ -251,3 +251,11 @@ def test_while_the_file_cannot_be_read_no_device_is_admitted(
 def test_a_server_does_not_start_with_a_file_of_names_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Cannot read the names of the devices that may take part .*missing\.txt"):
         opened(server={"allow": str(tmp_path / "missing.txt")})
+
+
+def test_a_device_with_more_samples_than_allowed_is_refused_with_the_key_to_change() -> None:
+    enrolment = opened()
+    enrolment.job = replace(enrolment.job, most_samples=50_000)
+    enrolment.check(Introduction("a", 50_000, WHOLE))
+    with pytest.raises(ProtocolError, match=r"'a' reports 50001 samples; .* at most 50000 .* server.max_samples"):
+        enrolment.check(Introduction("a", 50_001, WHOLE))

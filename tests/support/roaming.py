@@ -71,6 +71,7 @@ def roam(
     model: nn.Sequential | None = None,
     tampers: Mapping[str, Tamper] | None = None,
     absent: Collection[str] = (),
+    begins_with: int | None = None,
     strangers: Mapping[str, Sequence[Stranger]] | None = None,
     **server: object,
 ) -> Roamed:
@@ -84,7 +85,7 @@ def roam(
     config = config_from(tree)
     workload = Workload(config, UserObjects.of(config, model, None, None, None))
     job, out, tampers = make_job(workload), Roamed(), tampers or {}
-    plans = iter(replan)
+    plans, wanted = iter(replan), begins_with or len(job.specs) - len(absent)
 
     async def choose(links: Mapping[str, object]) -> Mapping[str, Plan]:
         return dict.fromkeys(links, next(plans))
@@ -99,7 +100,7 @@ def roam(
             out.events.append(event)
             if saves and isinstance(event, RoundOver):
                 out.snapshots[event.epoch] = Body.of(bytes(learner.snapshot().contiguous()), encoding="safetensors")
-            if type(event).__name__ == "Joined" and event.devices == len(job.specs) - len(absent):  # type: ignore[union-attr]
+            if type(event).__name__ == "Joined" and event.devices == wanted:  # type: ignore[union-attr]
                 enough.set()
 
         of_server = lanes(job.server_costs())

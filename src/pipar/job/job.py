@@ -67,6 +67,7 @@ class Job:
     leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, with their leakage
     leakage_guess: float | None = None  # similarity of a reconstruction without any activation, if measured
     sample_bytes: int = 0  # of one sample's input
+    most_samples: int | None = None  # that a device may report; None: any number
 
     @property
     def method(self) -> Method:

@@ -59,7 +59,18 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
         leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
+        most_samples=most_samples(config),
     )
+
+
+def most_samples(config: Config) -> int | None:
+    """Return how many samples a device may report: as configured, or those of the whole dataset if they are known.
+
+    They are its weight in the global model, and of a device with the whole network the server sees none.
+    """
+    if config.server.max_samples is not None or config.data.factory is not None:
+        return config.server.max_samples
+    return dataset_info(config.data.name).train or None
 
 
 def _workload_to_measure(workload: Workload) -> Workload:

@@ -39,6 +39,11 @@ class ClosedEnrolment:
     def check(self, introduction: Introduction) -> None:
         if introduction.name not in self.job.links:
             raise ProtocolError(f"'{introduction.name}' is not a device of this training.")
+        if introduction.samples != self.job.sizes[introduction.name]:
+            raise ProtocolError(
+                f"'{introduction.name}' reports {introduction.samples} samples, but by the configuration it has "
+                f"{self.job.sizes[introduction.name]}."
+            )
 
     def link(self, name: str) -> Link:
         return self.job.links[name]
@@ -95,6 +100,12 @@ class OpenEnrolment:
             self._allow_list.check(introduction.name)
         if introduction.profile is None:
             raise ProtocolError(f"'{introduction.name}' sent no profile of its machine, so no plan can be made for it.")
+        most = self.job.most_samples
+        if most is not None and introduction.samples > most:
+            raise ProtocolError(
+                f"'{introduction.name}' reports {introduction.samples} samples; a device may have at most {most} in "
+                "this training. If the number is right, set server.max_samples to it."
+            )
         known = self.job.sizes.get(introduction.name)
         if known is not None and known != introduction.samples:
             raise ProtocolError(

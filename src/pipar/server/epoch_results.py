@@ -177,6 +177,10 @@ class ResultCollector:
         self._failure = failure
         self._changed.set()
 
+    def is_failure(self, error: Exception) -> bool:
+        """Return whether this error is the failure that waiters get."""
+        return error is self._failure
+
     def check(self) -> None:
         """Raise the failure, if there was one."""
         if self._failure is not None:

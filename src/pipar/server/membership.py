@@ -294,8 +294,13 @@ class Membership:
         downlink = session.recorder.take(trace.epoch)
         try:
             self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
-        except Exception as error:  # noqa: BLE001 - results are the server's own: whoever waits for them gets the error
+        except Exception as error:  # noqa: BLE001 - results are the server's own: readers and waiters get the error
             self._results.fail(error)
+            session.fail(error)
+
+    def is_own_failure(self, error: Exception) -> bool:
+        """Return whether an error is a failure of the server's results, which ends the training."""
+        return self._results.is_failure(error)
 
 
 def _left_or_lost(session: Session, reason: Exception) -> Left | Lost:

@@ -74,7 +74,9 @@ class Serving:
         except ProtocolError as error:
             await self.dismiss(session, epoch, error)
             forget_frames(error)
-        except Exception as error:  # noqa: BLE001 - the task ends here, and the failure becomes an event
+        except Exception as error:  # the task ends here, and the failure becomes an event
+            if self._membership.is_own_failure(error):
+                raise
             await self._fail(session, epoch, error)
         return None
 
