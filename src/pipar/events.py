@@ -116,6 +116,15 @@ class Expiring:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A device may not join, for this reason; `again` if it may try again. Repetitions are reported once a minute."""
+
+    device: str  # as its credential names it, or as it names itself; empty if neither does
+    reason: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
 class Joined:
     """A device has joined."""
 
@@ -358,6 +367,7 @@ Event = (
     | Listening
     | Barred
     | Expiring
+    | Refused
     | Joined
     | Replanned
     | ReplanFailed

@@ -38,6 +38,7 @@ from pipar.events import (
     Left,
     Lost,
     Reconnecting,
+    Refused,
     Replanned,
     RoundOver,
     Waiting,
@@ -95,6 +96,8 @@ def test_a_device_that_may_not_join_gets_the_reason_and_the_others_train(said: M
     assert isinstance(outcome.lives[1], TrainingError)
     assert reason in str(outcome.lives[1])
     assert outcome.left_running == 0
+    (refused,) = outcome.of(Refused)
+    assert reason.rstrip(".") in refused.reason
 
 
 def test_a_device_with_another_name_than_its_credential_may_not_join() -> None:
@@ -105,6 +108,7 @@ def test_a_device_with_another_name_than_its_credential_may_not_join() -> None:
     outcome = train([honest("a"), scripted(liar, peer="c"), honest("b", starts_s=1.0)])
     assert outcome.failure is None
     assert "The credential is that of 'c', but the device calls itself 'b'" in str(outcome.lives[1])
+    assert [refused.device for refused in outcome.of(Refused)] == ["c"]
 
 
 def test_a_connection_that_ends_before_its_hello_disturbs_no_device() -> None:

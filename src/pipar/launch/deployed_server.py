@@ -35,6 +35,7 @@ from pipar.server.enrolment import OpenEnrolment
 from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import LivenessMonitor
 from pipar.server.program import Server
+from pipar.storage.audit_log import AuditLog
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import (
@@ -229,7 +230,7 @@ class _ServerProgram:
     def __init__(self, run: _Run, options: ServerOptions, observe: Observer) -> None:
         self._run = run
         self._options = options
-        self._observe = run.folder.event_recorder(observe)
+        self._observe = AuditLog(run.folder.path, options.command).recorder(run.folder.event_recorder(observe))
         self._has_started = self._is_stopping = False
         self.fleet: Fleet | None = None  # as measured during training, at its end
 

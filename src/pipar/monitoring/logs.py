@@ -39,6 +39,7 @@ from pipar.events import (
     Preparing,
     Progress,
     Reconnecting,
+    Refused,
     ReplanFailed,
     Replanned,
     ReportFailed,
@@ -82,6 +83,7 @@ _LEVELS: dict[type[Event], int] = {
     ReportFailed: logging.WARNING,
     TrackerFailed: logging.WARNING,
     Expiring: logging.WARNING,
+    Refused: logging.WARNING,
     Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
     Failed: logging.ERROR,
@@ -250,6 +252,9 @@ def _about_the_program(event: Event) -> str:
             return f"no device can connect: {event.reason}"
         case Expiring():
             return event.reason
+        case Refused():
+            again = "; it may try again" if event.again else ""
+            return f"{event.device or 'an unknown device'} was refused: {event.reason}{again}"
         case Saved():
             return f"round {event.epoch} saved in {event.path}"
         case SaveFailed():

@@ -16,6 +16,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.device_messages import Introduction, read_hello
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.interfaces import AdmissionPolicy, SessionSettings
+from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
@@ -48,6 +49,7 @@ class Membership:
         self._results = results
         self._accountant = accountant
         self._observe = observe
+        self._refusals = RefusalReporter(observe)
         self._numbers = iter(settings.numbers if settings.numbers is not None else count(1))
         self._loop = asyncio.get_running_loop()
         self._readers: dict[Session, asyncio.Task[None]] = {}
@@ -63,18 +65,27 @@ class Membership:
 
         `peer` is the name in its credential, if it has one.
         """
+        hello: Frame | None = None
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await transport.read()
             session = self._resume(hello, transport, peer) if hello.session else self._join(hello, transport, peer)
         except TimeoutError:
-            await _refuse(transport, ProtocolError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), again=True)
+            await self._refuse(transport, TryAgainError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), peer or "")
         except (ProtocolError, LinkError) as error:
-            await _refuse(transport, error, again=isinstance(error, TryAgainError))
+            await self._refuse(transport, error, peer or _claimed_name(hello))
         except Exception as error:  # noqa: BLE001 - the connection ends here, and the others do not notice
-            await _refuse(transport, ProtocolError(f"The server failed to read the HELLO: {describe(error)}"))
+            failed = ProtocolError(f"The server failed to read the HELLO: {describe(error)}")
+            await self._refuse(transport, failed, peer or _claimed_name(hello))
         else:
             await session.channel.until_lost(transport)
+
+    async def _refuse(self, transport: Transport, error: ProtocolError | LinkError, device: str) -> None:
+        """Tell a device that it may not join, and report it unless that is part of reconnecting."""
+        again = isinstance(error, TryAgainError)
+        if not isinstance(error, LinkError | _SessionGoneError):
+            self._refusals.report(device, str(error), again=again)
+        await _send_refusal(transport, error, again=again)
 
     def _join(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
         if hello.message.kind is not Kind.HELLO:
@@ -93,7 +104,7 @@ class Membership:
         if previous is None:
             return
         if previous.channel.is_attached and not has_credential:
-            raise _SessionGoneError(f"A device called '{name}' has joined already.")
+            raise TryAgainError(f"A device called '{name}' has joined already.")
         self.end(previous, LinkError("it joined again"))
 
     def _begin(self, introduction: Introduction, transport: Transport) -> Session:
@@ -310,10 +321,19 @@ def _left_or_lost(session: Session, reason: Exception) -> Left | Lost:
 
 
 class _SessionGoneError(TryAgainError):
-    """A session that cannot be resumed, or a name that is still taken; the device may join again."""
+    """A session that cannot be resumed; the device may join again."""
 
 
-async def _refuse(transport: Transport, reason: Exception, *, again: bool = False) -> None:
+def _claimed_name(hello: Frame | None) -> str:
+    """Return the name that a device without a credential gives itself; empty if its HELLO has none."""
+    try:
+        name = None if hello is None else read_json(hello.only()).get("name")
+    except (ProtocolError, LinkError):
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+async def _send_refusal(transport: Transport, reason: Exception, *, again: bool) -> None:
     try:
         for frame in cut_message(fault(reason, again=again), 0, 0):
             await transport.write(frame)

@@ -2,5 +2,6 @@
 
 Reading order: `whole_files` (complete or absent, tried again), `trace_file` (spans, epoch by epoch), `run_folder`
 (writing the files of a run), `run_lock` (one training at a time), `result` (reading them from Python), `checkpoint`
-(the format of a checkpoint), `checkpoint_writer` (saving checkpoints during training).
+(the format of a checkpoint), `checkpoint_writer` (saving checkpoints during training), `audit_log` (which devices took
+part in a deployment).
 """

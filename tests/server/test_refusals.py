@@ -1,0 +1,54 @@
+"""Refused devices are reported with name and reason, at a bounded rate and length."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipar.events import Event, Refused
+from pipar.execution.clock import run_virtually
+from pipar.server import refusals
+from pipar.server.refusals import RefusalReporter
+
+
+def reported(*waits_and_reasons: tuple[float, str], device: str = "pi-9") -> list[Refused]:
+    """Return what is reported of these refusals, each after its wait in seconds."""
+    seen: list[Event] = []
+
+    async def refuse_all() -> None:
+        reporter = RefusalReporter(seen.append)
+        for wait_s, reason in waits_and_reasons:
+            await asyncio.sleep(wait_s)
+            reporter.report(device, reason, again=False)
+
+    run_virtually(refuse_all())
+    return [event for event in seen if isinstance(event, Refused)]
+
+
+def test_the_same_refusal_is_reported_once_a_minute() -> None:
+    found = reported((0, "A."), (1, "A."), (58, "A."), (2, "A."), (1, "A."))
+    assert found == [Refused("pi-9", "A.")] * 2
+
+
+def test_other_reasons_are_reported_at_once() -> None:
+    assert [event.reason for event in reported((0, "A."), (0, "B."), (0, "A."))] == ["A.", "B."]
+
+
+def test_texts_of_a_peer_are_cut() -> None:
+    (found,) = reported((0, "x" * 900_000), device="y" * 900_000)
+    assert len(found.device) == len(found.reason) == 303
+
+
+def test_many_different_refusals_need_no_more_memory() -> None:
+    async def refuse_many() -> RefusalReporter:
+        reporter = RefusalReporter(lambda _: None)
+        for number in range(10_000):
+            reporter.report("pi-9", f"Reason {number}.", again=False)
+        return reporter
+
+    found: list[RefusalReporter] = []
+
+    async def main() -> None:
+        found.append(await refuse_many())
+
+    run_virtually(main())
+    assert len(found[0]._reported) == refusals._MOST_REMEMBERED
