@@ -17,6 +17,10 @@ class InputError(PiparError):
     """The user's input is not usable; the command line exits with 2."""
 
 
+class AddressInUseError(InputError):
+    """A program cannot listen on an address now; it may be free later."""
+
+
 class ConfigError(InputError):
     """A key or value of the configuration is unknown or outside its range."""
 

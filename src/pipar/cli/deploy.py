@@ -26,7 +26,7 @@ from pipar.cli.options import (
     load,
     options,
 )
-from pipar.errors import ConfigError, DeviceRefusedError, InputError, PiparError
+from pipar.errors import AddressInUseError, ConfigError, DeviceRefusedError, InputError, LinkError, PiparError
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
 from pipar.monitoring.logs import LOGGER
 from pipar.units import parse_duration, split_address
@@ -98,7 +98,7 @@ def server(
     address = listen or loaded.server.listen
     check_server(security, address)  # before anything slow
     page = live_page(dashboard, dashboard_token, logging.getLogger(LOGGER).info)
-    with _observed(log_format, metrics) as observe, page as observers:
+    with _retried_if_in_use(), _observed(log_format, metrics) as observe, page as observers:
         observe(Starting("server", training_text(loaded), _place_text(address)))
         from pipar.launch.deployed_server import ServerOptions, serve
 
@@ -176,7 +176,7 @@ def device(
     except (ConfigError, ValueError) as error:
         raise InputError(f"--give-up-after {give_up_after} is not a duration: {error}") from None
     check_device(security, address)  # before anything slow
-    with _observed(log_format, metrics) as observe:
+    with _retried_if_in_use(), _observed(log_format, metrics) as observe:
         observe(Starting("device", f"{training_text(loaded)} as {name}", address))
         from pipar.launch.deployed_device import DeviceOptions, take_part
 
@@ -216,6 +216,15 @@ def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
             if log_format == "json":  # in text format, it is the last line of the command anyway
                 log(Failed(str(error)))
             raise
+
+
+@contextmanager
+def _retried_if_in_use() -> Iterator[None]:
+    """Let an address in use end a service with exit code 1, after which systemd starts it again, and not with 2."""
+    try:
+        yield
+    except AddressInUseError as error:
+        raise LinkError(str(error)) from None
 
 
 @contextmanager

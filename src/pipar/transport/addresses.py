@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
-from pipar.errors import InputError
+from pipar.errors import AddressInUseError, InputError
 from pipar.units import split_address
 
 
@@ -14,7 +15,8 @@ def listen_on(address: str, purpose: str) -> socket.socket:
     try:
         return _listening(address)
     except OSError as error:
-        raise InputError(f"Cannot {purpose} on {address}: {why(error)}.") from None
+        kind = AddressInUseError if error.errno == errno.EADDRINUSE else InputError
+        raise kind(f"Cannot {purpose} on {address}: {why(error)}.") from None
 
 
 def check_listening(address: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from pipar.errors import CredentialError, DeviceRefusedError, InputError, LinkError
+from pipar.errors import AddressInUseError, CredentialError, DeviceRefusedError, LinkError
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.diagnosis import why_refused
@@ -172,7 +172,7 @@ class Listener:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise InputError(
+            raise AddressInUseError(
                 f"Cannot listen on {address}: the port is in use, or the address does not belong to this machine."
             )
         await self._server.start()
