@@ -26,7 +26,7 @@ def _group_text(group: DeviceSection) -> str:
     profile = f", profile {group.profile}" if group.profile else ""
     devices = "device" if group.count == 1 else "devices"
     machine = "that profile" if group.profile else "this machine"
-    speed = "" if group.profile and group.speed == 1 else f", speed {group.speed:g} of {machine}"
+    speed = "" if group.speed == 1 else f", speed {group.speed:g} of {machine}"
     return f"{name}{group.count} {devices}, link {link_text(group.link)}{profile}{speed}"
 
 

@@ -158,7 +158,7 @@ COMMANDS = [
     ("run --timing-only --data mnist --set data.shape=[3,64,64]", "mnist has images of (1, 28, 28)"),
     ("run --timing-only --data tiny_imagenet --set data.classes=300", "tiny_imagenet has 200 classes"),
     ("run --timing-only --set data.validation=1700 --set data.test=98", "digits has 1797 samples to hold out"),
-    ("run --timing-only --devices 2000", "device-1198 has 0 samples"),
+    ("run --timing-only --devices 2000", "2000 devices share 1197 training samples, but each needs at least 1"),
     # patience without validation
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.data.partition import Scheme, even_sizes, partition
+from pipar.config import Config
+from pipar.config_file import config_from
+from pipar.data.partition import Scheme, device_sizes, even_sizes, partition
 from pipar.errors import ConfigError, DataError
 
 SCHEMES: tuple[Scheme, ...] = ("iid", "dirichlet", "shards")
@@ -100,3 +102,15 @@ def test_wrong_settings_are_refused() -> None:
         partition(labels, [-1], scheme="iid", seed=0)
     with pytest.raises(ConfigError, match="0 devices"):
         even_sizes(10, 0)
+
+
+def test_more_devices_than_samples_are_refused_before_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(_: Config) -> None:
+        raise AssertionError("a hundred thousand devices were listed")
+
+    monkeypatch.setattr("pipar.data.partition.device_specs", too_slow)
+    config = config_from({"devices": [{"count": 60_000}, {"name": "pi", "count": 40_000}]})
+    with pytest.raises(
+        DataError, match="100000 devices share 1197 training samples, but each needs at least 1: use fewer"
+    ):
+        device_sizes(config, 1197)

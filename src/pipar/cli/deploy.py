@@ -213,9 +213,10 @@ def _observed(log_format: str, metrics: str | None) -> Iterator[Observer]:
             raise
         except PiparError as error:
             monitor.observe(Failed(str(error)))
-            if log_format == "json":  # in text format, it is the last line of the command anyway
-                log(Failed(str(error)))
-            raise
+            if log_format != "json":  # the error is the last line of the command
+                raise
+            log(Failed(str(error)))
+            raise click.exceptions.Exit(2 if isinstance(error, InputError) else 1) from None
 
 
 @contextmanager

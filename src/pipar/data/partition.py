@@ -31,7 +31,12 @@ def device_sizes(config: Config, available: int) -> dict[str, int]:
 
     A list in the configuration follows the order of its devices.
     """
-    given = config.data.samples_per_device
+    given, devices = config.data.samples_per_device, sum(group.count for group in config.devices)
+    if given is None and available < devices:  # before work that takes seconds for many devices
+        raise DataError(
+            f"{devices} devices share {available} training samples, but each needs at least 1: use fewer devices, or "
+            "give more data."
+        )
     names = [spec.name for spec in device_specs(config)]
     if isinstance(given, list):
         listed = dict(zip(device_names(config), given, strict=True))

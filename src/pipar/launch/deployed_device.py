@@ -162,6 +162,11 @@ def device_workload(
             "privacy.label_epsilon with data.factory needs data.classes: otherwise the classes are counted from this "
             "device's own labels, which reveals the highest one."
         )
+    if options.data is not None and config.data.factory is not None:
+        raise ConfigError(
+            f"--data {options.data} is given, but data.factory = {config.data.factory!r} returns this device's data: "
+            "give only one of them. The factory is called with the device's name."
+        )
     names = [spec.name for spec in listed_specs(config)]
     if config.data.factory is None and options.data is None:
         if options.name in names:

@@ -16,8 +16,12 @@ _NO_LINK = Link()
 
 def listed_specs(config: Config) -> list[DeviceSpec]:
     """Return the devices of the configuration; a link or a speed is emulated only if the configuration gives it."""
-    given = config.model_copy(update={"devices": tuple(_as_given(group) for group in config.devices)})
-    return list(device_specs(given))
+    return list(device_specs(as_deployed(config)))
+
+
+def as_deployed(config: Config) -> Config:
+    """Return the configuration without links and speeds that it does not give: a deployment's devices are real."""
+    return config.model_copy(update={"devices": tuple(_as_given(group) for group in config.devices)})
 
 
 def unlisted_spec(name: str) -> DeviceSpec:

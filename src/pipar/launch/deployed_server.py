@@ -23,7 +23,7 @@ from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.deployed_job import accuracy_on_test_set, job_without_devices, server_workload, validation_batches
-from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec
+from pipar.launch.deployed_process import as_deployed, listed_specs, prepare_process, run_until_signal, unlisted_spec
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
 from pipar.monitoring.tracker_threads import Tracking, tracked
@@ -77,7 +77,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
 def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     prepare_process()
     open_files.raise_limit()
-    workload = server_workload(config)
+    workload = server_workload(as_deployed(config))
     path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
     with folder_locked(path, options.command):
         return _serve_in(path, workload, options, tracking)

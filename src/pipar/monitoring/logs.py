@@ -58,6 +58,7 @@ from pipar.events import (
     Welcomed,
 )
 from pipar.methods import Plan
+from pipar.monitoring.foreign_lines import foreign_lines, real_standard_error
 from pipar.units import format_bytes, format_percent
 
 LOGGER = "pipar"
@@ -110,17 +111,45 @@ def logged(
 ) -> Iterator[Observer]:
     """Yield an observer that writes lines to standard error, or another stream, until the block ends.
 
-    Warnings of other libraries are written in the same format, so that every line is JSON if events are.
+    Warnings of other libraries are written in the same format. In JSON so are the lines that any other code of the
+    process writes to standard error, so that every line is JSON.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    if stream is not None or log_format != "json":
+        with _handled(_handler(log_format, stream or sys.stderr), level) as log:
+            yield log_observer(log)
+        return
+    with (
+        real_standard_error() as real,
+        _handled(_handler(log_format, real), level) as log,
+        foreign_lines(lambda line: logging.getLogger("stderr").warning("%s", line)),
+    ):
+        yield log_observer(log)
+
+
+class _LineHandler(logging.StreamHandler[TextIO]):
+    """Writes lines; a line that cannot be written is lost. A report of that on standard error would be logged again."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not isinstance(self.formatter, JsonLines):
+            super().handleError(record)
+
+
+def _handler(log_format: LogFormat, stream: TextIO) -> logging.Handler:
+    handler = _LineHandler(stream)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    return handler
+
+
+@contextlib.contextmanager
+def _handled(handler: logging.Handler, level: int) -> Iterator[logging.Logger]:
+    """Yield pipar's logger while all records go to the handler, also those of other libraries."""
     log, root = logging.getLogger(LOGGER), logging.getLogger()
     previous_level = log.level
     log.setLevel(level)
     root.addHandler(handler)
     logging.captureWarnings(True)
     try:
-        yield log_observer(log)
+        yield log
     finally:
         logging.captureWarnings(False)
         root.removeHandler(handler)

@@ -20,6 +20,7 @@ from pipar.wording import link_text, plans_text, privacy_text, setting_text
 #: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
 #: Spans of all timelines of a page, which keep it below 3 MB.
+_THIS_MACHINE = "this machine"
 _MOST_DRAWN = 16_000
 _MOST_DEVICES = 60
 #: Epochs of one run, and of all runs of a comparison: these also keep a page below 3 MB.
@@ -287,11 +288,14 @@ def _devices(
     samples, traffic = _samples(record.result), _traffic(record.result)
     names = sorted({*plans, *samples} or set(specs))
     is_traced = set(traced.devices) if traced else set()
+    is_deployed = str(record.result.get("command", "")).startswith("pipar server")
     shown = sorted(sorted(names, key=lambda name: (name not in is_traced, name))[:_MOST_DEVICES])
     rows = []
     for name in shown:
         busy = traced.busy_s.get(name, {}) if traced else {}
         row = _device(name, plans.get(name), specs.get(name), samples.get(name), _shares(busy, seconds))
+        if row["machine"] == _THIS_MACHINE and is_deployed:
+            row["machine"] = "its own machine"
         up, down = traffic.get(name, (None, None))
         rows.append({**row, "bytes_up": up, "bytes_down": down})
     return {"rows": rows, "count": len(names), "epoch": traced.epoch if traced else None}
@@ -307,7 +311,7 @@ def _device(
 ) -> dict[str, Any]:
     machine = None
     if spec is not None:
-        whole = spec.profile or "this machine"
+        whole = spec.profile or _THIS_MACHINE
         machine = whole if spec.speed == 1 else f"{spec.speed:g} of {whole}"
     return {
         "device": name,
