@@ -32,6 +32,7 @@ from pipar.events import (
     Started,
     Stopping,
 )
+from pipar.storage.whole_files import append_whole
 
 FILE = "audit.jsonl"
 #: Lines that wait for a disk with space; older ones are dropped.
@@ -66,9 +67,7 @@ class AuditLog:
     def _write(self, observe: Observer) -> None:
         text = "".join(f"{line}\n" for line in self._waiting)
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            with os.fdopen(handle, "a", encoding="utf-8") as file:
-                file.write(text)
+            append_whole(self._path, text.encode())  # or a retry would repeat the lines before a full disk
         except OSError as error:
             if not self._failed:  # once: the next events try again
                 why = os.strerror(error.errno or 0).lower()
