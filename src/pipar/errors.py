@@ -137,13 +137,25 @@ class TooFewDevicesError(TrainingError):
     """Fewer devices have finished a round than its aggregation needs."""
 
 
-#: More of an error's own text is not needed to recognise it, and it may quote what a peer has sent.
-_LONGEST_TEXT = 300
+#: More of a text is not needed to understand it; a peer may send a megabyte.
+_LONGEST_TEXT = 1000
+_LONGEST_CAUSE = 300
+
+
+def peer_text(text: object) -> str:
+    """Return a text that a peer has sent for a message or a log line: short, and without unprintable characters."""
+    shown = one_line(str(text)[:_LONGEST_TEXT])
+    return f"{shown} ..." if len(str(text)) > _LONGEST_TEXT else shown
+
+
+def one_line(text: str) -> str:
+    """Return the text with unprintable characters escaped: a peer cannot forge a line, or move a cursor."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def describe(error: BaseException) -> str:
     """Return an unexpected error in one line: "ValueError: Expected more than 1 value per channel"."""
-    text = " ".join(str(error).split())[:_LONGEST_TEXT]
+    text = one_line(" ".join(str(error).split())[:_LONGEST_CAUSE])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

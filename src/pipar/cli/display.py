@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipar.cli.tables import epoch_header, epoch_line, percent
+from pipar.errors import one_line
 from pipar.events import (
     BudgetSpent,
     EpochResult,
@@ -30,7 +31,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import one_line, starting_text
+from pipar.monitoring.logs import starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import plans_text
 

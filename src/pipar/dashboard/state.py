@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipar.errors import one_line
 from pipar.events import (
     Away,
     Back,
@@ -32,7 +33,7 @@ from pipar.events import (
 )
 from pipar.execution.spans import COMPUTE, SERVER, UPLINK
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import EventDescriber, level_of, one_line
+from pipar.monitoring.logs import EventDescriber, level_of
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.storage.run_folder import strict_json
 

@@ -26,6 +26,7 @@ from pipar.errors import (
     ServerStopsError,
     SessionOverError,
     TrainingError,
+    peer_text,
 )
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.execution.clock import clock_machine
@@ -325,7 +326,7 @@ class Device:
 
 def _fault(message: Message, what: str) -> TrainingError | SessionOverError:
     content = read_json(message)
-    text = f"The server {what}: {content.get('reason', 'no reason')}"
+    text = f"The server {what}: {peer_text(content.get('reason', 'no reason'))}"
     if content.get("again") is not True:
         return TrainingError(text)
     return (ServerStopsError if content.get("stops") is True else SessionOverError)(text)

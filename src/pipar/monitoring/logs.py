@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
+from pipar.errors import one_line
 from pipar.events import (
     Away,
     Back,
@@ -356,11 +357,6 @@ def _loss(loss: float | None) -> str:
 
 def _plans(plans: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"{device} {Plan(**plan)}" for device, plan in sorted(plans.items()))
-
-
-def one_line(text: str) -> str:
-    """Return the text with unprintable characters escaped: a peer cannot forge a line, or move a cursor."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 class TextLines(logging.Formatter):

@@ -6,9 +6,9 @@ their aggregation), `serving` (one device in a round), `replicas` (server-side m
 rounds), `participants` (devices get their orders before a round).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
-(their messages, checked), `allowances` (how much they may send), `enrolment` (which may join, and their first plans),
-`allow_list` (which of them the operator has named), `refusals` (those that may not), `liveness` (which have fallen
-silent).
+(their messages, checked), `name_conflicts` (two devices with one credential), `allowances` (how much they may send),
+`enrolment` (which may join, and their first plans), `allow_list` (which of them the operator has named), `refusals`
+(those that may not), `liveness` (which have fallen silent).
 
 Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),
 `progress`.

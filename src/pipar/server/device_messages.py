@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipar.errors import ConfigError, ProtocolError
+from pipar.errors import ConfigError, ProtocolError, peer_text
 from pipar.json_records import is_number, is_whole
 from pipar.privacy.budget import BudgetUse
 from pipar.profiling.profile import NetworkSizes, Profile, check_network
@@ -48,8 +48,10 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
     """Return a device's introduction; `peer` is the name in its credential, which its own name has to match."""
     content = read_json(message)
     name, samples = content.get("name"), content.get("samples")
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise ProtocolError(f"HELLO gives the name {str(name)[:80]!r}; a name has 1 to {_LONGEST_NAME} characters.")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise ProtocolError(
+            f"HELLO gives the name {str(name)[:80]!r}; a name has 1 to {_LONGEST_NAME} characters, all printable."
+        )
     if peer is not None and name != peer:
         raise ProtocolError(f"The credential is that of '{peer}', but the device calls itself '{name}'.")
     if not is_whole(samples, 1, _MOST_SAMPLES):
@@ -74,12 +76,12 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
     try:
         profile = Profile.from_json(json.dumps(said))
     except (ConfigError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"The device's profile cannot be used: {error}") from None
+        raise ProtocolError(f"The device's profile cannot be used: {peer_text(error)}") from None
     if network is not None:
         try:
             check_network(profile, NetworkSizes.of(network), "that the device brings")
         except ConfigError as error:
-            raise ProtocolError(str(error)) from None
+            raise ProtocolError(peer_text(error)) from None
     return profile
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 
-from pipar.errors import LinkError, ProtocolError, TryAgainError, describe, forget_frames, is_lack_of_memory
+from pipar.errors import LinkError, ProtocolError, TryAgainError, describe, forget_frames, is_lack_of_memory, peer_text
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
@@ -16,6 +16,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.device_messages import Introduction, read_hello
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.interfaces import AdmissionPolicy, SessionSettings
+from pipar.server.name_conflicts import NameConflicts
 from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
@@ -51,6 +52,7 @@ class Membership:
         self._observe = observe
         self._refusals = RefusalReporter(observe)
         self._numbers = iter(settings.numbers if settings.numbers is not None else count(1))
+        self._conflicts = NameConflicts()
         self._loop = asyncio.get_running_loop()
         self._readers: dict[Session, asyncio.Task[None]] = {}
         self._away: dict[Session, tuple[asyncio.TimerHandle, float]] = {}
@@ -105,6 +107,8 @@ class Membership:
             return
         if previous.channel.is_attached and not has_credential:
             raise TryAgainError(f"A device called '{name}' has joined already.")
+        if previous.channel.is_attached:
+            self._conflicts.replace(name, self._loop.time())
         self.end(previous, LinkError("it joined again"))
 
     def _begin(self, introduction: Introduction, transport: Transport) -> Session:
@@ -273,7 +277,7 @@ class Membership:
 
     def _take(self, session: Session, message: Message) -> None:
         if message.kind is Kind.FAULT:
-            raise LinkError(f"it gave up: {read_json(message).get('reason', 'no reason')}")
+            raise LinkError(f"it gave up: {peer_text(read_json(message).get('reason', 'no reason'))}")
         if message.kind is Kind.STOP and session.is_stopped:
             raise LinkError("it has left")
         if not session.is_welcome:

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from pipar.errors import AddressInUseError, CredentialError, DeviceRefusedError, LinkError
+from pipar.errors import AddressInUseError, CredentialError, DeviceRefusedError, LinkError, peer_text
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.diagnosis import why_refused
@@ -384,7 +384,7 @@ async def _be_accepted(call: Any, address: str, *, is_verified: bool) -> None:
     """Return when the server has accepted this device; raise if it refuses."""
     if _ACCEPTED in tuple(await call.initial_metadata() or ()):
         return
-    code, details = await call.code(), await call.details()
+    code, details = await call.code(), peer_text(await call.details())
     if code is grpc.StatusCode.UNAUTHENTICATED:
         refused = DeviceRefusedError if is_verified else CredentialError
         raise refused(f"The server at {address} refuses the device's credential: {details}")

@@ -23,6 +23,7 @@ from pipar.errors import (
     ServerStopsError,
     SessionOverError,
     VersionError,
+    peer_text,
 )
 from pipar.events import Connected, Connecting, Observer, Reconnecting
 from pipar.transport.backoff import Backoff, Pause
@@ -167,7 +168,7 @@ async def resume(channel: Channel, name: str, transport: Transport, *, within_s:
                 await transport.write(frame)
             answer = await transport.read()
         if answer.message.kind is not Kind.WELCOME:
-            reason = read_json(answer.only()).get("reason", "no reason")
+            reason = peer_text(read_json(answer.only()).get("reason", "no reason"))
             raise SessionOverError(f"The server ended the session: {reason}")
         channel.attach(transport, answer.acknowledged)
     except TimeoutError:

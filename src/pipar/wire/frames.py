@@ -13,6 +13,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from pipar.errors import ProtocolError, VersionError
 from pipar.wire.encodings import CODED, OVERHEAD_BYTES, chunk_sizes
@@ -166,10 +167,7 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
-        raise VersionError(
-            f"The peer uses version {version} of the protocol, and this side version {VERSION}: install the same pipar "
-            "on both."
-        )
+        raise VersionError(_other_version(version))
     if kind not in _KINDS or dtype not in _DTYPE_NAMES or encoding not in _ENCODING_NAMES:
         raise ProtocolError(
             f"The peer sent a frame of kind {kind}, dtype {dtype} and encoding {encoding}, one of which is unknown."
@@ -187,6 +185,16 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     body = Body(body_bytes, (), _DTYPE_NAMES[dtype], shape, _ENCODING_NAMES[encoding])
     message = Message(_KINDS[kind], epoch, iteration, micro_batch, samples, batch_samples, body)
     return Frame(message, session, sequence, acknowledged, chunk, chunks, payload, view.nbytes, came_at)
+
+
+def _other_version(theirs: int) -> str:
+    """Return the sentence for a peer with another version of the protocol: what each side has, and what to install."""
+    age, own = ("an older" if theirs < VERSION else "a newer"), metadata.version("pipar")
+    return (
+        f"The peer uses version {theirs} of the protocol, and this side version {VERSION}: the peer has {age} pipar "
+        f"than this side, which has pipar {own}. Install the same on both: 'pip install pipar=={own}' on the peer, or "
+        "'pip install --upgrade pipar' here."
+    )
 
 
 def _check_shape(shape: tuple[int, ...], dtype: int, encoding: int, body_bytes: int) -> None:

@@ -45,7 +45,8 @@ class Orders:
         content = read_json(message)
         if {key: type(value) for key, value in content.items()} != _CONTENT:
             raise ProtocolError(
-                "The server's welcome does not have the fields of this pipar version: install the same pipar on both."
+                "The server's welcome does not have the fields of this pipar version: install the same pipar on both; "
+                "'pipar --version' shows what is installed."
             )
         for key, least in _LEAST.items():
             if content[key] < least:
