@@ -115,7 +115,7 @@ def test_a_run_holds_no_spans_of_the_epochs_that_are_over(tmp_path: Path) -> Non
     assert len(read(tmp_path / "trace.json")["traceEvents"]) > 300 * 5
 
 
-def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Event] = []
     folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run")
 
@@ -123,5 +123,7 @@ def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    folder.epoch_recorder(said.append)(RESULT, epoch(1))
+    emit = folder.epoch_recorder(said.append)
+    for number in (1, 2):
+        emit(RESULT, epoch(number))
     assert [event.reason.partition(" in ")[0] for event in said if isinstance(event, SaveFailed)] == ["The trace"]

@@ -216,11 +216,12 @@ class RunFolder:
         """
 
         def emit(result: EpochResult, spans: list[Span]) -> None:
+            could_write = self._trace.failure is None
             self.add_epoch(result, spans)
             observe(result)
-            if self._trace.failure is not None:
+            if could_write and self._trace.failure is not None:
                 reason = cannot_write(f"The trace in {self.path}", self._trace.failure)
-                observe(SaveFailed(result.epoch, f"{reason} Training continues without the spans of this round."))
+                observe(SaveFailed(result.epoch, f"{reason} Training continues without these spans."))
             if pictures and spans:
                 shown, left_out = excerpt(spans)
                 observe(Pictured(result.epoch, tuple(shown), len(shown) == len(spans), left_out))
