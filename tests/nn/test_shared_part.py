@@ -11,12 +11,14 @@ from torch import nn
 from pipar.errors import UnusableStepError
 from pipar.nn.parts import Optimizer
 from pipar.nn.shared_part import SharedServerPart
+from pipar.nn.tensors import tensor_body
+from pipar.wire.messages import Kind, Message
 
 
-def shared_part(rate: float = 0.1) -> SharedServerPart:
+def shared_part(rate: float = 0.1, *, trusts_devices: bool = False) -> SharedServerPart:
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    return SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3)
+    return SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3, trusts_devices=trusts_devices)
 
 
 def train(part: SharedServerPart, inputs: torch.Tensor, *, step: bool = True) -> None:
@@ -62,7 +64,7 @@ def test_a_gradient_far_above_those_of_other_devices_is_refused_and_large_ones_o
     with pytest.raises(UnusableStepError):
         as_device(part, "c", 100.0)
     part.discard()
-    for factor in (5.0, 25.0, 100.0):  # a training that diverges is nobody's fault
+    for factor in (5.0, 25.0, 100.0):  # a training that diverges: no device is to blame
         for device in ("a", "b"):
             as_device(part, device, factor)
 
@@ -112,3 +114,39 @@ def test_installed_statistics_are_what_a_discarded_batch_returns_to() -> None:
     train(part, torch.randn(6, 4), step=False)
     part.discard()
     assert same(part.state(), other.state())
+
+
+def test_a_first_device_is_held_to_small_steps_until_another_one_has_made_some() -> None:
+    part = shared_part()
+    as_device(part, "a", 1.0)
+    with pytest.raises(UnusableStepError):
+        as_device(part, "a", 1000.0)
+
+
+def test_a_training_with_its_own_devices_only_may_diverge_as_in_plain_torch() -> None:
+    part = shared_part(trusts_devices=True)
+    for device, factor in (("a", 1.0), ("b", 1.0), ("c", 1000.0), ("a", 1.0)):
+        as_device(part, device, factor)
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e6, 1e9])
+def test_statistics_far_above_those_of_the_round_refuse_the_step(factor: float) -> None:
+    part = shared_part()
+    train(part, torch.randn(6, 4))
+    before = everything(part)
+    train(part, torch.randn(6, 4) * factor, step=False)  # batch normalisation hides the factor from the gradients
+    with pytest.raises(UnusableStepError, match=r"running_\w+ of the shared server-side model to"):
+        part.step()
+    part.discard()
+    assert same(everything(part), before)
+
+
+def test_the_shape_of_one_devices_activations_does_not_bind_the_next_device() -> None:
+    module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    part = SharedServerPart(module, Optimizer(0.1), classes=3)
+    for size in (4, 8):
+        body = tensor_body(torch.randn(6, 2, size, size), torch.arange(6) % 3)
+        message = Message(Kind.ACTIVATION, 1, 1, 1, 6, 6, body)
+        activation = part.backward(part.forward(part.decode(message, "raw")))
+        part.encode(activation, "raw", (1, 1, 1, f"device-{size}"))
+        part.step()

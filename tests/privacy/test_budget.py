@@ -16,7 +16,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.cutting import Loss
-from support.server_world import Outcome, end_epoch, hello, honest, roaming, scripted, train, until
+from support.server_world import (
+    EPOCH_BY_HAND,
+    Outcome,
+    by_hand,
+    end_epoch,
+    hello,
+    honest,
+    roaming,
+    scripted,
+    train,
+    until,
+)
 from support.small_runs import SETTINGS
 
 import pipar
@@ -538,3 +549,14 @@ def test_an_impossible_budget_is_found_before_anything_starts(tmp_path: Path, mo
         run(tmp_path, monkeypatch, "privacy.target_epsilon=0.1", "privacy.noise_multiplier=1.0")
     assert list(tmp_path.iterdir()) == []
     assert math.isinf(PrivacyGuard()._budget)
+
+
+def test_a_training_ends_when_no_device_that_is_here_has_budget_left() -> None:
+    """A device that has left may have some: nothing waits for it."""
+    leaver = by_hand(*EPOCH_BY_HAND, name="c", leaves=True)
+    outcome = train(
+        [honest("a"), honest("b"), leaver], devices=("a", "b", "c"), epochs=9, terms=limited(3), stops_at_s=1e5
+    )
+    assert outcome.failure is None
+    assert len(outcome.counted) == 3
+    assert [event.device for event in outcome.of(BudgetSpent)] == ["a"]

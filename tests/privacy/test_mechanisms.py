@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -163,8 +164,8 @@ def test_labels_are_true_with_the_probability_of_epsilon_and_all_others_equally_
 def test_no_answer_is_more_than_e_to_the_epsilon_times_as_likely_as_with_another_label(k: int, epsilon: float) -> None:
     kept = keep_probability(epsilon, k)
     other = (1 - kept) / (k - 1)
-    # 1 - kept is rounded where it is tiny, so the ratio is compared by its parts.
-    assert kept <= math.exp(epsilon) * (other + 1e-16)
+    # `kept` is rounded, which shows in 1 - kept where that is tiny, so the ratio is compared by its parts.
+    assert kept <= math.exp(epsilon) * (other + sys.float_info.epsilon)
     assert other <= math.exp(epsilon) * kept
     assert kept == pytest.approx(math.exp(epsilon) / (math.exp(epsilon) + k - 1), rel=1e-12)
 

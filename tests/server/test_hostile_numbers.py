@@ -1,4 +1,4 @@
-"""Numbers of a peer have a range: what is outside costs its sender the session, and nobody else anything."""
+"""Numbers of a peer have a range: what is outside costs its sender the session, and other devices nothing."""
 
 from __future__ import annotations
 

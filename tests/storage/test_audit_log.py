@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 import pytest
 
 from pipar.events import Dropped, Event, Joined, Left, Progress, Refused, RoundOver, SaveFailed, Stopping
-from pipar.storage import audit_log
 from pipar.storage.audit_log import FILE, AuditLog
 
 HAPPENED: list[Event] = [
@@ -59,18 +60,22 @@ def test_a_server_that_resumes_continues_the_log(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_once_and_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Event] = []
     observe = AuditLog(tmp_path, "pipar server a.toml").recorder(seen.append)
-    opened = audit_log.os.open
+    written, write = [0], os.write
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "full")
+    def full(descriptor: int, content: bytes) -> int:
+        """Write a few bytes of each call, then none."""
+        written[0] += 1
+        if written[0] % 2 == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content[:7])
 
-    monkeypatch.setattr(audit_log.os, "open", full)
+    monkeypatch.setattr(os, "write", full)
     for event in HAPPENED[:4]:
         observe(event)
-    assert not (tmp_path / FILE).exists()
+    assert (tmp_path / FILE).read_bytes() == b""
     (failed,) = [event for event in seen if isinstance(event, SaveFailed)]
-    assert failed.reason == f"cannot write {tmp_path / FILE}: no space left on device; it is tried again"
-    monkeypatch.setattr(audit_log.os, "open", opened)
+    assert failed.reason.startswith(f"{tmp_path / FILE} could not be written: No space left on device.")
+    monkeypatch.setattr(os, "write", write)
     for event in HAPPENED[4:]:
         observe(event)
     assert lines(tmp_path) == WRITTEN

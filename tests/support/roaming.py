@@ -159,7 +159,7 @@ def roam(
         out.carried = {name: link.carried for name, link in first.items()}
         out.left_running = len(asyncio.all_tasks()) - 1
 
-    learner = make_learner(job, workload)
+    learner = make_learner(job, workload, trusts_devices=False)
     if goes_on is not None:
         learner.restore(goes_on[1])
     run_virtually(main(learner), within=deterministic(config.run.seed))

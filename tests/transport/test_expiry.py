@@ -11,7 +11,7 @@ import pytest
 from pipar.cli.doctor_checks import check_certificates
 from pipar.execution.clock import run_virtually
 from pipar.transport import expiry
-from pipar.transport.certificates import make_authority, make_device
+from pipar.transport.certificates import expiry_of, make_authority, make_device
 from pipar.transport.expiry import announce_expiry, expiring
 
 
@@ -41,7 +41,7 @@ def in_days(days: float) -> datetime:
 def test_a_certificate_is_announced_in_its_last_month(
     certificate: Path, after_days: float, sentence: str | None
 ) -> None:
-    end = f"{in_days(40):%Y-%m-%d}"
+    end = f"{expiry_of(certificate):%Y-%m-%d}"
     expected = [] if sentence is None else [f"The certificate in {certificate} {sentence.format(end=end)}"]
     assert expiring([None, certificate], in_days(after_days)) == expected
 

@@ -21,8 +21,8 @@ from pipar.nn.split import split_model
 from pipar.wire.orders import Orders
 
 
-def make_learner(job: Job, workload: Workload) -> TorchLearner:
-    """Return the server's learner, with the initial weights."""
+def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -> TorchLearner:
+    """Return the server's learner, with the initial weights; devices of other owners are not trusted."""
     settings = LearnerSettings(
         workload.optimizer(),
         workload.classes,
@@ -30,6 +30,7 @@ def make_learner(job: Job, workload: Workload) -> TorchLearner:
         keep_momentum=job.keep_momentum,
         proximal=job.config.server.proximal,
         seed=job.config.run.seed,
+        trusts_devices=trusts_devices,
     )
     aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
     return TorchLearner(workload.build_model(), job.split_points, settings, aggregator)

@@ -169,7 +169,7 @@ def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: O
     job = job_without_devices(workload, observe)
     _check_cut(job, found)
     known = job if found is None else replace(job, plans=found.plans, sizes=found.samples)
-    learner = make_learner(known, workload)
+    learner = make_learner(known, workload, trusts_devices=False)
     if found is not None:
         learner.restore(found.tensors)
         found = replace(found, tensors=EMPTY)  # or they would stay in memory for the whole training

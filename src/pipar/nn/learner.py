@@ -37,6 +37,7 @@ class LearnerSettings:
     keep_momentum: bool = False  # over aggregations
     proximal: float = 0.0  # mu of FedProx
     seed: int = 0  # of the rounding in lossy encodings
+    trusts_devices: bool = True  # all devices are the program's own
 
 
 class TorchLearner:
@@ -69,7 +70,12 @@ class TorchLearner:
         key = "" if self._shared else device
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
-            replica = (SharedServerPart if self._shared else TorchServerPart)(
+            build = (
+                partial(SharedServerPart, trusts_devices=self._settings.trusts_devices)
+                if self._shared
+                else TorchServerPart
+            )
+            replica = build(
                 copy.deepcopy(module),
                 self._settings.optimizer,
                 classes=self._settings.classes,

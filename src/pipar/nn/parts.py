@@ -341,9 +341,7 @@ class TorchServerPart(Part):
         # A leaf that requires a gradient cannot be overwritten. A network cut before nn.ReLU(inplace=True) would try
         # to, also through a view of its input, such as nn.Flatten returns.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
-        self._takes: tuple[torch.Size, torch.dtype] | None = (
-            None  # shape and dtype of one sample's activation, from the first message
-        )
+        self._takes: tuple[torch.Size, torch.dtype] | None = None  # of one sample's activation, as first received
         self.loss_sum = 0.0
 
     def decode(self, message: Message, encoding: str) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -19,14 +19,20 @@ from pipar.wire.messages import Body
 _SMALL_WEIGHT = 0.2
 #: The largest steps, relative to the weights. Those of a training that learns are below 0.05.
 _LARGEST_STEP = 100.0  # of any device: all of them may diverge together
-_LARGEST_FIRST_STEP = 1.0  # while there is no other device to compare with
+_LARGEST_FIRST_STEP = 1.0  # while no other device has made one to compare with
 _USUAL_STEP = 0.1  # larger ones are compared with other devices' gradients
+#: How far the statistics of batch normalisation may grow in one round.
+_LARGEST_STATISTIC = 1000.0
 #: A gradient of this many times the median of other devices' latest ones is unusual.
 _UNUSUAL_FACTOR = 30.0
 
 
 class SharedServerPart(TorchServerPart):
-    """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, momentum and batch statistics."""
+    """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, momentum and batch statistics.
+
+    Where devices are not trusted, a batch that changes the model far more than batches of other devices is refused. A
+    training whose devices are all its own may diverge as it would in plain torch, up to numbers that overflow.
+    """
 
     def __init__(
         self,
@@ -36,12 +42,15 @@ class SharedServerPart(TorchServerPart):
         classes: int,
         proximal: float = 0.0,
         rounding: Generators | None = None,
+        trusts_devices: bool = False,
     ) -> None:
         super().__init__(module, optimizer, classes=classes, proximal=proximal, rounding=rounding)
+        self._trusts_devices = trusts_devices
         self._device = ""  # whose batch is being trained
         self._gradients: dict[str, float] = {}  # by device: the norm of the last one that was applied
         self._kept_buffers: dict[str, torch.Tensor] = {}  # as they were after the last whole batch
         self._keep_buffers()
+        self._largest_buffers = self._measured_buffers()  # the largest values at the start of the round
 
     def encode(self, activation: torch.Tensor, encoding: str, place: Place = ()) -> Body:
         self._device = str(place[3]) if len(place) > 3 else ""
@@ -53,6 +62,7 @@ class SharedServerPart(TorchServerPart):
         self._check_buffers()
         super().step()
         self._gradients[self._device] = gradient
+        self._takes = None  # the next batch is another device's, which must not be held to this one's shape
         self._keep_buffers()
 
     def _check_weights(self) -> float:
@@ -65,9 +75,8 @@ class SharedServerPart(TorchServerPart):
         settings = self._optimizer
         moved = gradient + settings.momentum * _norm(self.momentum().values()) + settings.weight_decay * size
         step = settings.learning_rate * moved
-        most = self._largest_step(gradient) * max(
-            size, _SMALL_WEIGHT * math.sqrt(sum(weight.numel() for weight in weights))
-        )
+        count = sum(weight.numel() for weight in weights)
+        most = self._largest_step(gradient) * max(size, _SMALL_WEIGHT * math.sqrt(count))
         if not (step <= most and size + step <= LARGEST_NORM):
             raise UnusableStepError(
                 f"Its batch would change the weights of the shared server-side model by {step:.3g}, and at most "
@@ -82,20 +91,31 @@ class SharedServerPart(TorchServerPart):
         A device whose gradient is far above the others' ruins the model for them. If all gradients are large, the
         training diverges, and no device is to blame.
         """
+        if self._trusts_devices:
+            return math.inf
         others = [norm for device, norm in self._gradients.items() if device != self._device]
         if not others:
-            return _LARGEST_STEP if self._device in self._gradients else _LARGEST_FIRST_STEP
+            return _LARGEST_FIRST_STEP
         return _LARGEST_STEP if gradient <= _UNUSUAL_FACTOR * median(others) else _USUAL_STEP
 
     def _check_buffers(self) -> None:
+        """Raise if the batch's statistics overflow, or are far above those at the start of the round."""
         try:
             check_range(self._buffers().values(), "The shared server-side model, after its batch,")
         except ProtocolError as error:
             raise UnusableStepError(str(error)) from None
+        for name, buffer in self._buffers().items() if not self._trusts_devices else ():
+            most = _LARGEST_STATISTIC * max(self._largest_buffers.get(name, 0.0), 1.0)
+            if buffer.is_floating_point() and buffer.numel() and (largest := buffer.abs().max().item()) > most:
+                raise UnusableStepError(
+                    f"Its batch would bring {name} of the shared server-side model to {largest:.3g}, and at most "
+                    f"{most:.3g} is allowed in this round: the device's activations are far larger than the others'."
+                )
 
     def discard(self) -> None:
         """Discard an unfinished batch: its gradients, and what its forward has changed in the buffers."""
         super().discard()
+        self._takes = None
         with torch.no_grad():
             for name, buffer in self._buffers().items():
                 buffer.copy_(self._kept_buffers.get(name, buffer))
@@ -103,6 +123,7 @@ class SharedServerPart(TorchServerPart):
     def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
         super().install(state, keep_momentum=keep_momentum)
         self._keep_buffers()
+        self._largest_buffers = self._measured_buffers()
 
     def keep_errors_of(self, devices: Collection[str]) -> None:
         """Drop what is known of all other devices: encoding residuals, and the norms of gradients."""
@@ -111,6 +132,13 @@ class SharedServerPart(TorchServerPart):
 
     def _keep_buffers(self) -> None:
         self._kept_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+
+    def _measured_buffers(self) -> dict[str, float]:
+        return {
+            name: buffer.abs().max().item()
+            for name, buffer in self._buffers().items()
+            if buffer.is_floating_point() and buffer.numel()
+        }
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())

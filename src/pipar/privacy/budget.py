@@ -142,10 +142,6 @@ class PrivacyAccountant:
         noise = self.noise
         return [] if noise is None else [name for name in sorted(devices) if not noise.allow(self.of(name))]
 
-    def is_exhausted(self) -> bool:
-        """Return whether no device that has ever taken part has a release left."""
-        return bool(self._took_part) and len(self.spent(self._took_part)) == len(self._took_part)
-
     def would_exceed(self, devices: Iterable[str]) -> tuple[str, float] | None:
         """Return the first device without a release left and the epsilon that one more would give; None if none."""
         name = next(iter(self.spent(devices)), None)

@@ -167,10 +167,16 @@ class Server:
         return True
 
     def _has_enough_budget(self) -> bool:
-        """Return whether enough devices for a round may have a release left; others may still join an open fleet."""
+        """Return whether a device that is here has a release left, and, in a closed fleet, enough for a round have.
+
+        Only devices that are here count: one that has left may never return, and the others would wait for ever.
+        """
+        here = {session.device for session in self._membership.present()}
+        if len(self._accountant.spent(here)) == len(here):
+            return False
         fleet = self._training.plans.keys()  # known before any device joined, if no other may join
         left = len(fleet) - len(self._accountant.spent(fleet))
-        return not self._accountant.is_exhausted() and (not fleet or left >= self._training.min_devices)
+        return not fleet or left >= self._training.min_devices
 
     # --- around the training
 

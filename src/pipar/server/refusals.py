@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from pipar.events import Observer, Refused
 
@@ -10,6 +11,7 @@ _AGAIN_AFTER_S = 60.0
 #: Names and reasons may come from peers: neither a long text nor many different ones may fill memory or the log.
 _MOST_CHARACTERS = 300
 _MOST_REMEMBERED = 256
+_DIGITS = re.compile(r"\d+")
 
 
 class RefusalReporter:
@@ -21,7 +23,9 @@ class RefusalReporter:
 
     def report(self, device: str, reason: str, *, again: bool) -> None:
         """Report a refusal, unless the same one was reported less than a minute ago."""
-        key, now = (shortened(device), shortened(reason)), asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        # Without digits: a peer that gives another number each time must not fill the log.
+        key = shortened(device), _DIGITS.sub("0", shortened(reason))
         before = self._reported.pop(key, None)
         if before is not None and now < before + _AGAIN_AFTER_S:
             self._reported[key] = before
@@ -29,7 +33,7 @@ class RefusalReporter:
         self._reported[key] = now
         if len(self._reported) > _MOST_REMEMBERED:
             del self._reported[next(iter(self._reported))]
-        self._observe(Refused(*key, again))
+        self._observe(Refused(shortened(device), shortened(reason), again))
 
 
 def shortened(text: str) -> str:

@@ -7,7 +7,6 @@ written is written with the next one, and the training continues.
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -32,7 +31,7 @@ from pipar.events import (
     Started,
     Stopping,
 )
-from pipar.storage.whole_files import append_whole
+from pipar.storage.whole_files import append_whole, cannot_write
 
 FILE = "audit.jsonl"
 #: Lines that wait for a disk with space; older ones are dropped.
@@ -67,11 +66,10 @@ class AuditLog:
     def _write(self, observe: Observer) -> None:
         text = "".join(f"{line}\n" for line in self._waiting)
         try:
-            append_whole(self._path, text.encode())  # or a retry would repeat the lines before a full disk
+            append_whole(self._path, text.encode())
         except OSError as error:
             if not self._failed:  # once: the next events try again
-                why = os.strerror(error.errno or 0).lower()
-                observe(SaveFailed(0, f"cannot write {self._path}: {why}; it is tried again"))
+                observe(SaveFailed(0, f"{cannot_write(str(self._path), error)} It is tried again."))
             self._failed = True
             return
         self._waiting.clear()
