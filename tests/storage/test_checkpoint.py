@@ -571,3 +571,13 @@ def test_numbers_of_checkpoints_are_checked(key: str, value: object, says: str) 
     with pytest.raises(ConfigError) as raised:
         config_from({"server": {key: value}})
     assert says in str(raised.value)
+
+
+def test_an_old_file_that_cannot_be_read_is_set_aside_when_its_turn_to_be_removed_comes(tmp_path: Path) -> None:
+    of_another_version(Checkpoints(tmp_path).save(checkpoint(1)))
+    content = (tmp_path / "round-000001.pipar").read_bytes()
+    saving = Checkpoints(tmp_path, 2)
+    for number in (2, 3, 4):
+        saving.save(checkpoint(number))
+    assert names(tmp_path) == ["round-000001.pipar.unread", "round-000003.pipar", "round-000004.pipar"]
+    assert (tmp_path / "round-000001.pipar.unread").read_bytes() == content

@@ -92,3 +92,12 @@ def test_a_file_that_was_removed_by_its_holder_locks_nothing(tmp_path: Path, mon
     with pytest.raises(InputError, match="is in use"), folder_locked(tmp_path, "pipar server"):
         pass
     first.__exit__(None, None, None)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InputError), folder_locked(Path("runs/it"), "pipar server"):
+        pass

@@ -163,8 +163,15 @@ class Checkpoints:
     def _set_unread_aside(self, first: int) -> None:
         """Rename files from this round on that cannot be read, before they are replaced or removed."""
         for number, path in _files(self.folder).items():
-            if number >= first and number not in self._saved and not _can_be_read(path):
-                self._disk.rename(path, _unused(path.with_name(path.name + _UNREAD)))
+            if number >= first:
+                self._set_aside_if_unread(number, path)
+
+    def _set_aside_if_unread(self, number: int, path: Path) -> bool:
+        """Rename a checkpoint that this process has not written and cannot read; return whether it was one."""
+        if number in self._saved or _can_be_read(path):
+            return False
+        self._disk.rename(path, _unused(path.with_name(path.name + _UNREAD)))
+        return True
 
     def _write(self, partial: Path, buffers: list[memoryview], content_bytes: int) -> None:
         """Write a whole file, tensor by tensor without copying: a second copy of a model may not fit into memory."""
@@ -184,11 +191,12 @@ class Checkpoints:
             rounds = sorted(_files(self.folder).items())
         except InputError:
             return  # the checkpoint itself is saved; the next one removes these
-        earlier = [path for number, path in rounds if number <= saved]
-        later = [path for number, path in rounds if number > saved]
-        for path in (*earlier[: -self._keep], *later):
+        earlier = [(number, path) for number, path in rounds if number <= saved]
+        later = [(number, path) for number, path in rounds if number > saved]
+        for number, path in (*earlier[: -self._keep], *later):
             with contextlib.suppress(OSError):
-                self._disk.remove(path)
+                if not self._set_aside_if_unread(number, path):
+                    self._disk.remove(path)
 
 
 def _content(checkpoint: Checkpoint) -> bytes:

@@ -34,7 +34,7 @@ def folder_locked(folder: Path, command: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / _NAME).unlink()  # while it is held: nobody else can have locked this file
+            (folder / _NAME).unlink()  # while it is held: no other process can have locked this file
         os.close(handle)
         with suppress(OSError):
             folder.rmdir()
@@ -46,6 +46,9 @@ def _acquire(folder: Path) -> int:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_make_folder(folder, error) from None
+        try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             continue  # the process that held it has removed its empty folder
