@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from support.server_world import World, honest, train
+
 from pipar.events import Event, Refused
 from pipar.execution.clock import run_virtually
 from pipar.server import refusals
@@ -58,3 +60,14 @@ def test_many_different_refusals_need_no_more_memory() -> None:
 
     run_virtually(main())
     assert len(found[0]._reported) == refusals._MOST_REMEMBERED
+
+
+def test_connections_that_are_refused_before_they_say_who_they_are_are_reported_by_their_address() -> None:
+    async def knock(world: World) -> None:
+        for port in (5123, 5124):
+            world.server.report_refused(f"ipv4:10.0.0.9:{port}", "The token is not known.")
+        world.server.report_refused("ipv6:[::1]:5125", "The token is not known.")
+
+    outcome = train([("nobody", knock), honest("a")], devices=("a",))
+    refused = [(event.device, event.reason) for event in outcome.of(Refused)]
+    assert refused == [(f"a device at {host}", "The token is not known.") for host in ("10.0.0.9", "[::1]")]

@@ -333,6 +333,7 @@ class _ServerProgram:
             admit,
             security=self._options.security,
             keepalive=Keepalive.every(self._run.job.config.server.keepalive),
+            refused=server.report_refused,
             barred=lambda why: self._observe(Barred(why)),
         )
 

@@ -89,6 +89,11 @@ class Membership:
             self._refusals.report(device, str(error), again=again)
         await _send_refusal(transport, error, again=again)
 
+    def report_refused(self, origin: str, reason: str) -> None:
+        """Report a refused connection by gRPC's name of its origin, such as "ipv4:10.0.0.9:5123"."""
+        host = origin.partition(":")[2].rpartition(":")[0]  # each attempt has another port
+        self._refusals.report(f"a device at {host or origin}", reason, again=False)
+
     def _join(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
         if hello.message.kind is not Kind.HELLO:
             raise ProtocolError(f"The first message has to be HELLO, not {hello.message}.")

@@ -184,6 +184,10 @@ class Server:
         """Let a device join or resume, one call for each connection; `peer` is the name in its credential."""
         await self._membership.admit(transport, peer)
 
+    def report_refused(self, origin: str, reason: str) -> None:
+        """Report a connection that never reached `admit`, such as one without a credential, by where it came from."""
+        self._membership.report_refused(origin, reason)
+
     @property
     def sessions(self) -> Sequence[Session]:
         """The sessions of all devices that are connected, or may resume."""
