@@ -20,6 +20,7 @@ from pipar.execution.clock import run_virtually
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.storage.checkpoint import Checkpoints, Disk, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
+from pipar.storage.epoch_log import EpochLog
 from pipar.wire.messages import EMPTY
 
 
@@ -45,7 +46,7 @@ class Folder:
     def __init__(self, disk: FullDisk) -> None:
         self.accountant = PrivacyAccountant(None)
         self.plans: dict[str, Any] = {}
-        self.epochs: list[Any] = []
+        self.epochs = EpochLog()
         self.round_log: list[Any] = []
         self.partly: dict[int, Any] = {}
         self.models = 0

@@ -71,7 +71,7 @@ class CheckpointWriter:
             identity=identity_of(job.config),
             plans=dict(self._folder.plans),
             samples=dict(job.sizes),
-            metrics=[result.to_dict() for result in self._folder.epochs],
+            metrics=self._folder.epochs.rows(),
             round_log=list(self._folder.round_log),
             notes={
                 "partly": {str(number): taught for number, taught in self._folder.partly.items()},

@@ -25,6 +25,7 @@ from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
+from pipar.storage.epoch_log import EpochLog
 from pipar.storage.trace_file import TraceFile
 from pipar.storage.whole_files import (
     PRIVATE,
@@ -120,7 +121,7 @@ class RunFolder:
         self._job = job
         self._world = world
         self._command = command
-        self.epochs: list[EpochResult] = []
+        self.epochs = EpochLog()
         self.round_log: list[dict[str, int]] = []  # for each round: samples by device that counted
         self.partly: dict[int, dict[str, int]] = {}  # by round: devices that only trained the shared model
         self.plans: Mapping[str, Plan] = job.plans  # in use now
@@ -176,13 +177,13 @@ class RunFolder:
         known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
         self.round_log = [dict(counted) for counted in found.round_log[:done]]
         self.partly = {int(number): dict(taught) for number, taught in found.notes.get("partly", {}).items()}
-        self.epochs = [
+        self.epochs = EpochLog(
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
-        ]
+        )
         self.plans = dict(found.plans)
         self.accountant.resume(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
-        _write_lines(self.path / "metrics.jsonl", [result.to_dict() for result in self.epochs])
+        _write_lines(self.path / "metrics.jsonl", self.epochs.rows())
         _write_lines(self.path / "rounds.jsonl", self._rounds())
 
     def _rounds(self) -> list[dict[str, Any]]:
@@ -296,7 +297,7 @@ class RunFolder:
             "seed": job.config.run.seed,
             "plans": plans_as_json(job.plans),
             "replans": self._replans(),
-            "epochs": [result.to_dict() for result in self.epochs],
+            "epochs": self.epochs.rows(),
             "rounds": self._rounds(),
             "stopped": self._stopped,
             "epsilon": self.accountant.largest_epsilon(),

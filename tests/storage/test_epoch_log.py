@@ -1,0 +1,42 @@
+"""Results of epochs in little memory, unchanged."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+from pipar.events import EpochResult
+from pipar.storage.epoch_log import EpochLog
+
+
+def result(epoch: int, devices: int = 3) -> EpochResult:
+    return EpochResult(
+        epoch, 1 / 3, 40, math.nan, math.inf, None, 100, 2**60, 0.1, 2.0, 5.0, 0.5, 0.25, {"device": 1 / 7},
+        device_bytes={f"raspberry-pi-{n}": [1_000_000 * n + epoch, 2_000_000 * n + epoch] for n in range(devices)},
+    )  # fmt: skip
+
+
+def test_results_are_read_back_unchanged() -> None:
+    given = [result(epoch) for epoch in range(1, 6)]
+    log = EpochLog(given[:3])
+    for one in given[3:]:
+        log.append(one)
+    assert str(list(log)) == str(given)  # nan differs from itself
+    assert str(log[-1]) == str(given[-1])
+    assert str(log[1:3]) == str(given[1:3])
+    assert str(log.rows()) == str([one.to_dict() for one in given])
+    assert (len(log), bool(EpochLog())) == (5, False)
+
+
+def test_a_log_of_many_devices_takes_little_memory() -> None:
+    def taken(make: type[list[EpochResult]] | type[EpochLog]) -> int:
+        tracemalloc.start()
+        try:
+            kept = make()
+            for epoch in range(50):
+                kept.append(result(epoch, devices=200))
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert taken(EpochLog) < taken(list) / 3
