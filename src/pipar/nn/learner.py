@@ -12,7 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar import random_streams
-from pipar.errors import InputError, PiparError, ProtocolError, TrainingError, UnusableModelError, describe
+from pipar.errors import (
+    InputError,
+    PiparError,
+    ProtocolError,
+    TrainingError,
+    UnusableModelError,
+    describe,
+    is_lack_of_memory,
+)
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.parts import Optimizer, TorchServerPart
 from pipar.nn.runtime import release_model_memory
@@ -321,12 +329,14 @@ class _ReturnedModels:
             yield DeviceModel(back.device, self._state(back), back.samples)
 
     def _state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
-        """Return one model; whatever fails while it is read excludes its device, and no other."""
+        """Return one model; an error in reading it excludes its device, and no other."""
         try:
             return self.read(back)
         except PiparError:
             raise
-        except Exception as error:  # noqa: BLE001 - a peer's model may raise anything; it becomes an event
+        except Exception as error:
+            if is_lack_of_memory(error):
+                raise  # of this machine: no device is to blame
             raise UnusableModelError(back.device, f"{back.device} returned no valid model: {describe(error)}") from None
 
 

@@ -77,7 +77,8 @@ class Membership:
         except (ProtocolError, LinkError) as error:
             await self._refuse(transport, error, peer or _claimed_name(hello))
         except Exception as error:  # noqa: BLE001 - the connection ends here, and the others do not notice
-            failed = ProtocolError(f"The server failed to read the HELLO: {describe(error)}")
+            kind = TryAgainError if is_lack_of_memory(error) else ProtocolError
+            failed = kind(f"The server failed to read the HELLO: {describe(error)}")
             await self._refuse(transport, failed, peer or _claimed_name(hello))
         else:
             await session.channel.until_lost(transport)
