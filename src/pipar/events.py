@@ -95,7 +95,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Listening:
-    """The server can be reached, by at most so many connections at a time if the limit of open files is low."""
+    """The server can be reached, by a limited number of connections at a time if the limit of open files is low."""
 
     address: str
     most_connections: int | None = None

@@ -8,16 +8,16 @@ from typing import Any, TypeGuard
 
 from pipar.errors import ConfigError
 
-#: No number that anyone has to write has more; Python computes with any, and refuses to print those of 4,300.
+#: No number in a message needs more; Python computes with any, and refuses to print those of 4,300 digits.
 _MOST_DIGITS = 40
 
 
 class LongNumberError(ValueError):
-    """A whole number is longer than any is."""
+    """A whole number has more digits than any that a peer needs."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the content of JSON, or raise ValueError; also for a whole number that is longer than any is."""
+    """Return the content of JSON, or raise ValueError; also for a whole number with too many digits."""
     try:
         return json.loads(text, parse_int=_whole_number)
     except RecursionError:  # brackets nested too deeply

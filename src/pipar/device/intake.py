@@ -28,7 +28,7 @@ _UNREAD_MODELS, _UNREAD_SMALL_BYTES = 2, 4 * SMALL_BODY_BYTES
 
 @dataclass(frozen=True)
 class Terms:
-    """What a device agrees to, whatever its server orders: its own network, and what fits into its memory."""
+    """What a device agrees to, independently of its server's orders: its own network, and what fits into its memory."""
 
     part_bytes: tuple[int, ...]  # of the first layer of its network, of the first two, and so on
     profile: Profile | None = None  # of as many layers as fit

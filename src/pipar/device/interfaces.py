@@ -63,7 +63,7 @@ class Equipment:
     make_lanes: MakeLanes
     profile: Profile | None = None  # of the network on this machine
     guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # the same one for all of the device's sessions
-    terms: Terms | None = None  # what it agrees to; None: whatever the server orders
+    terms: Terms | None = None  # what it agrees to; None: anything that the server orders
 
 
 @dataclass(frozen=True)

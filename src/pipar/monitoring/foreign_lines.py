@@ -24,7 +24,7 @@ def real_standard_error() -> Iterator[TextIO]:
     try:
         yield stream
     finally:
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # no process reads it any more
             stream.close()
 
 

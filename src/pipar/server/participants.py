@@ -73,7 +73,7 @@ class Participants:
             await self._welcome(session, done)
         except ProtocolError as error:  # no plan is possible for it, which does not stop the others
             await self._membership.dismiss(session, error)
-        except Exception as error:  # noqa: BLE001 - the same holds for whatever else fails in the work for it
+        except Exception as error:  # noqa: BLE001 - the same holds for every other error in the work for it
             reason = f"the server failed to prepare for it: {describe(error)}"
             await self._membership.dismiss(session, reason, again=is_lack_of_memory(error))
 

@@ -37,7 +37,7 @@ class DeviceUpdate:
 class Serving:
     """Serves the devices of a round, each in a separate task.
 
-    A fault of one device, and whatever else fails in the work for it, ends its session only.
+    A fault of one device, like any other error in the work for it, ends its session only.
     """
 
     def __init__(
