@@ -4,8 +4,8 @@ Within the server's resume window a session resumes seamlessly over the new conn
 again and takes part from the next round.
 
 A device that has never been admitted ends with the first reason that a person has to look into, such as a certificate
-of another authority. Once it has been admitted, its settings were right: anything that answers at the server's address later
-may be gone soon, so the device keeps trying. Only its server, with a verified certificate, can end it.
+of another authority. Once it has been admitted, its settings were right: another program that answers at the server's
+address later may be gone soon, so the device keeps trying. Only its server, with a verified certificate, can end it.
 """
 
 from __future__ import annotations
