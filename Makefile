@@ -33,11 +33,12 @@ $(BROWSER): $(DEVELOPING)
 	@command -v chromium > /dev/null || { echo "Installing chromium for the tests of pages"; apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium > /dev/null; }
 	@touch $(BROWSER)
 
+# Three workers for two cores: tests with real processes wait for much of their time, and load cannot make one fail.
 test: $(DEVELOPING) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 check: $(DEVELOPING)  ## format, lint, types, package rules and the fast tests, in under a minute
 	$(BIN)/ruff format .

@@ -76,7 +76,8 @@ class SharedServerPart(TorchServerPart):
         moved = gradient + settings.momentum * _norm(self.momentum().values()) + settings.weight_decay * size
         step = settings.learning_rate * moved
         count = sum(weight.numel() for weight in weights)
-        most = self._largest_step(gradient) * max(size, _SMALL_WEIGHT * math.sqrt(count))
+        usual = max(size, _SMALL_WEIGHT * math.sqrt(count))
+        most = math.inf if self._trusts_devices else self._largest_step(gradient) * usual
         if not (step <= most and size + step <= LARGEST_NORM):
             raise UnusableStepError(
                 f"Its batch would change the weights of the shared server-side model by {step:.3g}, and at most "
@@ -91,8 +92,6 @@ class SharedServerPart(TorchServerPart):
         A device whose gradient is far above the others' ruins the model for them. If all gradients are large, the
         training diverges, and no device is to blame.
         """
-        if self._trusts_devices:
-            return math.inf
         others = [norm for device, norm in self._gradients.items() if device != self._device]
         if not others:
             return _LARGEST_FIRST_STEP
