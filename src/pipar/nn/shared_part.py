@@ -103,9 +103,9 @@ class SharedServerPart(TorchServerPart):
             check_range(self._buffers().values(), "The shared server-side model, after its batch,")
         except ProtocolError as error:
             raise UnusableStepError(str(error)) from None
-        for name, buffer in self._buffers().items() if not self._trusts_devices else ():
+        for name, largest in self._measured_buffers().items() if not self._trusts_devices else ():
             most = _LARGEST_STATISTIC * max(self._largest_buffers.get(name, 0.0), 1.0)
-            if buffer.is_floating_point() and buffer.numel() and (largest := buffer.abs().max().item()) > most:
+            if largest > most:
                 raise UnusableStepError(
                     f"Its batch would bring {name} of the shared server-side model to {largest:.3g}, and at most "
                     f"{most:.3g} is allowed in this round: the device's activations are far larger than the others'."
@@ -133,6 +133,7 @@ class SharedServerPart(TorchServerPart):
         self._kept_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
 
     def _measured_buffers(self) -> dict[str, float]:
+        """Return the largest magnitude in each buffer, by name."""
         return {
             name: buffer.abs().max().item()
             for name, buffer in self._buffers().items()
